@@ -138,13 +138,13 @@ def load_once(folder: Path, linear: str) -> Load:
 
     from antiphon import embedded  # noqa: PLC0415
     from antiphon.config.card import read_card  # noqa: PLC0415
-    from antiphon.config.device import this_device  # noqa: PLC0415
+    from antiphon.config.device import detect_device  # noqa: PLC0415
     from antiphon.config.memory import weight_bytes  # noqa: PLC0415
-    from antiphon.config.model import Linear  # noqa: PLC0415
+    from antiphon.config.model import LinearFormat  # noqa: PLC0415
     from antiphon.model_worker.model.load import load  # noqa: PLC0415
 
     # As the worker's plan has it.
-    cores = this_device().cores
+    cores = detect_device().cores
     torch.set_num_threads(max(1, cores - 1) if linear == "plain" else cores)
     load(embedded.path(), linear=linear)
     Path("/proc/self/clear_refs").write_text("5")
@@ -159,7 +159,7 @@ def load_once(folder: Path, linear: str) -> Load:
         cpu_seconds,
         peak_bytes=_status("VmHWM") - before,
         kept_bytes=_status("RssAnon") - own,
-        weight_bytes=weight_bytes(card, card.dtype, Linear(linear)),
+        weight_bytes=weight_bytes(card, card.dtype, LinearFormat(linear)),
     )
 
 

@@ -174,7 +174,7 @@ def _widen(name: str, folder: Path, cache: Path) -> None:
     from antiphon.config.settings import Settings  # noqa: PLC0415
     from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
     from antiphon.service.model import model_files  # noqa: PLC0415
-    from antiphon.supervisor.fetching import fetched  # noqa: PLC0415
+    from antiphon.supervisor.fetch_models import fetch_models  # noqa: PLC0415
 
     base = Settings()
     settings = replace(
@@ -182,7 +182,7 @@ def _widen(name: str, folder: Path, cache: Path) -> None:
         model=replace(base.model, path=name),
         load=replace(base.load, download_folder=str(cache)),
     )
-    fetched(settings, Console())
+    fetch_models(settings, Console())
     files = model_files(settings)
     for file in files.folder.iterdir():
         shutil.copy(file, folder)

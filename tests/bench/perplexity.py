@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from antiphon import embedded
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.rotary import cos_sin, apply_rotary
+from antiphon.kernels.rotary import apply_rotary, cos_sin
 from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import METHODS
 from antiphon.layers.tp import SingleRank

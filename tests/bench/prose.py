@@ -39,7 +39,7 @@ from antiphon.config.settings import Settings
 from antiphon.model_worker.runner.open import open_model
 from antiphon.service.model import model_files, tokenizer_folder
 from antiphon.service.tokenizer_file import open_tokenizer
-from antiphon.supervisor.fetching import fetched
+from antiphon.supervisor.fetch_models import fetch_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -191,7 +191,7 @@ def main() -> None:
         load=replace(base.load, download_folder=str(arguments.cache)),
     )
     console = Console(stderr=arguments.ids)  # ids alone go to the other end of a pipe
-    fetched(settings, console)
+    fetch_models(settings, console)
     tokenizer = open_tokenizer(tokenizer_folder(settings))
     texts = windows(tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids)
     if arguments.ids:

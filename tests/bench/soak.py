@@ -30,7 +30,7 @@ from tests.system.stack import Stack, serving
 from antiphon.client import Client
 from antiphon.wire.errors import EngineError
 from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,7 +142,7 @@ def _failures(result: Result, *, alive: bool) -> list[str]:
 
 
 class _More(TypedDict, total=False):
-    details: DetailParams
+    details: TokenOutputParams
     grammar: Grammar
 
 
@@ -184,7 +184,7 @@ class _Asker:
         dice = self._dice
         options: _More = {}
         if dice.random() < 0.5:
-            options["details"] = DetailParams(logprobs=True, top=2, prompt_start=0)
+            options["details"] = TokenOutputParams(logprobs=True, top=2, prompt_start=0)
         if dice.random() < 0.2:
             options["grammar"] = Grammar(kind=GrammarKind.REGEX, text="[a-z]+( [a-z]+)*")
         answer = self._client.generate(

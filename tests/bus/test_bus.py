@@ -10,7 +10,7 @@ from tests.bus.worlds import Mailbox, World
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
+from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode_json
 from antiphon.wire.errors import DeadlineExceeded, Overloaded
@@ -107,7 +107,7 @@ async def test_error_of_the_callee_is_raised(world: World) -> None:
 
 async def test_call_to_nobody_fails_at_once(world: World) -> None:
     caller = await join(world)
-    with pytest.raises(NobodyListens):
+    with pytest.raises(NoResponders):
         await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
 
 
@@ -126,7 +126,7 @@ async def test_call_ends_at_its_deadline_and_a_late_answer_is_ignored(world: Wor
     await subscription.drain()
     await callee.listen(CANCEL, answer_cancel, model=MODEL)
     assert await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL) == CANCELLED
-    assert not caller._waiting
+    assert not caller._pending
 
 
 async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
@@ -144,7 +144,7 @@ async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
         assert await call
     with pytest.raises(BusDown):
         await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
-    assert not caller._waiting
+    assert not caller._pending
     await world.heal()
 
 
@@ -164,7 +164,7 @@ async def test_call_fails_when_its_bus_is_left(world: World) -> None:
 
 
 async def lost(caller: Bus) -> bool:
-    with pytest.raises(AnswerLost):
+    with pytest.raises(ReplyLost):
         await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
     return True
 
@@ -182,7 +182,7 @@ async def test_cancelled_call_leaves_nothing(world: World) -> None:
         await heard.wait()
         call.cancel()
     assert call.cancelled()
-    assert not caller._waiting
+    assert not caller._pending
 
 
 async def test_json_is_answered_in_json(world: World) -> None:
@@ -199,7 +199,7 @@ async def test_json_is_answered_in_json(world: World) -> None:
     box = Mailbox()
     await client.subscribe("client.default.1", box.receive)
     request = encode_json(GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello"))
-    client.publish(f"test.v1.{GENERATE.at(model=MODEL)}", request, "client.default.1")
+    client.publish(f"test.v1.{GENERATE.subject_for(model=MODEL)}", request, "client.default.1")
     assert await box.wait(1) == [encode_json(accepted)]
 
 
@@ -257,7 +257,7 @@ async def test_clusters_on_one_broker_do_not_meet(world: World) -> None:
         Bus(world.make(), ClusterName("other"), here.process)
     )
     await elsewhere.listen(CANCEL, answer_cancel, model=MODEL)
-    with pytest.raises(NobodyListens):
+    with pytest.raises(NoResponders):
         await here.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL)
 
 

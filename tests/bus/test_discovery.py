@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.bus.worlds import Mailbox, World
 
-from antiphon.bus.discovery import Discovery, Endpoint
+from antiphon.bus.discovery import Discovery, EndpointCounters
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import Incarnation, InstanceId
 
@@ -24,7 +24,7 @@ HEAD = {
 async def ask(world: World, *subjects: str) -> list[dict[str, object]]:
     """Start a tokenizer's discovery, ask, and return what came."""
     asker, answerer = await world.join(), await world.join()
-    endpoint = Endpoint("tokenizer.encode", "test.v1.tokenizer.m.encode", "tokenizer")
+    endpoint = EndpointCounters("tokenizer.encode", "test.v1.tokenizer.m.encode", "tokenizer")
     endpoint.count(0.25)
     endpoint.count(0.75, "overloaded")
     discovery = Discovery(

@@ -27,14 +27,14 @@ async def test_one_link_is_cut_and_the_others_stay() -> None:
         near.publish("news", b"heard")
         assert await heard_far.wait(1) == [b"heard"]
         assert await heard_near.wait(2) == [b"missed", b"heard"]
-        assert (near.link.joins, far.link.joins) == (1, 2)
+        assert (near.link.connect_count, far.link.connect_count) == (1, 2)
 
 
 async def test_healing_a_whole_link_does_nothing() -> None:
     broker = MemoryBroker()
     async with MemoryTransport(broker) as transport:
         broker.heal(transport)
-    assert transport.link.joins == 1
+    assert transport.link.connect_count == 1
 
 
 async def test_same_seed_draws_the_same_members() -> None:

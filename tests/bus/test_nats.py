@@ -47,7 +47,7 @@ async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
         await transport.subscribe("news", box.receive)
         await server.pause()
         chunk = b"x" * 512 * 1024
-        wire = transport._connection.wire
+        wire = transport._connection.writer
         assert wire is not None
         async with asyncio.timeout(10):
             while wire.get_write_buffer_size() < len(chunk):
@@ -70,17 +70,17 @@ def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
         async with NatsTransport(bus_config(server.url), name="test") as transport:
             box = Mailbox()
             await transport.subscribe("news", box.receive)
-            joins = transport.link.joins
+            joins = transport.link.connect_count
             connection = transport._connection
             socket = connection._transport
             assert isinstance(socket, Socket)
-            assert socket.wire is not None
+            assert socket.writer is not None
             socket.close()
             await asyncio.sleep(0)
             assert connection.is_connected, "nobody has noticed yet"
             with pytest.raises(BusDown):
                 transport.publish("news", b"before")
-            await until(lambda: transport.link.joins > joins and transport.link.up)
+            await until(lambda: transport.link.connect_count > joins and transport.link.up)
             transport.publish("news", b"after")
             transport.publish("news", b"that")
             assert await box.wait(2) == [b"after", b"that"]
@@ -129,7 +129,7 @@ async def test_flush_that_gave_up_does_not_deafen_the_link(server: NatsServer) -
         transport.publish("news", b"hello")
         assert await box.wait(1) == [b"hello"]
         await transport.flush(5)
-        assert transport.link.joins == 1
+        assert transport.link.connect_count == 1
 
 
 async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
@@ -147,7 +147,7 @@ async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
         await reloaded(server.folder / "nats.log")
         # The server answers with -ERR 'Maximum Payload Violation' and closes.
         transport.publish("news", b"x" * 2048)
-        await until(lambda: transport.link.joins == 2)
+        await until(lambda: transport.link.connect_count == 2)
         with pytest.raises(RequestTooLarge):
             transport.publish("news", b"x" * 2048)
         transport.publish("news", b"after")
@@ -217,7 +217,7 @@ async def test_an_attempt_to_rejoin_that_fails_late_leaves_nothing(
         box = Mailbox()
         await transport.subscribe("news", box.receive)
         door.visits[0].transport.abort()
-        await until(lambda: transport.link.joins == 2)
+        await until(lambda: transport.link.connect_count == 2)
         assert len(door.visits) == 3, "the second attempt was to fail"
         door.visits[1].transport.abort()
         for told in (b"one", b"two", b"three"):
@@ -246,7 +246,7 @@ async def test_start_without_a_broker_fails_at_the_deadline_and_says_where(
     server: NatsServer,
 ) -> None:
     await server.kill()
-    transport = NatsTransport(bus_config(server.url), name="test", join_timeout_s=0.2)
+    transport = NatsTransport(bus_config(server.url), name="test", connect_timeout_s=0.2)
     begun = time.monotonic()
     with pytest.raises(BusDown, match=server.url):
         await transport.__aenter__()
@@ -257,7 +257,7 @@ async def test_wrong_password_is_named() -> None:
     async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
         config = bus_config(server.url, user="one", password="wrong")
         with pytest.raises(BusDown, match=r"(?i)authorization violation"):
-            await NatsTransport(config, name="test", join_timeout_s=2.0).__aenter__()
+            await NatsTransport(config, name="test", connect_timeout_s=2.0).__aenter__()
 
 
 async def test_a_start_that_swallows_a_cancellation_ends_all_the_same(
@@ -275,7 +275,7 @@ async def test_a_start_that_swallows_a_cancellation_ends_all_the_same(
                     raise
                 swallowed += 1
 
-    transport = NatsTransport(bus_config("nats://127.0.0.1:1"), name="test", join_timeout_s=0.05)
+    transport = NatsTransport(bus_config("nats://127.0.0.1:1"), name="test", connect_timeout_s=0.05)
     monkeypatch.setattr(transport._connection, "connect", connect)
     async with asyncio.timeout(10):
         with pytest.raises(BusDown, match="no answer"):
@@ -308,7 +308,7 @@ async def test_refused_subjects_are_counted_and_the_link_stays_up(
             transport.publish("may", b"yes")
             assert await box.wait(1) == [b"yes"]
             assert transport.errors.forbidden == 2
-            assert transport.link.joins == 1
+            assert transport.link.connect_count == 1
     assert "broker refused" in caplog.messages
     assert not foreign.packets
 
@@ -378,7 +378,7 @@ async def test_another_server_of_the_list_is_taken(server: NatsServer) -> None:
             first = transport._connection._server_info["server_name"]
             names = {s.settings.name: s for s in (server, other)}
             await names[first].kill()
-            await until(lambda: transport.link.joins == 2)
+            await until(lambda: transport.link.connect_count == 2)
             assert transport._connection._server_info["server_name"] != first
 
 
@@ -395,7 +395,7 @@ async def test_a_subject_that_is_no_text_is_heard_and_ends_nothing() -> None:
         writer.close()
         assert [packet.data for packet in heard] == [b"no", b"yes"]
         assert [packet.subject for packet in heard] == ["odd.\N{REPLACEMENT CHARACTER}", "odd.y"]
-        assert here.link.joins == 1
+        assert here.link.connect_count == 1
 
 
 class Taken:
@@ -408,7 +408,7 @@ class Taken:
         self.connection._receivers[7] = self.heard.append
 
     def take(self, data: bytes) -> bytes:
-        return self.connection._take(data)
+        return self.connection._consume_messages(data)
 
 
 def test_a_payload_that_looks_like_a_message_is_none() -> None:

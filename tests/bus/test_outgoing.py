@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.bus.outgoing import Outgoing
+from antiphon.bus.thread_safe_writer import ThreadSafeWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -33,7 +33,7 @@ class Near(asyncio.Protocol):
 class Line:
     """A way out, the transport below it, and the other end."""
 
-    outgoing: Outgoing
+    outgoing: ThreadSafeWriter
     transport: asyncio.Transport
     near: Near
     reader: asyncio.StreamReader
@@ -53,7 +53,7 @@ async def connected() -> AsyncGenerator[Line]:
     host, port = server.sockets[0].getsockname()
     transport, near = await loop.create_connection(Near, host, port)
     reader, writer = await accepted
-    line = Line(Outgoing(transport, loop), transport, near, reader, writer.transport)
+    line = Line(ThreadSafeWriter(transport, loop), transport, near, reader, writer.transport)
     try:
         yield line
     finally:

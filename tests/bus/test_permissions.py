@@ -14,14 +14,14 @@ from tests.support.wait import until
 from tests.wire.examples import EXAMPLES, TERM, WORKER
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.discovery import ASKERS, OPERATOR, Discovery, Endpoint
+from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, Discovery, EndpointCounters
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
 from antiphon.bus.server import ServerSettings
 from antiphon.wire.base import Process, Role
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, InstanceId, TenantId, new_incarnation
-from antiphon.wire.routes import CLIENT, COMMAND, ROUTES, Call, Feed, Party
+from antiphon.wire.routes import CLIENT, COMMAND, ROUTES, Party, RequestRoute, Route
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -84,7 +84,7 @@ async def house(permitted: str) -> AsyncIterator[House]:
         yield house
 
 
-def address(route: Feed, sender: Party) -> dict[str, str]:
+def address(route: Route, sender: Party) -> dict[str, str]:
     """Fill every part of a route's subject, as its sender would."""
     parts = {part: "x" for part in PARTS if f"{{{part}}}" in route.subject}
     if "tenant" in parts:
@@ -120,19 +120,19 @@ async def test_every_route_works_between_its_rightful_parties(house: House) -> N
         assert await member.refusals() == 0, member.party
 
 
-async def try_route(route: Feed, sender: Member, listener: Member) -> None:
+async def try_route(route: Route, sender: Member, listener: Member) -> None:
     heard: list[Delivery] = []
 
     async def deliver(delivery: Delivery) -> None:
         heard.append(delivery)
-        if isinstance(route, Call):
+        if isinstance(route, RequestRoute):
             delivery.respond(EXAMPLES[route.replies[0]])
 
     parts = address(route, sender.party)
     named = {"tenant": DEFAULT_TENANT} if "tenant" in parts else {}
     subscription = await listener.bus.listen(route, deliver, **named)
     message = EXAMPLES[route.carries[0]]
-    if isinstance(route, Call):
+    if isinstance(route, RequestRoute):
         reply = await sender.bus.call(route, message, timeout_s=5, **parts)
         assert reply == EXAMPLES[route.replies[0]]
     else:
@@ -224,9 +224,9 @@ async def test_every_role_answers_the_discovery_verbs_to_those_who_may_ask(house
             process=member.bus.process,
             version="0.1.0",
             description="",
-            endpoints=[Endpoint("a", "b")],
+            endpoints=[EndpointCounters("a", "b")],
         ).listen()
-    for asker in ASKERS:
+    for asker in DISCOVERY_CLIENTS:
         member, box = house.members[asker], Mailbox()
         prefix = f"antiphon.v1.inbox.{asker}.test"
         await member.transport.subscribe(prefix, box.receive)

@@ -16,7 +16,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import users, users_text
 from antiphon.bus.server import ServerSettings
-from antiphon.bus.store import PART_BYTES, Store, StoreLimits
+from antiphon.bus.store import PART_BYTES, KeyValueStore, StoreLimits
 from antiphon.wire.base import Process, Role
 from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import Unavailable
@@ -41,8 +41,8 @@ async def bus(server: NatsServer) -> AsyncIterator[Bus]:
         yield opened
 
 
-def store(bus: Bus, limits: StoreLimits = LIMITS) -> Store:
-    return Store(bus, RESPONSES, limits)
+def store(bus: Bus, limits: StoreLimits = LIMITS) -> KeyValueStore:
+    return KeyValueStore(bus, RESPONSES, limits)
 
 
 async def test_of_two_who_write_upon_the_same_one_is_told_to_look_again(bus: Bus) -> None:
@@ -108,7 +108,7 @@ async def test_a_bucket_that_the_broker_has_lost_is_made_again(
     kept = store(bus)
     await kept.put("me", "a", value=b"1")
     stream = RESPONSES.stream(CLUSTER)
-    await bus.ask(f"$JS.API.STREAM.DELETE.{stream}", b"", timeout_s=5)
+    await bus.request_raw(f"$JS.API.STREAM.DELETE.{stream}", b"", timeout_s=5)
     await kept.put("me", "a", value=b"2")
     assert await kept.get("me", "a") == b"2"
 

@@ -196,7 +196,7 @@ async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
     assert refusal.value.details == {"size_bytes": str(limit + 1), "bytes_max": str(limit)}
     transport.publish("big", b"x" * limit)
     assert [len(data) for data in await box.wait(1)] == [limit]
-    assert transport.link.joins == 1
+    assert transport.link.connect_count == 1
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -319,16 +319,16 @@ async def test_link_tells_of_joins_and_drops(
     await transport.subscribe("discover", box.receive)
 
     async def greet() -> None:
-        events.append(f"join {link.joins} {link.up}")
+        events.append(f"join {link.connect_count} {link.up}")
         transport.publish("discover", b"hello")
 
     async def fail() -> None:
         raise ValueError("our bug")
 
-    link.on_join(fail)
-    link.on_join(greet)
-    link.on_drop(lambda: events.append(f"drop {link.joins} {link.up}"))
-    assert (link.joins, link.up) == (1, True)
+    link.on_connect(fail)
+    link.on_connect(greet)
+    link.on_disconnect(lambda: events.append(f"drop {link.connect_count} {link.up}"))
+    assert (link.connect_count, link.up) == (1, True)
     await world.cut()
     await world.heal()
     assert await box.wait(1) == [b"hello"]

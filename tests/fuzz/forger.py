@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.wire.base import Message, Process
-    from antiphon.wire.routes import Feed
+    from antiphon.wire.routes import Route
 
 RANDOM_SHARE = 0.25
 """Of the messages, those that are random bytes."""
@@ -102,9 +102,9 @@ class Forger:
         while self._is_operators(route, payload):
             payload = self._noise()  # which may be one, too: some commands have no fields
         reply = chance.choice([None, None, "client.default.fuzz", "inbox.fuzz.1", "x" * 300])
-        return Forged(route.at(**self._address(route)), payload, reply, route.name)
+        return Forged(route.subject_for(**self._address(route)), payload, reply, route.name)
 
-    def _address(self, route: Feed[Any]) -> dict[str, str]:
+    def _address(self, route: Route[Any]) -> dict[str, str]:
         known, chance = self.known, self._chance
         address: dict[str, str] = {}
         for _, part, _, _ in string.Formatter().parse(route.subject):
@@ -133,7 +133,7 @@ class Forger:
             case _:
                 return msgspec.msgpack.encode({"type": chance.choice(EVERY).__class__.__name__})
 
-    def _changed(self, route: Feed[Any]) -> bytes:
+    def _changed(self, route: Route[Any]) -> bytes:
         """A message that belongs on the route, with other names and some fields changed."""
         chance = self._chance
         example = chance.choice(self._examples[route.name])
@@ -214,7 +214,7 @@ class Forger:
                     parts[at] = deepcopy(chance.choice(HOSTILE))
             return
 
-    def _never_true(self, raw: Raw, route: Feed[Any], name: str) -> None:
+    def _never_true(self, raw: Raw, route: Route[Any], name: str) -> None:
         """Undo what would make a message true, or a new process a peer like any other."""
         chance, known = self._chance, self.known
         if route is HEARTBEAT and chance.random() < 0.5:
@@ -233,7 +233,7 @@ class Forger:
                 if isinstance(row, dict) and chance.random() < 0.3:  # pyright: ignore[reportUnnecessaryIsInstance]
                     row["request_id"] = chance.choice(known.live)
 
-    def _is_operators(self, route: Feed[Any], payload: bytes) -> bool:
+    def _is_operators(self, route: Route[Any], payload: bytes) -> bool:
         """Whether it is a command that an operator could have given."""
         if route is not WORKER_CONTROL:
             return False

@@ -23,7 +23,7 @@ from antiphon.model_worker.service import ModelWorker
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.model import served_name
 from antiphon.tokenizer.service import TokenizerService
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from tests.support.services import Running
@@ -56,7 +56,7 @@ async def test_services_survive_hostile_messages_and_serve_after_them(seed: int)
         bus = await stack.enter_async_context(client_bus(MemoryTransport(broker), "fuzz"))
         client = await stack.enter_async_context(Client(MemoryTransport(broker), cluster=CLUSTER))
         model = served_name(SETTINGS)
-        before = await client.ask(model, "Count to five.", temperature=0.0, max_tokens=24)
+        before = await client.complete(model, "Count to five.", temperature=0.0, max_tokens=24)
         known = Known(
             model, {run.process.instance[:-2]: run.process for run in runs}, [],
             digest(SETTINGS.cluster),
@@ -74,11 +74,13 @@ async def test_services_survive_hostile_messages_and_serve_after_them(seed: int)
             lambda: sum(_refused(run) for run in runs) > MESSAGES / 4,
             timeout_s=60,
         )
-        after = await client.ask(
+        after = await client.complete(
             model, "Count to five.", temperature=0.0, max_tokens=24, timeout_s=30
         )
         assert after.text == before.text, f"seed {seed}"
-        assert [run.process.instance for run in runs if run.health.state is not State.READY] == []
+        assert [
+            run.process.instance for run in runs if run.health.state is not ProcessState.READY
+        ] == []
 
 
 def _refused(run: Running) -> float:

@@ -124,13 +124,13 @@ async def test_stack_survives_hostile_messages_beside_streams() -> None:
         ):
             attack = Attack(stack, bus, client)
             await attack.learn()
-            answer = await client.ask(stack.model, PROMPT, temperature=0.0, max_tokens=200)
+            answer = await client.complete(stack.model, PROMPT, temperature=0.0, max_tokens=200)
             async with asyncio.TaskGroup() as group:
                 for _ in range(STREAMS):
                     group.create_task(attack.streams(answer.text))
                 group.create_task(attack.health())
                 group.create_task(attack.send(SEED))
-            after = await client.ask(stack.model, PROMPT, temperature=0.0, max_tokens=200)
+            after = await client.complete(stack.model, PROMPT, temperature=0.0, max_tokens=200)
         assert stack.pids() == before, f"seed {SEED}: a process died"
         print(f"{attack.answers} answers")
         assert attack.hurt == [], f"seed {SEED}"

@@ -31,7 +31,9 @@ def rows(*lengths: int, page: int = 0, **sizes: int) -> Any:
     shape = {"page_tokens": 4, "heads": 1, "queries_per_head": 1, "head_size": 8, "window": 0}
     count = np.array(lengths, np.int32)
     tables = np.full((len(lengths), 1), page, np.int32)
-    return library().Rows(**(shape | sizes), tables=tables, query_len=count, kv_len=count)
+    return library().AttentionMetadata(
+        **(shape | sizes), tables=tables, query_len=count, kv_len=count
+    )
 
 
 def a_stack(
@@ -120,7 +122,7 @@ def test_a_team_whose_threads_find_no_memory_says_so_and_works_on() -> None:
 
         def attend(head_size):
             count, table = np.ones(4, np.int32), np.zeros((4, 1), np.int32)
-            rows = library.Rows(
+            rows = library.AttentionMetadata(
                 page_tokens=1, heads=1, queries_per_head=1, head_size=head_size, window=0,
                 tables=table, query_len=count, kv_len=count,
             )

@@ -34,7 +34,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "one.cpp").write_text('#include "inner.h"\nint one() { return answer(); }\n')
     (folder / "two.cpp").write_text("int two() { return 2; }\n")
     monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(build, "CACHE_FOLDER", tmp_path / "kept")
     return folder
 
 

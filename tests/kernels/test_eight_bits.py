@@ -13,12 +13,17 @@ from tests.kernels.test_stack import PASSES, a_world, fused
 from tests.kernels.test_stack import one_by_one as layer_by_layer
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention, softcap_sink_attention
+from antiphon.kernels.attention import (
+    AttentionMetadata,
+    KvShape,
+    paged_attention,
+    softcap_sink_attention,
+)
 from antiphon.kernels.fp8 import FP8_MAX, as_bytes, quantize_fp8, upcast
-from antiphon.kernels.qk_norm_rope import qk_norm_rope_store
 from antiphon.kernels.kv import KvScales, LayerKvCache
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
+from antiphon.kernels.qk_norm_rope import qk_norm_rope_store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = KvScales(0.37, 1.9)
@@ -167,7 +172,9 @@ def test_keys_are_rotated_before_they_are_rounded(
     (q, keys, values), (plain_q, plain_keys, plain_values) = results
     assert torch.equal(q, plain_q)
     assert torch.equal(as_bytes(keys), as_bytes(quantize_fp8(plain_keys, format_, SCALES.key)))
-    assert torch.equal(as_bytes(values), as_bytes(quantize_fp8(plain_values, format_, SCALES.value)))
+    assert torch.equal(
+        as_bytes(values), as_bytes(quantize_fp8(plain_values, format_, SCALES.value))
+    )
 
 
 @every_attention

@@ -10,17 +10,17 @@ import torch
 from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels.activation import silu_mul
-from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.kv import store_kv
 from antiphon.kernels.norm import add_rmsnorm, rmsnorm
+from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.rotary import (
     CosSinCache,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     RotarySpec,
-    cos_sin,
     apply_rotary,
+    cos_sin,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -132,7 +132,9 @@ def test_heads_are_normed_rotated_and_kept(
     kept = case.cache.clone()
     store_kv(apply_rotary(k, case.cos, case.sin), v, kept[0], kept[1], case.places)
     step = 0.02 if dtype is torch.bfloat16 else 1e-5
-    torch.testing.assert_close(case.run(row), apply_rotary(q, case.cos, case.sin), atol=step, rtol=step)
+    torch.testing.assert_close(
+        case.run(row), apply_rotary(q, case.cos, case.sin), atol=step, rtol=step
+    )
     torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
 
 

@@ -123,7 +123,9 @@ def test_latents_may_be_kept_in_eight_bits(
     rows, format_: torch.dtype, absorbed: bool, attend: Row
 ) -> None:
     case, scale = Case(SMALL, *rows), 0.3
-    case.latents = [quantize_fp8(latents, format_, scale).float() * scale for latents in case.latents]
+    case.latents = [
+        quantize_fp8(latents, format_, scale).float() * scale for latents in case.latents
+    ]
     expected = case.textbook().float()
     kept = quantize_fp8(case.cache, format_, scale)
     cache = LayerKvCache(0, kept, kept, KvScales(scale))

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-pytestmark = pytest.mark.skipif(bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason()))
+pytestmark = pytest.mark.skipif(
+    bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason())
+)
 
 DTYPES = (torch.bfloat16, torch.float32)
 FORMATS: tuple[Format, ...] = ("packed", "int8", "int8_dynamic")

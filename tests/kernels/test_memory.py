@@ -10,7 +10,9 @@ import torch
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.memory import huge_zeros
 
-pytestmark = pytest.mark.skipif(bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason()))
+pytestmark = pytest.mark.skipif(
+    bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason())
+)
 
 MIB = 1 << 20
 

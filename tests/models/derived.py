@@ -17,6 +17,7 @@ import msgspec
 from antiphon.kernels.rotary import LongScaling
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.experts import ClampedSwish, ExpertsSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
@@ -24,7 +25,6 @@ from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
 from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
 from antiphon.model_worker.model.spec import (
     EmbeddingSpec,
@@ -295,7 +295,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "scale": _scale,
         "rotary": _rotary,
         "causal": _off("causal", "attention both ways", plain=True),
-        "neighbours": _off("neighbours", "neighbouring pairs", plain=False),
+        "interleaved_rope": _off("interleaved_rope", "neighbouring pairs", plain=False),
         "window": _window,
         "chunked": _off("chunked", "runs of tokens", plain=False),
         "temperature": _off("temperature", "temperature", None),
@@ -308,7 +308,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     LatentSpec: {
         "scale": _latent_scale,
         "rotary": _rotary,
-        "neighbours": _off("neighbours", "neighbouring pairs", plain=False),
+        "interleaved_rope": _off("interleaved_rope", "neighbouring pairs", plain=False),
         **_biases("bias"),
     },
     ParallelMixersSpec: {},
@@ -349,11 +349,13 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "names": _names_of_experts,
         "activation": _activation,
         "bias": _off("bias", "expert biases", plain=False),
-        "weighs_input": _off("weighs_input", "weighed input", plain=False),
+        "apply_router_weight_on_input": _off(
+            "apply_router_weight_on_input", "weighed input", plain=False
+        ),
     },
     ClampedSwish: {
         "limit": _off("limit", "clamped gate", 1e9),
-        "sharpness": _off("sharpness", "sharpened gate", 1.0),
+        "alpha": _off("alpha", "sharpened gate", 1.0),
     },
 }
 """Fields that switch something on."""
@@ -379,8 +381,8 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
         MoeSpec: "router",
-        RoutingSpec: "chosen",
-        ExpertsSpec: "count width names spread",
+        RoutingSpec: "top_k",
+        ExpertsSpec: "count width names sharded_axis",
         ClampedSwish: "",
     }.items()
 }

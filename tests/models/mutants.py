@@ -58,7 +58,7 @@ def partial_rotation(spec: ModelSpec) -> ModelSpec:
 
 def neighbouring_pairs(spec: ModelSpec) -> ModelSpec:
     """Pairs of a head and a half."""
-    return mixed(spec, neighbours=False)
+    return mixed(spec, interleaved_rope=False)
 
 
 def unrotated_layers(spec: ModelSpec) -> ModelSpec:

@@ -95,7 +95,7 @@ def in_turn(spec: ModelSpec) -> ModelSpec:
 
 def weighed_input(spec: ModelSpec) -> ModelSpec:
     """Shares of what comes out of experts."""
-    return _with_experts(spec, weighs_input=False)
+    return _with_experts(spec, apply_router_weight_on_input=False)
 
 
 def grown_scores(spec: ModelSpec) -> ModelSpec:

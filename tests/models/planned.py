@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.card import read_card
 from antiphon.config.loading import LoadFormat
 from antiphon.config.memory import weight_bytes
-from antiphon.config.model import Dtype, Linear
+from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.model_files import find_files
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.cache.groups import GroupKind
@@ -27,7 +27,7 @@ def check_counted(saved: Saved) -> None:
     taken = {source.name: source.shape for source in model.own_decoder.sources()}
     tensors = {name: math.prod(shape) for name, shape in taken.items()}
     copied = sum(_copied(layer.mixer) for layer in model.spec.layers)
-    plain = Linear.PLAIN
+    plain = LinearFormat.PLAIN
     counted = weight_bytes(card, Dtype.FLOAT32, plain, quantized=plain, count=0)
     assert counted == 4 * (sum(tensors.values()) + copied)
     pages, states = 0, 0

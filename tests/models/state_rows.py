@@ -84,7 +84,10 @@ def no_branch_scales(spec: ModelSpec) -> ModelSpec:
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, ParallelMixersSpec)
     return layered(
-        spec, mixer=ParallelMixersSpec(tuple(MixerBranch(mixer=branch.mixer) for branch in mixer.branches))
+        spec,
+        mixer=ParallelMixersSpec(
+            tuple(MixerBranch(mixer=branch.mixer) for branch in mixer.branches)
+        ),
     )
 
 

@@ -18,10 +18,16 @@ from antiphon.config.card import read_card
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.routing import RoutingSpec
-from antiphon.layers.sublayer import LayerBuildContext
-from antiphon.layers.context import ForwardContext, AttentionParams
-from antiphon.layers.experts import ClampedSwish, Experts, ExpertsSpec, SeparateExperts, StackedExperts
+from antiphon.layers.context import AttentionParams, ForwardContext
+from antiphon.layers.experts import (
+    ClampedSwish,
+    Experts,
+    ExpertsSpec,
+    SeparateExperts,
+    StackedExperts,
+)
 from antiphon.layers.methods import METHODS, PlainLinearMethod
+from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -39,7 +45,11 @@ SPECS = {
     "separate": ExpertsSpec(count=COUNT, width=WIDTH),
     "separate with biases": ExpertsSpec(count=COUNT, width=WIDTH, bias=True),
     "stacked": ExpertsSpec(
-        count=COUNT, width=WIDTH, names=StackedExperts(), activation="gelu", apply_router_weight_on_input=True
+        count=COUNT,
+        width=WIDTH,
+        names=StackedExperts(),
+        activation="gelu",
+        apply_router_weight_on_input=True,
     ),
     "stacked in turn with biases": ExpertsSpec(
         count=COUNT,
@@ -67,7 +77,9 @@ CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), a
 
 def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> Experts:
     build = BuildContext(Rank(rank, ranks), torch.float32, torch.device("cpu"))
-    site = LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod())
+    site = LayerBuildContext(
+        layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod()
+    )
     experts = Experts(site, spec)
     taken = {source.name: source for source in experts.sources()}
     assert {name: source.shape for name, source in taken.items()} == {
@@ -82,7 +94,9 @@ def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor
 def drawn(spec: ExpertsSpec) -> dict[str, Tensor]:
     """Every tensor of a checkpoint of the spec."""
     build = BuildContext(SingleRank(), torch.float32, torch.device("meta"))
-    site = LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod())
+    site = LayerBuildContext(
+        layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod()
+    )
     generator = torch.Generator().manual_seed(0)
     return {
         source.name: 0.3 * torch.randn(source.shape, generator=generator)
@@ -98,7 +112,7 @@ def test_what_ranks_make_sums_to_what_one_makes(spec: ExpertsSpec, spread) -> No
     scores = torch.randn(30, COUNT, generator=generator)
     chosen, shares = CONTEXT.ops.route(scores, None, RoutingSpec(top_k=2))
     alone = built(spec, 0, 1, tensors)(CONTEXT, x, chosen, shares)
-    cut = replace(spec, spread=spread)
+    cut = replace(spec, sharded_axis=spread)
     parts = [built(cut, rank, 2, tensors)(CONTEXT, x, chosen, shares) for rank in range(2)]
     assert float(alone.std()) > 0.1
     torch.testing.assert_close(sum(parts), alone)

@@ -15,7 +15,7 @@ from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
 from torch.nn.functional import normalize
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 
-from antiphon.wire.sampling import DetailParams, PoolParams, SamplingParams
+from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +176,9 @@ def test_a_deterministic_vector_has_its_bits_however_it_was_computed(
         (SamplingParams(max_new_tokens=4), "does not generate"),
         (SamplingParams(max_new_tokens=4, pool=PoolParams()), "has no answer"),
         (
-            SamplingParams(max_new_tokens=0, details=DetailParams(ids=True), pool=PoolParams()),
+            SamplingParams(
+                max_new_tokens=0, details=TokenOutputParams(ids=True), pool=PoolParams()
+            ),
             "has no answer",
         ),
         (SamplingParams(max_new_tokens=0, pool=PoolParams(dimensions=WIDTH + 1)), "dimensions"),

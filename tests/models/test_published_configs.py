@@ -18,7 +18,7 @@ from tests.models.specs import attention_of
 from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.model_fields import HABITS, NAMES
+from antiphon.config.model_fields import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.config.model_files import find_files
 from antiphon.config.quantization_file import read_quantization
 from antiphon.kernels.rotary import LinearScaling, RotarySpec
@@ -50,12 +50,12 @@ def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, nam
     saved = save(BY_NAME[name], tmp_path)
     spec, card = load(tmp_path).spec, read_card(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    habits = HABITS[config["model_type"]]
+    habits = FAMILY_DEFAULTS[config["model_type"]]
     dropped = {
         field
         for field, value in config.items()
-        if field in {**habits, **dict.fromkeys(NAMES, 0)}
-        and habits.get(NAMES.get(field, field)) == value
+        if field in {**habits, **dict.fromkeys(FIELD_ALIASES, 0)}
+        and habits.get(FIELD_ALIASES.get(field, field)) == value
     }
     assert dropped, "this row says something else than its family's habits"
     change(saved, dropped)

@@ -106,8 +106,10 @@ def spy_on_going_on(runner: ModelRunner) -> list[bool]:
     assert stack is not None
     again = stack.decode_next
 
-    def spy(ids: Ints, tables: tuple[Ints, ...], bare: bool = False) -> FusedDecoderOutput | None:
-        scored = again(ids, tables, bare)
+    def spy(
+        ids: Ints, tables: tuple[Ints, ...], argmax_only: bool = False
+    ) -> FusedDecoderOutput | None:
+        scored = again(ids, tables, argmax_only)
         seen.append(scored is not None)
         return scored
 

@@ -24,10 +24,10 @@ from antiphon.model_worker.runner.open import open_model
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import PauseMode
-from antiphon.wire.details import TokenDetail, pack_floats
 from antiphon.wire.ids import RequestId
 from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams
+from antiphon.wire.sampling import LogitBias, SamplingParams, TokenOutputParams
+from antiphon.wire.token_outputs import TokenOutput, pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (40, 11, 90, 3, 27, 61)]
 END = 2
 NEW_TOKENS = 24
-TELL = DetailParams(logprobs=True, top=3, named_ids=(5, 7), prompt_start=0)
+TELL = TokenOutputParams(logprobs=True, top=3, named_ids=(5, 7), prompt_start=0)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Heard:
     """What a request was told."""
 
     ids: list[int] = field(default_factory=list[int])
-    details: list[TokenDetail] = field(default_factory=list[TokenDetail])
+    details: list[TokenOutput] = field(default_factory=list[TokenOutput])
     finish: Finish | None = None
 
 
@@ -103,7 +103,7 @@ class World:
         for progress in report.progress:
             heard = self.heard.setdefault(progress.key, Heard())
             heard.ids += unpack_ids(progress.token_ids)
-            heard.details += progress.details.each() if progress.details.count else ()
+            heard.details += progress.details.iter_tokens() if progress.details.count else ()
             heard.finish = progress.finish
 
     def run(self, states: Iterable[RequestState], retract_at: Sequence[int] = ()) -> list[Heard]:
@@ -196,10 +196,15 @@ def mixed() -> list[RequestState]:
     return [
         state(0, frequency_penalty=0.5, temperature=0.9, top_p=0.95, details=TELL),
         state(1),
-        state(2, repetition_penalty=1.3, presence_penalty=0.5, details=DetailParams(logprobs=True)),
+        state(
+            2,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            details=TokenOutputParams(logprobs=True),
+        ),
         state(3, logit_bias=bias({9: 5.0}), temperature=1.3, min_p=0.02),
         state(4, min_new_tokens=20, processors=(DisallowTokens(token_ids=(1, 2, 3)),)),
-        state(5, repetition_penalty=1.2, temperature=0.7, details=DetailParams(hidden=True)),
+        state(5, repetition_penalty=1.2, temperature=0.7, details=TokenOutputParams(hidden=True)),
     ]
 
 
@@ -208,7 +213,7 @@ def alone(llama: Path) -> list[Heard]:
     return [World(llama).run([one])[0] for one in mixed()]
 
 
-def same(one: TokenDetail, other: TokenDetail) -> bool:
+def same(one: TokenOutput, other: TokenOutput) -> bool:
     """Equal but for what a sum over another batch may round."""
     return (
         one.token_id == other.token_id
@@ -293,7 +298,7 @@ def test_logprobs_are_those_of_the_steered_softmax(
 
 def test_a_prompt_is_told_of_from_where_it_was_asked_for(llama: Path) -> None:
     whole = World(llama).run([state(0, details=TELL)])[0]
-    tail = DetailParams(logprobs=True, top=3, named_ids=(5, 7), prompt_start=33)
+    tail = TokenOutputParams(logprobs=True, top=3, named_ids=(5, 7), prompt_start=33)
     part = World(llama).run([state(0, details=tail)])[0]
     assert len(whole.details) == len(PROMPTS[0]) - 1 + NEW_TOKENS
     assert len(part.details) == len(PROMPTS[0]) - 33 + NEW_TOKENS
@@ -303,7 +308,7 @@ def test_a_prompt_is_told_of_from_where_it_was_asked_for(llama: Path) -> None:
 def test_prompt_tokens_in_the_cache_are_computed_again_where_they_are_told_of(llama: Path) -> None:
     world = World(llama, tree=True)
     world.run([state(0)])
-    tail = DetailParams(logprobs=True, prompt_start=30)
+    tail = TokenOutputParams(logprobs=True, prompt_start=30)
     from_cache = world.run([state(0, details=tail)])[0]
     afresh = World(llama).run([state(0, details=tail)])[0]
     assert all(map(same, from_cache.details, afresh.details))
@@ -313,7 +318,7 @@ def test_prompt_tokens_in_the_cache_are_computed_again_where_they_are_told_of(ll
 def test_a_request_of_no_new_tokens_is_told_of_its_prompt_and_of_what_would_follow(
     llama: Path, reference: Callable[[Path], Reference]
 ) -> None:
-    asked = DetailParams(logprobs=True, top=2, named_ids=(5, 7), prompt_start=20)
+    asked = TokenOutputParams(logprobs=True, top=2, named_ids=(5, 7), prompt_start=20)
     [heard] = World(llama, chunk=9).run([state(0, max_new_tokens=0, details=asked)])
     assert heard.ids == []
     assert heard.finish == Finish(reason=FinishReason.LENGTH)
@@ -328,11 +333,11 @@ def test_a_request_of_no_new_tokens_is_told_of_its_prompt_and_of_what_would_foll
 
 
 def test_hidden_states_are_those_that_the_tokens_follow_from(llama: Path) -> None:
-    asked = DetailParams(hidden=True, prompt_start=0)
+    asked = TokenOutputParams(hidden=True, prompt_start=0)
     [heard] = World(llama, chunk=7).run([state(1, details=asked)])
     assert len(heard.details) == len(PROMPTS[1]) - 1 + NEW_TOKENS
     assert all(len(detail.hidden) == 48 for detail in heard.details)
-    only_outputs = World(llama).run([state(1, details=DetailParams(hidden=True))])[0]
+    only_outputs = World(llama).run([state(1, details=TokenOutputParams(hidden=True))])[0]
     assert all(map(same, only_outputs.details, heard.details[len(PROMPTS[1]) - 1 :]))
     assert heard.details[0].logprob is None
     assert heard.details[0].top == ()

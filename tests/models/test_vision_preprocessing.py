@@ -104,7 +104,10 @@ def test_formats_and_modes_are_read_as_transformers_reads_them(
     ("family", "changes"),
     [
         (VisionFamily.CLIP, {"size": {"shortest_edge": 31}}),
-        (VisionFamily.CLIP, {"resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}),
+        (
+            VisionFamily.CLIP,
+            {"resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]},
+        ),
         (VisionFamily.CLIP, {"do_normalize": False}),
         (
             VisionFamily.CLIP,
@@ -140,9 +143,17 @@ def test_sizes_may_be_bare_numbers_as_older_files_write_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "card", "complaint"),
     [
-        (VisionFamily.CLIP, {"crop_size": 32}, "makes images of 32 x 32 pixels; the tower takes 24 x 24"),
+        (
+            VisionFamily.CLIP,
+            {"crop_size": 32},
+            "makes images of 32 x 32 pixels; the tower takes 24 x 24",
+        ),
         (VisionFamily.CLIP, {"size": 20}, "size.shortest_edge must be 24 or more"),
-        (VisionFamily.SIGLIP, {"size": {"height": 24, "width": 30}}, "makes images of 24 x 30 pixels"),
+        (
+            VisionFamily.SIGLIP,
+            {"size": {"height": 24, "width": 30}},
+            "makes images of 24 x 30 pixels",
+        ),
         (VisionFamily.SIGLIP, {"do_resize": False}, "do_resize = false"),
         (VisionFamily.SIGLIP, {"image_mean": [0.5]}, "image_mean"),
         (VisionFamily.SIGLIP, {"resample": 9}, "resample"),

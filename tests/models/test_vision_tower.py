@@ -130,7 +130,9 @@ def test_last_hidden_state_is_that_of_transformers(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["clip vision", "siglip vision"])
 @pytest.mark.parametrize("activation", VisionActivation)
-def test_another_activation_is_seen(name: str, activation: VisionActivation, tmp_path: Path) -> None:
+def test_another_activation_is_seen(
+    name: str, activation: VisionActivation, tmp_path: Path
+) -> None:
     model = MODELS[name]()
     tower = ours(saved(model, tmp_path))
     mutant = VisionTower(replace(tower.spec, activation=activation), tower._weights)

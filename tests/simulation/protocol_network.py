@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.support.clock import ManualClock
 
-from antiphon.bus.errors import BusDown, NobodyListens
+from antiphon.bus.errors import BusDown, NoResponders
 from antiphon.wire.codec import decode, decode_reply, encode
 from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.wire.base import Message
-    from antiphon.wire.routes import Call, Feed
+    from antiphon.wire.routes import RequestRoute, Route
 
 
 class Timeline:
@@ -105,9 +105,9 @@ class Network:
         return self._ahead_ms.setdefault(instance, self._random.randint(-half, half) if half else 0)
 
     def listen(
-        self, party: Party, route: Feed[Any], receive: Callable[[Any], Message | None], **part: str
+        self, party: Party, route: Route[Any], receive: Callable[[Any], Message | None], **part: str
     ) -> Interest:
-        subject = route.listening(**part).split(".")
+        subject = route.subject_filter(**part).split(".")
         interest = Interest(party, subject, lambda data: receive(decode(data, route.carries)))
         self._interests.append(interest)
         self._matching.clear()
@@ -132,10 +132,10 @@ class Network:
 
         self._timeline.after(seconds, back)
 
-    def publish(self, party: Party, route: Feed[Any], message: Message, **part: str) -> None:
+    def publish(self, party: Party, route: Route[Any], message: Message, **part: str) -> None:
         if not self.up:
             raise BusDown("the broker is away")
-        subject = route.at(**part)
+        subject = route.subject_for(**part)
         data = encode(message)
         for interest in self._listeners(subject):
             self._carry(party, interest.party, subject, partial(interest.take, data))
@@ -143,7 +143,7 @@ class Network:
     def call(
         self,
         party: Party,
-        route: Call[Any, Any],
+        route: RequestRoute[Any, Any],
         message: Message,
         answer: Callable[[Any], None],
         **part: str,
@@ -158,11 +158,11 @@ class Network:
         if not self.up:
             self._timeline.after(0.0, lambda: settle(BusDown("the broker is away")))
             return
-        subject = route.at(**part)
+        subject = route.subject_for(**part)
         data = encode(message)
         listeners = self._listeners(subject)
         if not listeners:
-            nobody = NobodyListens("nobody", retry_after_s=1.0)
+            nobody = NoResponders("nobody", retry_after_s=1.0)
             self._timeline.after(self._delay(), lambda: settle(nobody))
             return
 

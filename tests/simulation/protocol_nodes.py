@@ -20,14 +20,13 @@ from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.actions import SendCommands, SendNotice
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.peers import Change, Patience, Peer, Peers
-from antiphon.service.precedence import Precedence
+from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
+from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
-from antiphon.wire.base import FinishReason, Message, Process, Role, State
+from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Role
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.details import TokenDetails, pack_floats
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
@@ -44,6 +43,7 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.submit import CancelAccepted, CancelRequest, OpenList, SubmitRequest
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
+from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ BEAT_S = 0.5
 JUDGEMENTS_A_BEAT = 5
 STEP_S = 0.02
 RUNNING_MAX = 4
-PRECEDENCE = Precedence(priority=True, preempt_threshold=4, max_overtake_s=2.0)
+PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
 HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
@@ -105,12 +105,12 @@ class Node:
         self.alive = True
         self.mute_until = 0.0
         self.deaf_until = 0.0
-        self.state = State.READY
+        self.state = ProcessState.READY
         self.thawed_ms = 0
         self.replaced: Callable[[Node], None] = _nothing
         self._frozen_until = 0.0
-        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
-        self.peers = Peers(self.process, "digest", self.clock, patience)
+        patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
+        self.peers = PeerTable(self.process, "digest", self.clock, patience)
         network.parties.append(self)
         network.listen(self, HEARTBEAT, self._hear)
 
@@ -182,8 +182,8 @@ class Node:
         raise NotImplementedError
 
     def _hear(self, beat: Heartbeat) -> None:
-        self.peers.hear(beat)
-        rival = self.peers.take_rival()
+        self.peers.on_heartbeat(beat)
+        rival = self.peers.take_name_conflict()
         for one in self.network.parties:
             if isinstance(one, Node) and one.process == rival:
                 self.die()  # it has asked, and another one has its name
@@ -191,7 +191,7 @@ class Node:
                 break
 
     def _judge(self) -> None:
-        self.peers.judge(link_up=self.network.up, joins=self.network.joins)
+        self.peers.update_liveness(link_up=self.network.up, connect_count=self.network.joins)
 
 
 class GatewayNode(Node):
@@ -237,10 +237,10 @@ class GatewayNode(Node):
         if offset_ms is not None:
             self._act(self.owner.notice_arrived(batch, offset_ms))
 
-    def _watch(self, change: Change, peer: Peer) -> None:
-        beat = peer.beat
+    def _watch(self, change: PeerChange, peer: Peer) -> None:
+        beat = peer.heartbeat
         if beat.role is Role.DETOKENIZER:
-            if change is Change.DIED:
+            if change is PeerChange.DIED:
                 self._act(self.owner.detokenizer_died(peer.process))
             else:
                 self._act(self.owner.detokenizer_heartbeat(peer.process, beat.streams))
@@ -380,10 +380,10 @@ class Running:
         self.told = details_from if said == 0 else None if details_from is None else said
 
 
-def details_at(answer: bytes, start: int, stop: int) -> TokenDetails:
+def details_at(answer: bytes, start: int, stop: int) -> TokenOutputs:
     """What is told of the tokens of an answer: numbers that show where they belong, and bulk."""
     tokens = [answer[at] if at >= 0 else PROMPT_ID for at in range(start, stop)]
-    return TokenDetails(
+    return TokenOutputs(
         count=len(tokens),
         token_ids=pack_ids(tokens),
         logprobs=pack_floats(float(-at) for at in range(start, stop)),
@@ -420,7 +420,7 @@ class WorkerNode(Node):
             self.process,
             self.seqs,
             live_max=2 * RUNNING_MAX,
-            our_time_ms=self.peers.our_time_ms,
+            our_time_ms=self.peers.to_local_ms,
             leading=lambda: self.peers.leading(MODEL),
         )
         self.running: deque[Running] = deque()
@@ -472,7 +472,7 @@ class WorkerNode(Node):
 
     def drain(self, left: Callable[[], None]) -> None:
         """Take nothing new, give back what has not begun, and leave when the rest has ended."""
-        self.state = State.DRAINING
+        self.state = ProcessState.DRAINING
         self.output.draining = True
         self.left = left
         self.beat()
@@ -491,8 +491,8 @@ class WorkerNode(Node):
     def _on_open(self, message: OpenList) -> None:
         self._act(self.output.open_list(message, self.clock.unix_ms()))
 
-    def _watch(self, change: Change, peer: Peer) -> None:
-        if change is Change.DIED and peer.beat.role is Role.GATEWAY:
+    def _watch(self, change: PeerChange, peer: Peer) -> None:
+        if change is PeerChange.DIED and peer.heartbeat.role is Role.GATEWAY:
             self._act(self.output.owner_died(peer.process))
 
     def _act(self, actions: Iterable[WorkerAction]) -> None:
@@ -549,7 +549,7 @@ class WorkerNode(Node):
         ids = one.answer[one.said : one.said + count]
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
-        details = TokenDetails()
+        details = TokenOutputs()
         if one.told is not None:
             details = details_at(one.answer, one.told, one.said)
             one.told = one.said
@@ -589,7 +589,7 @@ class DetokenizerNode(Node):
             self.process,
             lambda ids, _: bytes(ids).decode(errors="replace"),
             256,
-            our_time_ms=self.peers.our_time_ms,
+            our_time_ms=self.peers.to_local_ms,
         )
         self.peers.watch(self._watch)
         here = {"detokenizer": instance}
@@ -615,7 +615,7 @@ class DetokenizerNode(Node):
         self._act(self.machine.on_tokens(news, self.clock.now()))
 
     def _on_open(self, open_list: OpenList) -> None:
-        if not self.peers.is_late(open_list.not_after_unix_ms, open_list.owner):
+        if not self.peers.is_expired(open_list.not_after_unix_ms, open_list.owner):
             self._act(self.machine.on_open_list(open_list, self.clock.now()))
 
     def _on_resume(self, resume: ResumeText) -> TextResumed:
@@ -623,15 +623,15 @@ class DetokenizerNode(Node):
         self._act(actions)
         return TextResumed(rows=rows)
 
-    def _watch(self, change: Change, peer: Peer) -> None:
-        if peer.beat.role is Role.WORKER and change is not Change.DIED:
-            for stream in peer.beat.streams:
+    def _watch(self, change: PeerChange, peer: Peer) -> None:
+        if peer.heartbeat.role is Role.WORKER and change is not PeerChange.DIED:
+            for stream in peer.heartbeat.streams:
                 if stream.receiver == self.process.instance:
                     now = self.clock.now()
                     self._act(self.machine.on_worker_seq(peer.process, stream.seq, now))
-        elif peer.beat.role is Role.WORKER:
+        elif peer.heartbeat.role is Role.WORKER:
             self.machine.on_worker_died(peer.process)
-        elif peer.beat.role is Role.GATEWAY and change is Change.DIED:
+        elif peer.heartbeat.role is Role.GATEWAY and change is PeerChange.DIED:
             self._act(self.machine.on_owner_died(peer.process))
 
     def _act(self, actions: Iterable[SendText | SendStop | SendResend]) -> None:

@@ -28,15 +28,15 @@ from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.routes import COMMAND, HEARTBEAT
-from antiphon.wire.sampling import DetailParams, SamplingParams, StopStrings
+from antiphon.wire.sampling import SamplingParams, StopStrings, TokenOutputParams
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
     from antiphon.wire.heartbeat import Heartbeat
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 STOP = "<end>"
 LETTERS: tuple[str, ...] = ("a", "b", " ", "é", "中", "🎶", "<", "<en")
@@ -75,7 +75,7 @@ class Said:
     finished: bool = False
     token_ids: list[int] = field(default_factory=list[int])
 
-    def tell(self, text_offset: int, text: str, details: DetailPiece | None) -> None:
+    def tell(self, text_offset: int, text: str, details: TokenOutputsChunk | None) -> None:
         assert not self.finished, f"{text} after the end"
         assert text_offset == len(self.text.encode()), "text is missing or repeated"
         self.text += text
@@ -85,9 +85,9 @@ class Said:
         if details is not None:
             self._tell_details(details)
 
-    def _tell_details(self, piece: DetailPiece) -> None:
+    def _tell_details(self, piece: TokenOutputsChunk) -> None:
         assert piece.offset == self.told, "details are missing or repeated"
-        for offset, detail in enumerate(piece.details.each(), piece.offset):
+        for offset, detail in enumerate(piece.details.iter_tokens(), piece.offset):
             assert detail.logprob == -offset
             self.token_ids.append(detail.token_id)
         assert piece.texts.keys() == set(self.token_ids[-piece.details.count :])
@@ -463,12 +463,12 @@ class World:
         self._asked[prompt_ids] = story = Story(submit, gateway)
         return story
 
-    def _details(self) -> DetailParams | None:
+    def _details(self) -> TokenOutputParams | None:
         """Half of the clients want to be told of each token, a few of them of the prompt, too."""
         if self.random.random() < 0.5:
             return None
         start = self.random.choice((-1, -1, 0, 20))
-        return DetailParams(logprobs=True, top=1, hidden=True, prompt_start=start)
+        return TokenOutputParams(logprobs=True, top=1, hidden=True, prompt_start=start)
 
     def _answer(self, prompt_ids: bytes, choice: int) -> bytes:
         """Make up what a run will say."""
@@ -507,7 +507,9 @@ def check_empty(node: Node) -> None:
             assert node.owner.open_count == 0
         case SchedulerNode():
             leader = node.leader
-            assert (leader.open_requests, leader.waiting, leader.failed_requests) == (0, 0, 0), node.name
+            assert (leader.open_requests, leader.waiting, leader.failed_requests) == (0, 0, 0), (
+                node.name
+            )
         case WorkerNode():
             assert not node.output.held(), node.name
             assert not node.running, node.name

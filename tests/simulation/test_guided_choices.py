@@ -130,8 +130,8 @@ class SlowMatcherExecutor:
         self.waiting: list[MatcherTask] = []
         self.late = 0
 
-    def submit(self, walks: Sequence[MatcherTask]) -> None:
-        self.waiting += walks
+    def submit(self, tasks: Sequence[MatcherTask]) -> None:
+        self.waiting += tasks
         self.dice.shuffle(self.waiting)
         self._run(self.dice.randint(0, len(self.waiting)))
         self.late += len(self.waiting)
@@ -139,13 +139,13 @@ class SlowMatcherExecutor:
     def wait(self) -> None:
         self._run(1)
 
-    def cancel(self, walk: MatcherTask) -> None:
-        if walk in self.waiting:
-            self.waiting.remove(walk)
+    def cancel(self, task: MatcherTask) -> None:
+        if task in self.waiting:
+            self.waiting.remove(task)
 
     def _run(self, count: int) -> None:
-        for walk in self.waiting[:count]:
-            walk.run()
+        for task in self.waiting[:count]:
+            task.run()
         del self.waiting[:count]
 
 

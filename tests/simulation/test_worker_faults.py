@@ -22,7 +22,7 @@ from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pages import PagePool
-from antiphon.service.refusals import SharedStateBroken
+from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def test_request_that_cannot_be_handed_back_ends_alone(
         return real(batching, keys)
 
     with staged(overlap=overlap, curse=-1) as stage:
-        monkeypatch.setattr(EngineCore, "hand_back", fail)
+        monkeypatch.setattr(EngineCore, "requeue", fail)
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
         runs = tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))
         returned = ChoiceKey(4)

@@ -29,7 +29,7 @@ from antiphon.wire.command import (
     CommandBatch,
     ResendTokens,
     StopChoice,
-    TokenPlace,
+    TokenCursor,
 )
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
@@ -249,7 +249,7 @@ class World:
             return
         self.asked_ms = self.now_ms
         places = tuple(
-            TokenPlace(request_id=request_id, choice=choice, offset=len(ids))
+            TokenCursor(request_id=request_id, choice=choice, offset=len(ids))
             for request_id, story in self.stories.items()
             if story.introduced and story.open
             for choice, ids in story.ids.items()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from antiphon.service.deadline import deadline_in, remaining_s
-from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.main import run
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Role
@@ -55,7 +55,7 @@ class EchoService:
 
     def endpoints(self) -> Sequence[Endpoint]:
         """One route."""
-        return [Answer(route=TOKENIZE, handler=self.encode, address={"model": MODEL})]
+        return [RequestEndpoint(route=TOKENIZE, handler=self.encode, address={"model": MODEL})]
 
     def model(self) -> ModelName | None:
         """One model."""

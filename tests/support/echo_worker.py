@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.service.endpoint import Follow
+from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.main import run
 from antiphon.service.model import served_name
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import Admit, CommandBatch
-from antiphon.wire.details import TokenDetails, pack_floats
 from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
 from antiphon.wire.routes import COMMAND, TOKENS
+from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ class _Echo:
             finish_reason=self.answer.finish_reason if self.ended else None,
         )
 
-    def _details(self, token: int) -> TokenDetails | None:
+    def _details(self, token: int) -> TokenOutputs | None:
         """What is told of a token of which no other could have come."""
         wanted = self.admit.sampling.details
         if wanted is None:
             return None
         others = max(0, wanted.top - 1)
-        return TokenDetails(
+        return TokenOutputs(
             count=1,
             token_ids=pack_ids([token]),
             logprobs=pack_floats([0.0]),
@@ -134,7 +134,7 @@ class EchoWorker:
     def endpoints(self) -> Sequence[Endpoint]:
         """Commands."""
         here = {"worker": self._runtime.process.instance}
-        return (Follow(route=COMMAND, apply=self._on_commands, address=here),)
+        return (StreamEndpoint(route=COMMAND, apply=self._on_commands, address=here),)
 
     def model(self) -> ModelName | None:
         """The model whose place it takes."""

@@ -12,15 +12,15 @@ from antiphon.bus.bus import Bus
 from antiphon.config.process import HealthConfig, ServiceConfig
 from antiphon.config.settings import Settings
 from antiphon.service.clock import Clock, SystemClock
-from antiphon.service.run import Surroundings, serve
-from antiphon.wire.base import Process, State
+from antiphon.service.run import ProcessContext, serve
+from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.bus.transport import Transport
-    from antiphon.service.health import Health
+    from antiphon.service.health import ProcessHealth
     from antiphon.service.service import Service
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.routes import Party
@@ -36,7 +36,7 @@ QUICK = Settings(
 class Running:
     """A service under test. Leaving `running` stops it, if the test has not."""
 
-    def __init__(self, service: Service, around: Surroundings) -> None:
+    def __init__(self, service: Service, around: ProcessContext) -> None:
         self.around = around
         self.stop = asyncio.Event()
         self.gone = asyncio.Event()
@@ -44,7 +44,7 @@ class Running:
         self._failure: Exception | None = None
 
     @property
-    def health(self) -> Health:
+    def health(self) -> ProcessHealth:
         """Its state."""
         return self.around.health
 
@@ -102,7 +102,7 @@ async def running(
     process = Process(
         instance=InstanceId(instance or f"{service.role}-0"), incarnation=Incarnation(incarnation)
     )
-    around = Surroundings(
+    around = ProcessContext(
         settings=settings,
         bus=Bus(transport, CLUSTER, process, party=service.role),
         clock=clock or SystemClock(),
@@ -112,7 +112,9 @@ async def running(
         group.create_task(run.live())
         try:
             if ready:
-                await until(lambda: run.gone.is_set() or run.health.state is not State.STARTING)
+                await until(
+                    lambda: run.gone.is_set() or run.health.state is not ProcessState.STARTING
+                )
             yield run
         finally:
             run.stop.set()

@@ -22,7 +22,7 @@ from antiphon.config.markdown import table
 from antiphon.config.models import MODELS
 from antiphon.config.quantization_file import METHODS as STORED
 from antiphon.config.reasons import REFUSED
-from antiphon.config.sglang import Row, arguments, rows, values
+from antiphon.config.sglang import SglangArgument, arguments, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
@@ -356,7 +356,7 @@ def _arguments() -> Iterator[str]:
         "`antiphon config arguments --json` or\n"
         "[reference/configuration.md](reference/configuration.md).\n"
     )
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[SglangArgument]] = {}
     for row in rows():
         groups.setdefault(row.group, []).append(row)
     head = ("group", "works", "partly", "refused", "most common reasons for refusal")
@@ -365,13 +365,13 @@ def _arguments() -> Iterator[str]:
     yield ""
 
 
-def _counts(of: Iterable[Row]) -> Iterator[str]:
+def _counts(of: Iterable[SglangArgument]) -> Iterator[str]:
     counted = Counter(row.status for row in of)
     statuses: tuple[Literal["works", "partly", "refused"], ...] = ("works", "partly", "refused")
     return (str(counted[status]) for status in statuses)
 
 
-def _reasons(of: Iterable[Row]) -> str:
+def _reasons(of: Iterable[SglangArgument]) -> str:
     """The commonest reasons of a group, each with its count."""
     counted = Counter(row.detail for row in of if row.status == "refused")
     return "<br>".join(f"{n}: {REFUSED[key]}" for key, n in counted.most_common(REASONS_SHOWN))

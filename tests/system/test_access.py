@@ -73,14 +73,14 @@ async def test_both_doors_ask_for_a_key_and_count_as_one(stack: Stack) -> None:
     ):
         async with Client(stack.nats_url, tenant=tenant, api_key=key) as refused:
             with pytest.raises(error):
-                await refused.ask(stack.model, QUESTION, timeout_s=30)
+                await refused.complete(stack.model, QUESTION, timeout_s=30)
     async with (
         openai_client(stack, key_of("acme")) as acme,
         Client(stack.nats_url, tenant="acme", api_key=key_of("acme")) as nats,
     ):
         for _ in range(2):
             assert await ask(acme) == "12 + 30 = 42."
-            answer = await nats.ask(stack.model, QUESTION, max_tokens=32, temperature=0)
+            answer = await nats.complete(stack.model, QUESTION, max_tokens=32, temperature=0)
             assert answer.text == "12 + 30 = 42."
         # 500 tokens at once, of which four short answers have used some.
         with pytest.raises(openai.RateLimitError, match="tokens a minute") as caught:
@@ -90,7 +90,7 @@ async def test_both_doors_ask_for_a_key_and_count_as_one(stack: Stack) -> None:
         with pytest.raises(openai.RateLimitError, match="requests a minute"):
             await ask(acme)
         with pytest.raises(RateLimited, match="requests a minute"):
-            await nats.ask(stack.model, QUESTION, timeout_s=30)
+            await nats.complete(stack.model, QUESTION, timeout_s=30)
     log = stack.log("gateway-0")
     assert "tenant=acme" in log
     assert not any(key in log for key in (API, key_of("acme"), "sk-wrong"))
@@ -101,8 +101,12 @@ async def test_nobody_passes_by_the_gateway(stack: Stack) -> None:
     transport = NatsTransport(BusConfig(url=stack.nats_url), name="stranger")
     async with Bus(transport, ClusterName("antiphon"), process, party=CLIENT) as bus:
         await transport.subscribe(bus.subject(HEARTBEAT), ignore)
-        await transport.subscribe(f"antiphon.v1.{GENERATE.at(model=stack.model)}", ignore)
-        for subject in (SUBMIT.at(model=stack.model), "worker.worker-0.command", "discover"):
+        await transport.subscribe(f"antiphon.v1.{GENERATE.subject_for(model=stack.model)}", ignore)
+        for subject in (
+            SUBMIT.subject_for(model=stack.model),
+            "worker.worker-0.command",
+            "discover",
+        ):
             transport.publish(f"antiphon.v1.{subject}", b"x")
         await transport.flush(5)
         assert transport.errors.forbidden == 5

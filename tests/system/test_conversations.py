@@ -147,7 +147,7 @@ async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(stack: Stac
             stream=True,
         )
         streamed = "".join([c.choices[0].delta.content or "" async for c in stream])
-        asked = await client.ask(stack.model, question, temperature=0.0)
+        asked = await client.complete(stack.model, question, temperature=0.0)
         pieces = client.generate(stack.model, question, temperature=0.0)
         heard = "".join([piece.text async for piece in pieces])
     assert whole.choices[0].message.content == streamed == asked.text == heard
@@ -159,7 +159,7 @@ async def test_a_seed_draws_the_same_text_again(stack: Stack):
     async with Client(stack.nats_url) as client:
         texts = [
             (
-                await client.ask(
+                await client.complete(
                     stack.model,
                     "Hello",
                     temperature=20.0,

@@ -18,7 +18,7 @@ from tests.support.wait import until
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from antiphon.wire.base import Process, Role, State
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT
 
@@ -88,7 +88,7 @@ async def test_five_services_become_ready(core: list[str], tmp_path: Path):
 
     async def deliver(delivery: Delivery) -> None:
         beat = delivery.read(HEARTBEAT)
-        if beat.state is State.READY:
+        if beat.state is ProcessState.READY:
             ready.add(beat.role)
 
     async with NatsServer() as nats:

@@ -255,7 +255,7 @@ async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_
             extra_body={"cache_salt": "chat"},
         )
         told = [
-            await nats.ask(stack.model, said, max_tokens=2, cache_salt=salt)
+            await nats.complete(stack.model, said, max_tokens=2, cache_salt=salt)
             for salt in ("chat", "other")
         ]
     assert [answer.usage.cached_tokens > 100 for answer in told] == [True, False]

@@ -25,7 +25,7 @@ from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.service.vocabulary import Vocabulary, read_vocabulary
+from antiphon.service.vocabulary import TokenVocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,24 +62,24 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
+def vocabulary() -> TokenVocabulary:
     return read_vocabulary(embedded.path(), read_card(embedded.path()).vocabulary_size)
 
 
 async def test_answers_under_a_few_random_schemas_validate(
-    stack: Stack, vocabulary: Vocabulary
+    stack: Stack, vocabulary: TokenVocabulary
 ) -> None:
     await _hold(stack, vocabulary, range(FEW))
 
 
 @pytest.mark.long
 async def test_answers_under_a_thousand_random_schemas_validate(
-    stack: Stack, vocabulary: Vocabulary
+    stack: Stack, vocabulary: TokenVocabulary
 ) -> None:
     await _hold(stack, vocabulary, range(1000, 1000 + ALL))
 
 
-async def _hold(stack: Stack, vocabulary: Vocabulary, seeds: range) -> None:
+async def _hold(stack: Stack, vocabulary: TokenVocabulary, seeds: range) -> None:
     """Ask with a schema a seed, check what comes, and that not too much is cut off or refused."""
     places = asyncio.Semaphore(TOGETHER)
     async with AsyncOpenAI(
@@ -97,7 +97,7 @@ async def _hold(stack: Stack, vocabulary: Vocabulary, seeds: range) -> None:
     assert counts["refused"] < 0.35 * len(seeds), counts
 
 
-async def _ask(client: AsyncOpenAI, vocabulary: Vocabulary, seed: int) -> str:
+async def _ask(client: AsyncOpenAI, vocabulary: TokenVocabulary, seed: int) -> str:
     """Ask for one answer, streamed or whole in turn; return how it ended once it is checked."""
     schema = random_json_schema(random.Random(seed))
     try:
@@ -118,7 +118,7 @@ async def _ask(client: AsyncOpenAI, vocabulary: Vocabulary, seed: int) -> str:
 
 
 async def _answer(
-    client: AsyncOpenAI, vocabulary: Vocabulary, schema: object, seed: int
+    client: AsyncOpenAI, vocabulary: TokenVocabulary, schema: object, seed: int
 ) -> tuple[str, str | None]:
     form: dict[str, object] = {"name": "random", "schema": schema, "strict": True}
     asked = {
@@ -145,7 +145,7 @@ async def _answer(
 
 
 def _check_beginning(
-    vocabulary: Vocabulary, schema: Mapping[str, object] | bool, text: str, seed: int
+    vocabulary: TokenVocabulary, schema: Mapping[str, object] | bool, text: str, seed: int
 ) -> None:
     """Fail unless what was cut off can be gone on with, to an end that validates."""
     end_ids = frozenset(read_card(embedded.path()).eos_ids)

@@ -13,7 +13,7 @@ from antiphon import embedded
 from antiphon.client import Client
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.processors import AllowRange
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
     from tests.system.stack import Stack
@@ -57,23 +57,23 @@ async def test_an_openai_client_is_told_of_each_token_of_each_choice(stack: Stac
 
 
 async def test_a_nats_client_is_told_of_its_prompt(stack: Stack) -> None:
-    wanted = DetailParams(logprobs=True, top=1, prompt_start=0)
+    wanted = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
     async with Client(stack.nats_url) as client:
-        first = await client.ask(
+        first = await client.complete(
             stack.model, QUESTION, temperature=0, details=wanted, token_texts=True
         )
-        again = await client.ask(stack.model, QUESTION, temperature=0, details=wanted)
+        again = await client.complete(stack.model, QUESTION, temperature=0, details=wanted)
     details = first.details
     assert details is not None
     assert details.offset == 1 - first.usage.prompt_tokens
     assert details.end == first.usage.completion_tokens
-    entries = list(details.details.each())
+    entries = list(details.details.iter_tokens())
     outputs = entries[-details.offset :]
     assert "".join(details.texts[entry.token_id] for entry in outputs) == first.text
     for entry in outputs:  # greedy: each token is the likeliest
         assert entry.top[0] == (entry.token_id, entry.logprob)
     assert again.details is not None
-    for one, other in zip(entries, again.details.details.each(), strict=True):
+    for one, other in zip(entries, again.details.details.iter_tokens(), strict=True):
         assert one.token_id == other.token_id
         assert one.logprob == pytest.approx(other.logprob, abs=0.05)
 
@@ -82,10 +82,12 @@ async def test_a_bias_and_a_processor_decide_what_is_said(stack: Stack) -> None:
     tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
     word = tokenizer.encode(" cat", add_special_tokens=False).ids[0]
     async with Client(stack.nats_url) as client:
-        biased = await client.ask(stack.model, QUESTION, max_tokens=5, logit_bias={word: 100.0})
+        biased = await client.complete(
+            stack.model, QUESTION, max_tokens=5, logit_bias={word: 100.0}
+        )
         only = (AllowRange(first=word, last=word),)
-        forced = await client.ask(stack.model, QUESTION, max_tokens=5, processors=only)
-        penalised = await client.ask(
+        forced = await client.complete(stack.model, QUESTION, max_tokens=5, processors=only)
+        penalised = await client.complete(
             stack.model,
             QUESTION,
             max_tokens=40,
@@ -94,11 +96,11 @@ async def test_a_bias_and_a_processor_decide_what_is_said(stack: Stack) -> None:
             presence_penalty=2.0,
             frequency_penalty=2.0,
             repetition_penalty=2.0,
-            details=DetailParams(logprobs=True),
+            details=TokenOutputParams(logprobs=True),
         )
     assert biased.text == forced.text == tokenizer.decode([word] * 5)
     assert penalised.details is not None
-    tokens = [entry.token_id for entry in penalised.details.details.each()]
+    tokens = [entry.token_id for entry in penalised.details.details.iter_tokens()]
     assert len(tokens) == 40
     assert len(set(tokens)) > 30, "it repeats itself"
 
@@ -106,4 +108,4 @@ async def test_a_bias_and_a_processor_decide_what_is_said(stack: Stack) -> None:
 async def test_hidden_states_are_refused_where_the_operator_allows_none(stack: Stack) -> None:
     async with Client(stack.nats_url) as client:
         with pytest.raises(Unsupported, match=r"batching\.hidden_states"):
-            await client.ask(stack.model, QUESTION, details=DetailParams(hidden=True))
+            await client.complete(stack.model, QUESTION, details=TokenOutputParams(hidden=True))

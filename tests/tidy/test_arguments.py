@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.config import argument_tests
-from antiphon.config.resolve import Plan
-from antiphon.config.sglang import Row, arguments, rows
+from antiphon.config.resolve import ResolvedConfig
+from antiphon.config.sglang import SglangArgument, arguments, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARES = {"compare", "compare_async", "compare_equal", "compare_equal_async"}
@@ -46,7 +46,7 @@ def test_every_argument_has_one_status_a_reason_or_a_test() -> None:
 
 
 @pytest.mark.parametrize("row", WORKING, ids=lambda row: row.flags[0])
-def test_a_working_argument_is_shown_by_a_comparison(row: Row) -> None:
+def test_a_working_argument_is_shown_by_a_comparison(row: SglangArgument) -> None:
     found = [shown for shown in _shown() if shown.flag in row.flags]
     assert found, f"no test carries the mark argument({row.flags[0]!r})"
     for shown in found:
@@ -56,11 +56,11 @@ def test_a_working_argument_is_shown_by_a_comparison(row: Row) -> None:
 @pytest.mark.parametrize(
     "row", [row for row in WORKING if row.path is not None], ids=lambda row: row.flags[0]
 )
-def test_the_field_of_a_working_argument_is_read_outside_config(row: Row) -> None:
+def test_the_field_of_a_working_argument_is_read_outside_config(row: SglangArgument) -> None:
     path = row.path
     assert path is not None
     name = DECIDES.get(path, path.partition(".")[2])
-    assert path not in DECIDES or name in Plan.__struct_fields__
+    assert path not in DECIDES or name in ResolvedConfig.__struct_fields__
     assert name in _read_outside_config(), path
 
 

@@ -17,7 +17,7 @@ from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
 from antiphon.model_worker.model import reference as model_reference
 from antiphon.wire.base import Role
-from antiphon.wire.routes import CLIENT, NAME, ROUTES, Call, Spread
+from antiphon.wire.routes import CLIENT, NAME, ROUTES, DeliveryMode, RequestRoute
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,8 @@ def test_readme_lists_every_subject_with_its_kind():
             listed[subject] = re.findall(r"\w+", kind)[0]
     routes = {re.sub(r"\{(\w+)\}", r"<\1>", route.subject): route for route in ROUTES}
     assert listed == {
-        subject: "call" if isinstance(route, Call) else "feed" for subject, route in routes.items()
+        subject: "call" if isinstance(route, RequestRoute) else "feed"
+        for subject, route in routes.items()
     }
 
 
@@ -73,7 +74,7 @@ def test_a_service_is_a_process(role: Role):
 def test_a_call_has_one_kind_of_callee():
     for route in ROUTES:
         assert route.carries, route.name
-        if route.spread is not Spread.ALL and route is not NAME:  # every process has a name
+        if route.delivery is not DeliveryMode.ALL and route is not NAME:  # every process has a name
             assert len(route.listeners) == 1 or CLIENT in route.listeners, route.name
 
 

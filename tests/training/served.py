@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.training.dialogue import Chat
 
-    from antiphon.client.client import AskOptions
+    from antiphon.client.client import CompleteOptions
 
 AT_ONCE = 16
 
@@ -45,14 +45,16 @@ class ServedModel:
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def answer(client: Client, chat: Chat) -> str:
-            options: AskOptions = {"temperature": 0.0, "max_tokens": tokens_max}
+            options: CompleteOptions = {"temperature": 0.0, "max_tokens": tokens_max}
             options["chat_template_kwargs"] = json.dumps({"enable_thinking": chat.thinks})
             if chat.tools:
                 options["tools"] = json.dumps([schema(tool) for tool in chat.tools])
             if chat.schema:
                 options["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=chat.schema)
             async with slots:
-                heard = await client.ask(self._model, list(map(_turn, chat.messages)), **options)
+                heard = await client.complete(
+                    self._model, list(map(_turn, chat.messages)), **options
+                )
             return heard.text
 
         async with Client(self._nats_url) as client, asyncio.TaskGroup() as group:

@@ -6,7 +6,16 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 from __future__ import annotations
 
 from antiphon.wire.abort import AbortRequests
-from antiphon.wire.base import Attempt, FinishReason, Message, Process, Role, State, Term, Usage
+from antiphon.wire.base import (
+    Attempt,
+    FinishReason,
+    Message,
+    Process,
+    ProcessState,
+    Role,
+    Term,
+    Usage,
+)
 from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import (
@@ -24,9 +33,8 @@ from antiphon.wire.command import (
     ResendTokens,
     SetWeightVersion,
     StopChoice,
-    TokenPlace,
+    TokenCursor,
 )
-from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.embed import EmbedReply, EmbedRequest
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
@@ -39,18 +47,18 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
-    TextPlace,
+    TextCursor,
 )
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.heartbeat import (
     Discover,
     Heartbeat,
-    Refusal,
+    RefusalReason,
     RefusedCommands,
     RunningRequest,
     StreamSeq,
-    WorkerFigures,
     WorkerLoad,
+    WorkerStats,
 )
 from antiphon.wire.ids import (
     ClientKey,
@@ -60,6 +68,7 @@ from antiphon.wire.ids import (
     RequestId,
     TenantId,
 )
+from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -69,10 +78,15 @@ from antiphon.wire.kv_events import (
     ReplayKv,
 )
 from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
-from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import DetailParams, LogitBias, PoolParams, SamplingParams, StopStrings
+from antiphon.wire.sampling import (
+    LogitBias,
+    PoolParams,
+    SamplingParams,
+    StopStrings,
+    TokenOutputParams,
+)
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,
@@ -92,8 +106,9 @@ from antiphon.wire.submit import (
     SubmitAccepted,
     SubmitRequest,
 )
-from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextBatch, TextResumed, TextRow
+from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextResumed, TextRow
 from antiphon.wire.thinking import ThinkingMarks
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 from antiphon.wire.tokenize import (
     CancelEncode,
     ChatMessage,
@@ -140,10 +155,10 @@ PROCESSORS = (
     ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
 )
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
-DETAIL_PARAMS = DetailParams(
+DETAIL_PARAMS = TokenOutputParams(
     ids=True, logprobs=True, top=2, named_ids=(4, 5), hidden=True, prompt_start=3
 )
-DETAILS = TokenDetails(
+DETAILS = TokenOutputs(
     count=2,
     token_ids=pack_ids((7, 70_000)),
     logprobs=pack_floats((-0.5, -1.25)),
@@ -153,7 +168,7 @@ DETAILS = TokenDetails(
     hidden=pack_floats((0.5, 1.5, -2.5, 3.5)),
     pooled=pack_floats((0.25, -0.75)),
 )
-PIECE = DetailPiece(
+PIECE = TokenOutputsChunk(
     offset=-2,
     details=DETAILS,
     texts={7: "Grü", 70_000: "\N{REPLACEMENT CHARACTER}"},
@@ -264,7 +279,7 @@ EVERY: tuple[Message, ...] = (
         error=ERROR,
     ),
     GenerateResume(
-        request_id=REQUEST, places=(TextPlace(choice=1, text_offset=12, token_offset=-2),)
+        request_id=REQUEST, places=(TextCursor(choice=1, text_offset=12, token_offset=-2),)
     ),
     GenerateCancel(request_id=REQUEST),
     GenerateDone(request_id=REQUEST),
@@ -438,7 +453,7 @@ EVERY: tuple[Message, ...] = (
     ResendTokens(
         worker=WORKER,
         detokenizer=DETOKENIZER,
-        places=(TokenPlace(request_id=REQUEST, choice=1, offset=6),),
+        places=(TokenCursor(request_id=REQUEST, choice=1, offset=6),),
     ),
     DrainWorker(),
     FlushCache(unless_busy=True),
@@ -514,7 +529,7 @@ EVERY: tuple[Message, ...] = (
     ResumeText(
         detokenizer=DETOKENIZER,
         gateway=GATEWAY,
-        places=(ChoicePlace(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
+        places=(ChoiceCursor(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
     ),
     TextResumed(rows=2),
     PutPages(
@@ -532,7 +547,7 @@ EVERY: tuple[Message, ...] = (
     Heartbeat(
         role=Role.WORKER,
         process=WORKER,
-        state=State.READY,
+        state=ProcessState.READY,
         model=MODEL,
         wire_version=2,
         config_digest="ab" * 32,
@@ -565,7 +580,7 @@ EVERY: tuple[Message, ...] = (
             pages_promised=30,
             pages_returning=12,
             kv_seq=77,
-            figures=WorkerFigures(
+            figures=WorkerStats(
                 device="cpu",
                 weight_bytes=3_000_000_000,
                 cache_bytes=400_000_000,
@@ -577,7 +592,7 @@ EVERY: tuple[Message, ...] = (
                 grammars=1,
                 retracted=2,
             ),
-            refused=RefusedCommands(leader=TERM, seq=5, reason=Refusal.LATE),
+            refused=RefusedCommands(leader=TERM, seq=5, reason=RefusalReason.LATE),
         ),
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),

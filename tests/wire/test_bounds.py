@@ -12,7 +12,7 @@ from tests.wire.examples import EVERY
 from antiphon.wire import ids
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.routes import ROUTES, Call
+from antiphon.wire.routes import ROUTES, RequestRoute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,9 @@ def structs() -> dict[str, inspect.StructType]:
 
 def messages() -> list[type[Message]]:
     carried = [kind for route in ROUTES for kind in route.carries]
-    replies = [kind for route in ROUTES if isinstance(route, Call) for kind in route.replies]
+    replies = [
+        kind for route in ROUTES if isinstance(route, RequestRoute) for kind in route.replies
+    ]
     return [*dict.fromkeys([*carried, *cast("list[type[Message]]", replies), ErrorReply])]
 
 

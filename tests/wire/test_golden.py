@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.wire import golden
 from tests.wire.examples import EVERY, EXAMPLES
 
-from antiphon.wire.codec import decode, encode, encode_json, speaks_json
+from antiphon.wire.codec import decode, encode, encode_json, is_json
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.routes import ROUTES, Call
+from antiphon.wire.routes import ROUTES, RequestRoute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CARRIED = {
     message
     for route in ROUTES
-    for message in (*route.carries, *(route.replies if isinstance(route, Call) else ()))
+    for message in (*route.carries, *(route.replies if isinstance(route, RequestRoute) else ()))
 } | {ErrorReply}
 
 
@@ -50,8 +50,8 @@ def test_committed_bytes_decode_to_the_example(example: Message) -> None:
 @pytest.mark.parametrize("example", EVERY, ids=each)
 def test_json_gives_the_same_message(example: Message) -> None:
     payload = encode_json(example)
-    assert speaks_json(payload)
-    assert not speaks_json(encode(example))
+    assert is_json(payload)
+    assert not is_json(encode(example))
     assert decode(payload, (type(example),)) == example
 
 

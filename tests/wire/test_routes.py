@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from antiphon.wire import routes
 from antiphon.wire.base import Role
 from antiphon.wire.ids import TenantId
-from antiphon.wire.routes import CLIENT, ROUTES, Call, Feed, Spread, escape, inbox
+from antiphon.wire.routes import CLIENT, ROUTES, DeliveryMode, RequestRoute, Route, escape, inbox
 
 names = st.text(min_size=1)
 
 
-def name(route: Feed) -> str:
+def name(route: Route) -> str:
     return route.name
 
 
 def test_every_route_is_in_the_table_once() -> None:
-    defined = [value for value in vars(routes).values() if isinstance(value, Feed)]
+    defined = [value for value in vars(routes).values() if isinstance(value, Route)]
     assert sorted(map(name, defined)) == sorted(map(name, ROUTES))
     assert len({route.name for route in ROUTES}) == len(ROUTES)
 
@@ -41,17 +41,17 @@ def test_no_route_is_an_inbox() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=name)
-def test_route_names_its_parties_and_messages(route: Feed) -> None:
+def test_route_names_its_parties_and_messages(route: Route) -> None:
     parties = {*Role, CLIENT}
     assert route.carries
     assert route.senders
     assert route.listeners
     assert {*route.senders, *route.listeners} <= parties
-    assert isinstance(route, Call) == hasattr(route, "replies")
-    if isinstance(route, Call):
+    assert isinstance(route, RequestRoute) == hasattr(route, "replies")
+    if isinstance(route, RequestRoute):
         assert route.replies
-        assert route.spread is not Spread.ALL
-    if route.spread is Spread.QUEUE:
+        assert route.delivery is not DeliveryMode.ALL
+    if route.delivery is DeliveryMode.QUEUE:
         assert not route.ordered
 
 
@@ -76,11 +76,11 @@ def test_empty_name_is_a_bug() -> None:
 
 
 def test_subject_is_filled_and_a_part_left_out_is_a_wildcard_to_listeners_only() -> None:
-    assert routes.HEARTBEAT.at(role="worker", instance="w.1") == "heartbeat.worker.w=2E1"
-    assert routes.HEARTBEAT.listening(role="worker") == "heartbeat.worker.*"
-    assert routes.HEARTBEAT.listening() == "heartbeat.*.*"
+    assert routes.HEARTBEAT.subject_for(role="worker", instance="w.1") == "heartbeat.worker.w=2E1"
+    assert routes.HEARTBEAT.subject_filter(role="worker") == "heartbeat.worker.*"
+    assert routes.HEARTBEAT.subject_filter() == "heartbeat.*.*"
     with pytest.raises(KeyError):
-        routes.HEARTBEAT.at(role="worker")
+        routes.HEARTBEAT.subject_for(role="worker")
 
 
 def test_inboxes_of_parties_do_not_overlap() -> None:

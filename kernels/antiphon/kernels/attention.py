@@ -18,7 +18,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.backend import cpu
-from antiphon.kernels.fp8 import is_fp8, as_bytes, upcast
+from antiphon.kernels.fp8 import as_bytes, is_fp8, upcast
 from antiphon.kernels.kv import UNSCALED, KvScales
 from antiphon.kernels.op import kernel
 
@@ -102,7 +102,9 @@ class AttentionMetadata:
     kv_len: Ints
 
     @classmethod
-    def of(cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints) -> AttentionMetadata:
+    def of(
+        cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints
+    ) -> AttentionMetadata:
         """The rows of a pass. Where texts are cut, what a row has in each run is a row by itself.
 
         So whoever attends need not know of runs: a query sees all of its row that is before it.
@@ -134,7 +136,7 @@ class AttentionMetadata:
         Raises:
             RuntimeError: A row reads or writes a token that has no page.
         """
-        return extension.load().Rows(
+        return extension.load().AttentionMetadata(
             page_tokens=self.shape.page_tokens,
             heads=self.shape.heads,
             queries_per_head=self.shape.queries_per_head,

@@ -27,7 +27,9 @@ def causal_conv(
     taps = weight.t()  # (K, C)
     out = torch.empty_like(x)
     if (singles := rows.decode_rows) is not None:
-        seen = torch.cat((singles.read_states(states).to(x.dtype), singles.gather(x).unsqueeze(1)), dim=1)
+        seen = torch.cat(
+            (singles.read_states(states).to(x.dtype), singles.gather(x).unsqueeze(1)), dim=1
+        )
         singles.write_states(states, seen[:, 1:])
         singles.scatter(out, _activate((seen * taps).sum(dim=1), bias))
     for run in rows.scan_spans:

@@ -15,7 +15,7 @@ from antiphon.kernels.op import kernel
 from antiphon.kernels.ssd import chunk_decays
 
 if TYPE_CHECKING:
-    from antiphon.kernels.states import ScanSpan, DecodeRows, StateMetadata
+    from antiphon.kernels.states import DecodeRows, ScanSpan, StateMetadata
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as checkpoints were trained."""

@@ -106,7 +106,9 @@ class Op(Generic[P, R_co]):
                 refused.append((backend.name, lacks))
             else:
                 call = self._load(backend.target)
-                return BackendChoice(self.name, call, backend.name, tuple(refused), backend.invariant)
+                return BackendChoice(
+                    self.name, call, backend.name, tuple(refused), backend.invariant
+                )
         if forced not in (None, REFERENCE):
             reason = dict(refused).get(forced, f"{self.name} has no such backend")
             raise KernelUnavailable(f"{self.name}: backend {forced!r} cannot run here: {reason}")

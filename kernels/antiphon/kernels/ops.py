@@ -13,11 +13,11 @@ from antiphon.kernels.activation import (
     silu_mul,
 )
 from antiphon.kernels.attention import AttentionMetadata, paged_attention, softcap_sink_attention
+from antiphon.kernels.bidirectional import bidirectional_attention
 from antiphon.kernels.causal_conv import causal_conv
 from antiphon.kernels.experts import combine
 from antiphon.kernels.finite import finite_rows
 from antiphon.kernels.gated_delta import gated_delta
-from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.norm import (
     add_rmsnorm,
     gated_rmsnorm,
@@ -27,10 +27,10 @@ from antiphon.kernels.norm import (
     squares,
 )
 from antiphon.kernels.op import BackendChoice, DeviceCapability, KernelUnavailable, Op
+from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.routing import RoutingSpec, route
-from antiphon.kernels.sampling import bias, sample, argmax, logsumexp, mask, penalize
+from antiphon.kernels.sampling import argmax, bias, logsumexp, mask, penalize, sample
 from antiphon.kernels.ssd import ssd
-from antiphon.kernels.bidirectional import bidirectional_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,9 @@ class Ops:
         [Tensor, Tensor, Tensor, AttentionMetadata, float, float | None, Tensor | None, KvScales],
         Tensor,
     ]
-    bidirectional_attention: Callable[[Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor]
+    bidirectional_attention: Callable[
+        [Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor
+    ]
     gated_rmsnorm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, StateMetadata], Tensor]
     ssd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMetadata], Tensor]

@@ -22,7 +22,7 @@ class QkNormWeights(NamedTuple):
     eps: float
 
 
-@kernel("attention.heads", cpu("antiphon.kernels.cpu.elementwise:ready_heads"))
+@kernel("attention.heads", cpu("antiphon.kernels.cpu.elementwise:qk_norm_rope_store"))
 def qk_norm_rope_store(
     heads: Tensor,
     cos: Tensor,

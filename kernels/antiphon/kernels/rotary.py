@@ -240,7 +240,9 @@ class CosSinCaches:
     def of(self, rotary: RotarySpec | None) -> CosSinCache:
         """The table of one way, made when it is first asked for; None: of nothing rotated."""
         if rotary not in self._tables:
-            self._tables[rotary] = CosSinCache(rotary or RotarySpec(0, 1.0), self._dtype, self._device)
+            self._tables[rotary] = CosSinCache(
+                rotary or RotarySpec(0, 1.0), self._dtype, self._device
+            )
         return self._tables[rotary]
 
 

@@ -90,7 +90,7 @@ def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
     return peak[:, 0] / temperature + mass.log().float()
 
 
-@kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:greedy"), invariant=True)
+@kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:argmax"), invariant=True)
 def argmax(logits: Tensor) -> Tensor:
     """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
     return logits.argmax(dim=-1)

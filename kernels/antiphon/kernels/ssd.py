@@ -14,7 +14,7 @@ from torch import Tensor
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
-    from antiphon.kernels.states import ScanSpan, DecodeRows, StateMetadata
+    from antiphon.kernels.states import DecodeRows, ScanSpan, StateMetadata
 
 
 @kernel("recurrent.ssd")

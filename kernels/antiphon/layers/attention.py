@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.kv import KvSpec
 from antiphon.layers.context import AttentionParams
+from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
 from antiphon.layers.qk_norm import build_qk_norm
-from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.norm import NormSpec
+    from antiphon.layers.sublayer import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

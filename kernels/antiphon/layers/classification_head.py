@@ -63,7 +63,9 @@ class ClassificationHead:
     Every rank has all of it.
     """
 
-    def __init__(self, spec: ClassificationHeadSpec, hidden: int, build: BuildContext, method: LinearMethod) -> None:
+    def __init__(
+        self, spec: ClassificationHeadSpec, hidden: int, build: BuildContext, method: LinearMethod
+    ) -> None:
         build, method = replace(build, quantization=None), method.exact()
         self._dense = None if spec.dense is None else _Dense(spec.dense, hidden, build, method)
         self._linear = ReplicatedLinear(
@@ -97,7 +99,9 @@ class ClassificationHead:
 class _Dense:
     """One layer between a text's vector and its scores."""
 
-    def __init__(self, spec: DenseSpec, hidden: int, build: BuildContext, method: LinearMethod) -> None:
+    def __init__(
+        self, spec: DenseSpec, hidden: int, build: BuildContext, method: LinearMethod
+    ) -> None:
         self._activation: ActivationKind = spec.activation
         self._linear = ReplicatedLinear(
             spec.name, hidden, hidden, bias=spec.bias, build=build, method=method

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from antiphon.kernels.qk_norm_rope import QkNormWeights
     from antiphon.kernels.latent import LatentHeads
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.qk_norm_rope import QkNormWeights
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.kernels.states import LayerStates, StateMetadata
     from antiphon.layers.tp import Tp
@@ -82,7 +82,9 @@ class LatentAttentionParams:
 class LatentAttentionBackend(Protocol):
     """A cache of latents as a layer meets it; axes as in `antiphon.kernels.latent`."""
 
-    def __call__(self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams
+    ) -> Tensor:
         """Rotate, keep this pass's latents, and attend over all of a row.
 
         q (T, Q, C + O) and latents (T, R + O), of which the last O are rotated  ->  (T, Q, V)

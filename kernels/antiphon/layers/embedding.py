@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ class LearnedPositions:
     A text begins at row `first` of the table.
     """
 
-    def __init__(self, name: str, positions: int, first: int, hidden: int, build: BuildContext) -> None:
+    def __init__(
+        self, name: str, positions: int, first: int, hidden: int, build: BuildContext
+    ) -> None:
         self._name, self._first = name, first
         self._weight = build.empty(first + positions, hidden)
 

@@ -14,7 +14,7 @@ import torch
 
 from antiphon.kernels.experts import sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.quantization.storage import dequantized
 from antiphon.layers.weights import WeightSource, void
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import WeightField, StorageLayout
+    from antiphon.layers.quantization.storage import StorageLayout, WeightField
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.weights import BuildContext
 
     Take = Callable[["_Expert", Tensor], None]
@@ -219,7 +219,9 @@ class Experts:
                 (names.down, (hidden, width), self._down_cut, down, self._with_bias(down)),
             )
             for template, shape, cut, kept, biased in parts:
-                part = LinearPart(self._site.tensor_name(template.format(number)), shape[0], shards=1)
+                part = LinearPart(
+                    self._site.tensor_name(template.format(number)), shape[0], shards=1
+                )
                 yield from self._weight(part, shape[1], cut, kept)
                 if self._spec.bias:
                     yield WeightSource(f"{part.name}.bias", shape[:1], _into(biased, cut))

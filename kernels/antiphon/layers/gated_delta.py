@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.states import StateSpec
-from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
+from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
 from antiphon.layers.recurrent import HeadVector, ShortConv
 from antiphon.layers.weights import replicated_source
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.weights import WeightSource
 
 

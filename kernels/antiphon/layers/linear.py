@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.quantization.assemble import quantized_sources
-from antiphon.layers.quantization.storage import WeightSlice as StoredPart
 from antiphon.layers.quantization.storage import Int8Weight, concat_weights
+from antiphon.layers.quantization.storage import WeightSlice as StoredPart
 from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import StorageLayout, LoadedWeight
+    from antiphon.layers.quantization.storage import LoadedWeight, StorageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.linear import DTYPE_NAMES, Format, CompiledLinear, PackedWeight
-from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, slice_weight, dequantized
+from antiphon.kernels.cpu.linear import DTYPE_NAMES, CompiledLinear, Format, PackedWeight
+from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, dequantized, slice_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,9 @@ class LinearMethod(Protocol):
         """Room for the weights of a linear."""
         ...
 
-    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+    def load(
+        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
+    ) -> None:
         """Put a part of the checkpoint's `weight` or `bias` into place."""
         ...
 
@@ -122,7 +124,9 @@ class PlainLinearMethod:
             tensors["bias"] = build.empty(shape.outputs)
         return LinearWeights(tensors)
 
-    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+    def load(
+        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
+    ) -> None:
         """Copy the part, converted to the model's number format."""
         part = dequantized(cut.of(field, tensor))
         weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
@@ -174,7 +178,9 @@ class PackedLinearMethod:
         )
         return LinearWeights({}, packed)
 
-    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+    def load(
+        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
+    ) -> None:
         """Write the part into the panels, in the model's number format or quantized."""
         assert weights.packed is not None, "created by this method"
         part = cut.of(field, tensor)

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.layers.context import LatentAttentionParams
-from antiphon.layers.linear import ColumnLinear, LinearPart, ReplicatedLinear, RowLinear, weight_sources
-from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.linear import (
+    ColumnLinear,
+    LinearPart,
+    ReplicatedLinear,
+    RowLinear,
+    weight_sources,
+)
+from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.norm import NormSpec, build_norm
 
 if TYPE_CHECKING:
@@ -24,9 +30,9 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearWeights
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.weights import WeightSource
 
 

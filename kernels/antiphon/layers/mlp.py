@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
+from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.cpu.linear import CompiledLinear
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.weights import WeightSource
 
 
@@ -55,7 +55,9 @@ class GatedMlp:
                 site.tensor_name(name),
                 spec.width,
                 build.tp.ranks,
-                CheckpointLayout(first=place * spec.width, run=2 * spec.width) if fused else CheckpointLayout(),
+                CheckpointLayout(first=place * spec.width, run=2 * spec.width)
+                if fused
+                else CheckpointLayout(),
             )
             for place, name in enumerate(names)
         )

@@ -10,7 +10,7 @@ import torch
 from antiphon.kernels.activation import sigmoid
 from antiphon.layers.experts import Experts, ExpertsSpec
 from antiphon.layers.linear import ReplicatedLinear
-from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
 from antiphon.layers.weights import WeightSource, void
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.routing import RoutingSpec
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.sublayer import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.sublayer import Sublayer, LayerBuildContext
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.sublayer import LayerBuildContext, Sublayer
     from antiphon.layers.weights import WeightSource
 
 BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
@@ -42,7 +42,10 @@ class ParallelMixers:
     """The sum of branches, each built by `build`."""
 
     def __init__(
-        self, site: LayerBuildContext, spec: ParallelMixersSpec, build: Callable[[LayerBuildContext, BranchSpec], Sublayer]
+        self,
+        site: LayerBuildContext,
+        spec: ParallelMixersSpec,
+        build: Callable[[LayerBuildContext, BranchSpec], Sublayer],
     ) -> None:
         self._branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
 

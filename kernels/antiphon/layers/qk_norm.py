@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.attention import AttentionSpec
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.norm import NormSpec
+    from antiphon.layers.sublayer import LayerBuildContext
 
 
 class QkNorm(Protocol):
@@ -118,7 +118,10 @@ class PerTokenQkNorm:
         self._wide = norm.kind == "rms_wide"
         self._groups = spec.query_heads // spec.kv_heads
         sizes = (spec.query_heads * spec.head_size, spec.kv_heads * spec.head_size)
-        self._names = (site.tensor_name(spec.names.query_norm), site.tensor_name(spec.names.key_norm))
+        self._names = (
+            site.tensor_name(spec.names.query_norm),
+            site.tensor_name(spec.names.key_norm),
+        )
         self._sizes, self._rank, self._ranks = sizes, build.tp.rank, ranks
         self._weights = tuple(build.empty(size // ranks) for size in sizes)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.linear import LinearPart
+    from antiphon.layers.sublayer import LayerBuildContext
 
 
 class HeadVector:
@@ -39,7 +39,13 @@ class ShortConv:
     """The taps of a causal convolution whose channels are outputs of linears, side by side."""
 
     def __init__(
-        self, site: LayerBuildContext, tensor: str, taps: int, parts: tuple[LinearPart, ...], *, bias: bool
+        self,
+        site: LayerBuildContext,
+        tensor: str,
+        taps: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
     ) -> None:
         tp = site.build.tp
         channels = sum(part.piece() for part in parts)

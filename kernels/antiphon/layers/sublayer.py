@@ -1,7 +1,7 @@
 """What the parts of a decoder layer have in common: where one is built, and what it can do.
 
-A kind of part is a frozen spec beside the class that computes it; the class is built from a `LayerBuildContext`
-and its spec, and is a `Sublayer`.
+A kind of sublayer is a frozen spec beside the class that computes it; the class is built from a
+`LayerBuildContext` and its spec, and is a `Sublayer`.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from antiphon.detokenizer.stop import StopMatch, StopScanner
 from antiphon.detokenizer.thinking import ThinkingCounter
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
-from antiphon.wire.details import DetailStore
 from antiphon.wire.text import Origin
+from antiphon.wire.token_outputs import TokenOutputsBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.wire.details import TokenDetails
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import InstanceId
     from antiphon.wire.sampling import StopStrings
+    from antiphon.wire.token_outputs import TokenOutputs
     from antiphon.wire.tokens import TokenRow
 
 PIECE_BYTES: Final = 64 * 1024
@@ -54,7 +54,7 @@ class ChoiceState:
         self.tokens = 0
         self.origins: tuple[Origin, ...] = ()
         self.end: ChoiceResult | None = None
-        self._details = DetailStore(first)
+        self._details = TokenOutputsBuffer(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
         self._scanner = StopScanner(stop.strings, stop.include, stop.patterns)
         self._thinking = None if stop.thinking is None else ThinkingCounter(stop.thinking)
@@ -70,7 +70,7 @@ class ChoiceState:
         """Tokens of the answer that are thinking, where that is counted."""
         return 0 if self._thinking is None else self._thinking.tokens
 
-    def accept(self, offset: int, token_ids: Sequence[int], details: TokenDetails | None) -> None:
+    def accept(self, offset: int, token_ids: Sequence[int], details: TokenOutputs | None) -> None:
         """Accept what is new of a row that begins at `offset`, which is not beyond ours.
 
         A token may complete a stop string and end the choice; what follows it does not count.
@@ -81,7 +81,7 @@ class ChoiceState:
             if self.end is not None:
                 break
         if details is not None and known < details.count:
-            self._details.append(details.cut(known))
+            self._details.append(details.drop_first(known))
             if self.end is not None:
                 self._details.truncate(self.offset)
             self.offset = self._details.end
@@ -136,7 +136,7 @@ class ChoiceState:
                 return
             text_offset = end
 
-    def token_output_chunks(self, token_offset: int) -> Iterator[tuple[int, TokenDetails]]:
+    def token_output_chunks(self, token_offset: int) -> Iterator[tuple[int, TokenOutputs]]:
         """Yield the details from a token offset on as (offset, details); one, if without tokens.
 
         They go as far as the text does.
@@ -144,7 +144,7 @@ class ChoiceState:
         step = max(1, PIECE_BYTES // max(1, self._details.token_bytes))
         while True:
             end = min(self.emitted, token_offset + step)
-            yield token_offset, self._details.take(token_offset, end)
+            yield token_offset, self._details.read(token_offset, end)
             if end == self.emitted:
                 return
             token_offset = end

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
-from antiphon.detokenizer.choice import ChoiceState, ChoiceResult
+from antiphon.detokenizer.choice import ChoiceResult, ChoiceState
 from antiphon.detokenizer.request import DetokenizerRequest
 from antiphon.detokenizer.texts import TokenTexts
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.command import ResendTokens, StopChoice, TokenPlace
+from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
-from antiphon.wire.parts import parts
+from antiphon.wire.split import split_rows
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
@@ -190,8 +190,14 @@ class Detokenizer:
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
                 del self.requests[request.id]
-        self._refused_at = {k: at for k, at in self._refused_at.items() if now - at < RESEND_INTERVAL_S}
-        return [action for worker in list(self._resend_pending) for action in self._request_resend(worker, now)]
+        self._refused_at = {
+            k: at for k, at in self._refused_at.items() if now - at < RESEND_INTERVAL_S
+        }
+        return [
+            action
+            for worker in list(self._resend_pending)
+            for action in self._request_resend(worker, now)
+        ]
 
     def on_worker_died(self, worker: Process) -> None:
         """Forget the stream of a life that has ended."""
@@ -231,21 +237,27 @@ class Detokenizer:
             return self._begin(row, row.stream, worker, now)
         return None
 
-    def _begin(self, row: TokenRow, stream: TokenStream, worker: Process, now: float) -> DetokenizerRequest:
+    def _begin(
+        self, row: TokenRow, stream: TokenStream, worker: Process, now: float
+    ) -> DetokenizerRequest:
         """Start an attempt. One that continues the current one keeps its ids and text."""
         previous = self.requests.get(row.request_id)
         if previous is not None and stream.continues == previous.attempt:
             choices = previous.choices
         else:
             first = stream.details_from or 0
-            choices = {i: ChoiceState(self._decode, stream.stop, first) for i in range(stream.choices)}
+            choices = {
+                i: ChoiceState(self._decode, stream.stop, first) for i in range(stream.choices)
+            }
         request = DetokenizerRequest(
             row.request_id, stream, row.attempt, worker, choices, self._tokens, listed_at=now
         )
         self.requests[row.request_id] = request
         return request
 
-    def _accept(self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction) -> None:
+    def _accept(
+        self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction
+    ) -> None:
         """Take what is new of a row, and say its text."""
         if request.error is not None:
             reaction.actions += self._refuse(row, request.worker, now)
@@ -286,7 +298,7 @@ class Detokenizer:
 
     def _batches(self, reaction: Reaction) -> Iterator[SendText]:
         for gateway, rows in reaction.rows.items():
-            for part in parts(rows, _row_bytes, BATCH_BYTES_MAX):
+            for part in split_rows(rows, _row_bytes, BATCH_BYTES_MAX):
                 yield SendText(
                     TextBatch(
                         detokenizer=self._process,
@@ -304,7 +316,7 @@ class Detokenizer:
         self._resend_pending.discard(worker)
         self._resend_requested_at[worker] = now
         places = tuple(
-            TokenPlace(request_id=request.id, choice=index, offset=choice.offset)
+            TokenCursor(request_id=request.id, choice=index, offset=choice.offset)
             for request in self.requests.values()
             if request.worker == worker
             for index, choice in request.choices.items()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.base import Attempt, FinishReason, Process, Usage
-from antiphon.wire.details import DetailPiece, TokenDetails
 from antiphon.wire.text import TextRow
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ class DetokenizerRequest:
         texts += [(choice.text_bytes, "")] * (len(pieces) - len(texts))
         # Each row says how far the details go, so that whoever has the end sees what it lacks.
         if pieces:
-            rest = DetailPiece(offset=choice.emitted, details=TokenDetails())
+            rest = TokenOutputsChunk(offset=choice.emitted, details=TokenOutputs())
             pieces += [rest] * (len(texts) - len(pieces))
         for number, (text_offset, text) in enumerate(texts):
             end = choice.end if number == len(texts) - 1 else None
@@ -115,7 +115,7 @@ class DetokenizerRequest:
         self.origins_said[index] = len(origins)
         return origins
 
-    def _detail_pieces(self, choice: ChoiceState, token_start: int) -> list[DetailPiece]:
+    def _detail_pieces(self, choice: ChoiceState, token_start: int) -> list[TokenOutputsChunk]:
         if self.stream.details_from is None:
             return []
         return [
@@ -123,12 +123,12 @@ class DetokenizerRequest:
             for offset, details in choice.token_output_chunks(token_start)
         ]
 
-    def _detail_piece(self, offset: int, details: TokenDetails) -> DetailPiece:
+    def _detail_piece(self, offset: int, details: TokenOutputs) -> TokenOutputsChunk:
         stop = self.stream.stop
         if not stop.token_texts:
-            return DetailPiece(offset=offset, details=details)
+            return TokenOutputsChunk(offset=offset, details=details)
         ids = sorted(details.ids())
-        return DetailPiece(
+        return TokenOutputsChunk(
             offset=offset,
             details=details,
             texts=self.tokens.texts(ids),

@@ -12,10 +12,10 @@ from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.spans import TextSpans
 from antiphon.detokenizer.unfolding import READS
-from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.dropped_messages import UnknownSender
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.model import served_name, tokenizer_folder
-from antiphon.service.peers import Change, Peer
-from antiphon.service.refusals import UnknownSender
+from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.service.vocabulary import read_vocabulary
@@ -66,7 +66,7 @@ class DetokenizerService:
             decode,
             self._settings.detokenizer.requests_max,
             tokens,
-            runtime.peers.our_time_ms,
+            runtime.peers.to_local_ms,
         )
         runtime.peers.watch(self._on_peer)
         runtime.group.create_task(self._tick(), name="tick")
@@ -76,9 +76,9 @@ class DetokenizerService:
         """Tokens of workers, open lists and resumes of gateways."""
         here = {"detokenizer": self._runtime.process.instance}
         return (
-            Follow(route=TOKENS, apply=self._on_tokens, address=here),
-            Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),
-            Answer(
+            StreamEndpoint(route=TOKENS, apply=self._on_tokens, address=here),
+            StreamEndpoint(route=OPEN, apply=self._on_open, address={"model": self._model}),
+            RequestEndpoint(
                 route=DETOKENIZER_CONTROL,
                 handler=self._on_resume,
                 address=here,
@@ -111,28 +111,28 @@ class DetokenizerService:
         Raises:
             UnknownSender: It is of none that lives.
         """
-        if not self._runtime.peers.lives(news.worker):
+        if not self._runtime.peers.is_alive(news.worker):
             raise UnknownSender(f"tokens of {news.worker.instance}, which is no live peer")
         self._spans.begin(news)
         self._do(self._machine.on_tokens(news, self._runtime.clock.now()))
         self._spans.end(self._machine.requests)
 
     def _on_open(self, open_list: OpenList) -> None:
-        if self._runtime.peers.is_late(open_list.not_after_unix_ms, open_list.owner):
+        if self._runtime.peers.is_expired(open_list.not_after_unix_ms, open_list.owner):
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
         self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
 
-    def _on_peer(self, change: Change, peer: Peer) -> None:
+    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """A worker's heartbeat shows a lost tail; what the dead leave behind is dropped."""
         process, now = peer.process, self._runtime.clock.now()
-        match change, peer.beat.role:
-            case Change.DIED, Role.WORKER:
+        match change, peer.heartbeat.role:
+            case PeerChange.DIED, Role.WORKER:
                 self._machine.on_worker_died(process)
-            case Change.DIED, Role.GATEWAY:
+            case PeerChange.DIED, Role.GATEWAY:
                 self._do(self._machine.on_owner_died(process))
             case _, Role.WORKER:
-                for stream in peer.beat.streams:
+                for stream in peer.heartbeat.streams:
                     if stream.receiver == self._runtime.process.instance:
                         self._do(self._machine.on_worker_seq(process, stream.seq, now))
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from antiphon.wire.patterns import Follower, automaton
+from antiphon.wire.patterns import StopPatternMatcher, compile_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class StopScanner:
         self, strings: tuple[str, ...], include: bool, patterns: tuple[str, ...] = ()
     ) -> None:
         self._strings = strings
-        self._patterns = tuple((pattern, Follower(automaton(pattern))) for pattern in patterns)
+        self._patterns = tuple(
+            (pattern, StopPatternMatcher(compile_pattern(pattern))) for pattern in patterns
+        )
         self._include = include
         self._held = ""
         self._held_at = 0  # where it begins in the whole text
@@ -67,7 +69,7 @@ class StopScanner:
 
     def _matches(self, text: str) -> list[tuple[int, int, str]]:
         """Each pattern that has come true, as (start, end, pattern) in what is held and `text`."""
-        matches = ((follower.push(text), pattern) for pattern, follower in self._patterns)
+        matches = ((follower.feed(text), pattern) for pattern, follower in self._patterns)
         return [
             (place[0] - self._held_at, place[1] - self._held_at, pattern)
             for place, pattern in matches

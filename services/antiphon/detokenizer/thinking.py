@@ -46,7 +46,9 @@ class ThinkingCounter:
             pass
         self.tokens = self._counted
         if self._thinks:
-            unsure = max((partial_match_length(self._text, cut) for cut in self._marks.cuts), default=0)
+            unsure = max(
+                (partial_match_length(self._text, cut) for cut in self._marks.cuts), default=0
+            )
             self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
 
     def end(self, tokens: int) -> None:
@@ -61,7 +63,9 @@ class ThinkingCounter:
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is None:
-            self._drop(len(self._text) - max(partial_match_length(self._text, mark) for _, mark in places))
+            self._drop(
+                len(self._text) - max(partial_match_length(self._text, mark) for _, mark in places)
+            )
             return False
         place, mark = found
         stop = place + len(mark) if mark == marks.end else place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.config.device import this_device
+from antiphon.config.device import detect_device
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.preprocess import Preprocessor
 from antiphon.encoder.preprocessor_config import read_preprocessor_config
@@ -52,7 +52,7 @@ def open_model(settings: Settings) -> VisionModel:
     Raises:
         ConfigError: The folder holds no tower that is built here; the text names the file.
     """
-    torch.set_num_threads(settings.model.threads or this_device().cores)
+    torch.set_num_threads(settings.model.threads or detect_device().cores)
     folder = Path(settings.encoder.model_path).expanduser()
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)

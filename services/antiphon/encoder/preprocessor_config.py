@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.spec import VisionFamily, Size, VisionTowerSpec
+from antiphon.encoder.spec import Size, VisionFamily, VisionTowerSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

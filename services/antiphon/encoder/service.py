@@ -16,13 +16,13 @@ from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
 from antiphon.encoder.metrics import EncoderMetrics
 from antiphon.service.deadline import check
-from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import Shelf
 from antiphon.wire.base import Role
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
@@ -72,7 +72,9 @@ class EncoderService:
     def endpoints(self) -> Sequence[Endpoint]:
         """Encoding, for whichever gateway asks."""
         handler = self._encode if self._config.model_path else self._refuse
-        return (Answer(route=ENCODE_IMAGE, handler=handler, address={"model": self._served}),)
+        return (
+            RequestEndpoint(route=ENCODE_IMAGE, handler=handler, address={"model": self._served}),
+        )
 
     def model(self) -> ModelName | None:
         """The model whose images it embeds."""
@@ -140,7 +142,7 @@ class EncoderService:
         config = self._config
         bound = held.enter_context(bind(config.host, config.port))
         address = address_for_others(bound, config.host, config.advertise_host)
-        self._shelf = Shelf(address, config.claims_bytes_max, self._runtime.clock.unix_ms)
+        self._shelf = BlobStore(address, config.claims_bytes_max, self._runtime.clock.unix_ms)
         self._runtime.group.create_task(BlobServer(bound, self._shelf).run())
 
 

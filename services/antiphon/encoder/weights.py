@@ -51,7 +51,9 @@ class _Checkpoint:
         self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
         for file in files:
             try:
-                opened = cast("_File", open_files.enter_context(safe_open(file, framework="pt")))
+                opened = cast(
+                    "_OpenSafetensors", open_files.enter_context(safe_open(file, framework="pt"))
+                )
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{file}: not a safetensors file: {error}") from error
             self._homes |= dict.fromkeys(opened.keys(), (file, opened))

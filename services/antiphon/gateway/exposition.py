@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.model_metrics import FamilyTotal, Total
-    from antiphon.telemetry.catalog import Sglang
+    from antiphon.telemetry.catalog import SglangMetric
     from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName
     from antiphon.wire.metrics import MetricsReport
@@ -111,7 +111,11 @@ class Exposition:
         return _family(each, each.family.full_name, each.family.help, rows)
 
     def _theirs(
-        self, each: FamilyTotal, view: Sglang, series: Sequence[Total], ranks: Mapping[str, str]
+        self,
+        each: FamilyTotal,
+        view: SglangMetric,
+        series: Sequence[Total],
+        ranks: Mapping[str, str],
     ) -> Metric:
         sums: dict[Key, _Sum] = {}
         for one in series:
@@ -125,7 +129,7 @@ class Exposition:
         return _family(each, f"sglang:{view.name}", each.family.help, rows)
 
     def _labels(
-        self, each: FamilyTotal, view: Sglang, one: Total, ranks: Mapping[str, str]
+        self, each: FamilyTotal, view: SglangMetric, one: Total, ranks: Mapping[str, str]
     ) -> dict[str, str]:
         """SGLang's labels of one series of ours."""
         labels = dict(self._extra)
@@ -138,7 +142,7 @@ class Exposition:
         return labels | {name: given[name] for name in kept} | dict(view.fixed)
 
 
-def _counts(each: FamilyTotal, view: Sglang, one: Total) -> bool:
+def _counts(each: FamilyTotal, view: SglangMetric, one: Total) -> bool:
     """Whether SGLang's metric counts one series of ours."""
     if view.only is None:
         return True

@@ -22,9 +22,9 @@ class GatewayLiveness:
     def is_abandoned(self, owner: Process, deadline_unix_ms: int) -> bool:
         """Whether who has begun something is dead, or has had all the time there was for it."""
         runtime = self._runtime
-        due_ms = runtime.peers.our_time_ms(deadline_unix_ms, owner)
+        due_ms = runtime.peers.to_local_ms(deadline_unix_ms, owner)
         if runtime.clock.unix_ms() > due_ms + round(SETTLE_S * 1000):
             return True
-        if owner == runtime.process or runtime.peers.lives(owner):
+        if owner == runtime.process or runtime.peers.is_alive(owner):
             return False
         return runtime.clock.now() > self._began_at + SETTLE_S

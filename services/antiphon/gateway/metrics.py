@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.owner.actions import Ended
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.telemetry.catalog import Family
+    from antiphon.telemetry.catalog import MetricSpec
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.ids import TenantId
 
@@ -57,7 +57,7 @@ class GatewayMetrics:
         self._tenant_requests = metrics.counter(catalog.TENANT_REQUESTS)
         self._tenant_tokens = metrics.counter(catalog.TENANT_TOKENS)
 
-        def histogram(family: Family) -> Histogram:
+        def histogram(family: MetricSpec) -> Histogram:
             return metrics.histogram(family, *names, buckets=bounds_of(family))
 
         self._ttft = histogram(catalog.TIME_TO_FIRST_TOKEN)
@@ -191,7 +191,7 @@ def _counted(metric: Counter, labels: tuple[str, ...]) -> Counter:
     return metric.labels(*labels) if labels else metric
 
 
-def _bounds(config: MetricsConfig, family: Family) -> tuple[float, ...]:
+def _bounds(config: MetricsConfig, family: MetricSpec) -> tuple[float, ...]:
     """The bounds that a setting names for a histogram, if any does."""
     if family is catalog.TIME_TO_FIRST_TOKEN:
         return bounds(config.time_to_first_token_buckets, family.name)

@@ -19,7 +19,7 @@ from antiphon.wire.metrics import MetricFamily
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from antiphon.telemetry.catalog import Family
+    from antiphon.telemetry.catalog import MetricSpec
     from antiphon.wire.ids import ModelName
     from antiphon.wire.metrics import MetricSeries, MetricsReport
 
@@ -51,7 +51,7 @@ class Total(msgspec.Struct):
 class FamilyTotal(NamedTuple):
     """A metric of the model."""
 
-    family: Family
+    family: MetricSpec
     bounds: tuple[float, ...]
     series: list[Total]
 
@@ -192,7 +192,7 @@ class ModelMetrics:
     def _add(
         self,
         sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
-        family: Family,
+        family: MetricSpec,
         given: MetricFamily,
         life: _ProcessReport,
     ) -> None:
@@ -207,14 +207,14 @@ class ModelMetrics:
             _merge(total, family, series)
 
 
-def _usable(family: Family, given: MetricFamily, series: MetricSeries, width: int) -> bool:
+def _usable(family: MetricSpec, given: MetricFamily, series: MetricSeries, width: int) -> bool:
     """Whether a series is one of this metric: another version may have other labels."""
     buckets = len(given.bounds) + 1 if family.kind is Kind.HISTOGRAM else 0
     finite = math.isfinite(series.value) and all(map(math.isfinite, series.counts))
     return len(series.labels) == width and len(series.counts) == buckets and finite
 
 
-def _merge(total: Total, family: Family, series: MetricSeries) -> None:
+def _merge(total: Total, family: MetricSpec, series: MetricSeries) -> None:
     if family.kind is Kind.GAUGE and family.merge is Merge.MAX:
         total.value = max(total.value, series.value) if total.parts else series.value
     else:
@@ -242,7 +242,7 @@ def _parts(series: Iterable[Total]) -> int:
     return sum(total.parts for total in series)
 
 
-def _settled(family: Family, total: Total) -> Total:
+def _settled(family: MetricSpec, total: Total) -> Total:
     if family.kind is Kind.GAUGE and family.merge is Merge.MEAN:
         return msgspec.structs.replace(total, value=total.value / total.parts, parts=1)
     return total

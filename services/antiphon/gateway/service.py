@@ -28,13 +28,13 @@ from antiphon.gateway.request_log.crash_dump import dump_on_quit
 from antiphon.gateway.request_log.request_log import RequestLog
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-from antiphon.service.endpoint import Follow
-from antiphon.service.metrics_feed import report_of
+from antiphon.service.endpoint import StreamEndpoint
+from antiphon.service.message_limits import OPEN_ENTRY_BYTES, check_message_fits
+from antiphon.service.metrics_publisher import report_of
 from antiphon.service.model import served_name, served_names
 from antiphon.service.probes import probe_routes
-from antiphon.service.room import OPEN_BYTES, check_room
 from antiphon.service.service import Report
-from antiphon.wire.base import Role, State
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
 
@@ -70,15 +70,15 @@ class GatewayService:
         """
         gateway, rules = self._settings.gateway, self._settings.access
         self._runtime = runtime
-        check_room(
+        check_message_fits(
             "gateway.requests_max",
             gateway.requests_max,
-            each_bytes=OPEN_BYTES,
+            each_bytes=OPEN_ENTRY_BYTES,
             message_bytes_max=runtime.bus.transport.payload_bytes_max,
         )
         metrics = GatewayMetrics(runtime.metrics, self._settings.metrics)
         self._model_metrics = self._show_model(runtime)
-        runtime.metrics.settle_with(metrics.flush_inter_token_latencies)
+        runtime.metrics.before_collect(metrics.flush_inter_token_latencies)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
         metrics.add_tenants(access.names)
@@ -137,10 +137,10 @@ class GatewayService:
         """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""
         address = {"gateway": self._runtime.process.instance}
         return (
-            Follow(route=TEXT, apply=self._driver.on_text_batch, address=address),
-            Follow(route=NOTICE, apply=self._driver.on_notice, address=address),
-            Follow(route=ABORT, apply=self._on_abort, address={"model": self._model}),
-            Follow(route=METRICS, apply=self._model_metrics.take),
+            StreamEndpoint(route=TEXT, apply=self._driver.on_text_batch, address=address),
+            StreamEndpoint(route=NOTICE, apply=self._driver.on_notice, address=address),
+            StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self._model}),
+            StreamEndpoint(route=METRICS, apply=self._model_metrics.take),
             *self._generations.endpoints(),
             *self._embeds.endpoints(),
         )
@@ -156,7 +156,7 @@ class GatewayService:
             try:
                 yield
             except BaseException as error:
-                if self._runtime.health.state is not State.STARTING:
+                if self._runtime.health.state is not ProcessState.STARTING:
                     requests.dump(f"the gateway failed: {type(error).__name__}: {error}")
                 raise
 
@@ -170,7 +170,7 @@ class GatewayService:
 
     def _on_abort(self, message: AbortRequests) -> None:
         sender = message.sender or self._runtime.process
-        if self._runtime.peers.is_late(message.not_after_unix_ms, sender):
+        if self._runtime.peers.is_expired(message.not_after_unix_ms, sender):
             self._runtime.metrics.late.labels(ABORT.name).inc()
         else:
             self._submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)

@@ -44,10 +44,10 @@ class WorkerControl:
 
     def loads(self) -> Iterator[tuple[Peer, WorkerLoad]]:
         """What each has last said of itself, in the order of their names."""
-        peers = self._runtime.peers.of(Role.WORKER)
+        peers = self._runtime.peers.with_role(Role.WORKER)
         for peer in sorted(peers, key=lambda peer: peer.process.instance):
-            if peer.beat.worker is not None and peer.beat.model == self._model:
-                yield peer, peer.beat.worker
+            if peer.heartbeat.worker is not None and peer.heartbeat.model == self._model:
+                yield peer, peer.heartbeat.worker
 
     def dp_rank(self, instance: InstanceId) -> int | None:
         """The place of a worker among them, if it is there."""

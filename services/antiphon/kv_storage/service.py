@@ -14,15 +14,15 @@ from antiphon.kv_storage.leases import Leases
 from antiphon.kv_storage.memory import MemoryTier, Page
 from antiphon.kv_storage.store import PageStore
 from antiphon.service.deadline import time_left_s
-from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
-from antiphon.transfer.fetch import fetch_while
+from antiphon.transfer.fetch import fetch_prefix
 from antiphon.transfer.server import BlobServer
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim
-from antiphon.wire.parts import parts
 from antiphon.wire.routes import KV_CONTROL
+from antiphon.wire.split import split_rows
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,
@@ -78,7 +78,7 @@ class KvStorageService:
     def endpoints(self) -> Sequence[Endpoint]:
         """Control of this node."""
         here = {"node": self._runtime.process.instance}
-        return (Answer(route=KV_CONTROL, handler=self._control, address=here),)
+        return (RequestEndpoint(route=KV_CONTROL, handler=self._control, address=here),)
 
     def model(self) -> ModelName | None:
         """None: pages of any model, kept apart by their digests."""
@@ -108,7 +108,7 @@ class KvStorageService:
         stored: list[bytes] = []
         clock = self._runtime.clock
         due_at = clock.now() + time_left_s(request, clock)
-        for offers in parts(request.pages, _size, BATCH_BYTES):
+        for offers in split_rows(request.pages, _size, BATCH_BYTES):
             lacking = [offer for offer in offers if offer.digest not in self._store]
             fetched = await self._fetch(lacking, due_at)
             for offer in offers:
@@ -139,7 +139,7 @@ class KvStorageService:
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
-                got = await fetch_while(
+                got = await fetch_prefix(
                     [offer.claim for offer in wanted], timeout_s=left_s, bytes_max=bytes_max
                 )
                 digests = [offer.digest for offer in wanted]

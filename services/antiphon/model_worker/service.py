@@ -30,11 +30,11 @@ from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.model_worker.startup.warmup import warm_up
-from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.dropped_messages import LOG_PAUSE_S
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.message_limits import HELD_ENTRY_BYTES, check_message_fits
 from antiphon.service.model import served_name
-from antiphon.service.peers import Change, Peer
-from antiphon.service.refusals import LOG_PAUSE_S
-from antiphon.service.room import HELD_BYTES, check_room
+from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Role
@@ -115,7 +115,7 @@ class ModelWorker:
                 runtime.group.create_task(self._guard(work), name=name)
             runtime.peers.watch(self._on_peer)
             for peer in runtime.peers.all():
-                self._on_peer(Change.APPEARED, peer)
+                self._on_peer(PeerChange.APPEARED, peer)
             try:
                 yield
             finally:
@@ -131,11 +131,11 @@ class ModelWorker:
         """What leaders, detokenizers, gateways and operators say, and who missed KV events."""
         here = {"worker": self._runtime.process.instance}
         return (
-            Follow(route=COMMAND, apply=self._on_command, address=here),
-            Follow(route=STOP, apply=self._on_stop, address=here),
-            Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),
-            Answer(route=WORKER_CONTROL, handler=self._on_control, address=here),
-            Answer(route=KV_REPLAY, handler=self._on_replay, address=here),
+            StreamEndpoint(route=COMMAND, apply=self._on_command, address=here),
+            StreamEndpoint(route=STOP, apply=self._on_stop, address=here),
+            StreamEndpoint(route=OPEN, apply=self._on_open, address={"model": self._model}),
+            RequestEndpoint(route=WORKER_CONTROL, handler=self._on_control, address=here),
+            RequestEndpoint(route=KV_REPLAY, handler=self._on_replay, address=here),
         )
 
     def model(self) -> ModelName | None:
@@ -194,10 +194,10 @@ class ModelWorker:
     def _assemble(self, engine: Engine) -> None:
         limits, pools = engine.core.limits, engine.core.pools
         live_max = limits.running_max + limits.queue_max
-        check_room(
+        check_message_fits(
             "batching.running_max + queue.waiting_max",
             live_max,
-            each_bytes=HELD_BYTES,
+            each_bytes=HELD_ENTRY_BYTES,
             message_bytes_max=self._runtime.bus.transport.payload_bytes_max,
         )
         self._numerics = NumericsCheck(self._runtime.process, self._model, engine.numerics_digest)
@@ -205,7 +205,7 @@ class ModelWorker:
             self._runtime.process,
             self._seqs,
             live_max=live_max,
-            our_time_ms=self._runtime.peers.our_time_ms,
+            our_time_ms=self._runtime.peers.to_local_ms,
             leading=lambda: self._runtime.peers.leading(self._model),
         )
         self._sender = TokenSender(self._runtime.bus, self._output)
@@ -251,7 +251,7 @@ class ModelWorker:
             self._dumps,
             self._begin_drain,
             lambda: self._output.live_count,
-            self._runtime.health.tell,
+            self._runtime.health.send_heartbeat,
         )
         capacity = WorkerSize(
             pages_total=pools.pages_total,
@@ -324,7 +324,7 @@ class ModelWorker:
 
     def _on_open(self, message: OpenList) -> None:
         now_ms = self._runtime.clock.unix_ms()
-        if self._runtime.peers.our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
+        if self._runtime.peers.to_local_ms(message.not_after_unix_ms, message.owner) < now_ms:
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
         with self._sender.lock:
@@ -341,12 +341,12 @@ class ModelWorker:
         self._runtime.health.draining()
         self._requeue_waiting(self._runtime.clock.unix_ms())
 
-    def _on_peer(self, change: Change, peer: Peer) -> None:
-        if change is Change.DIED and peer.beat.role is Role.GATEWAY:
+    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
+        if change is PeerChange.DIED and peer.heartbeat.role is Role.GATEWAY:
             with self._sender.lock:
                 self._act(self._output.owner_died(peer.process))
-        if change is not Change.DIED:
-            self._numerics.compare(peer.beat, self._runtime.health.state)
+        if change is not PeerChange.DIED:
+            self._numerics.compare(peer.heartbeat, self._runtime.health.state)
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -529,7 +529,7 @@ class ModelWorker:
 
     def _requeue_waiting(self, now_ms: int) -> None:
         """Ask the loop to give up what it has not started, if others would do so sooner."""
-        loads = other_workers(self._runtime.peers.working(Role.WORKER), self._model)
+        loads = other_workers(self._runtime.peers.accepting_work(Role.WORKER), self._model)
         after_s = self._settings.queue.hand_back_s
         longest = longest_elsewhere(loads, self._engine.core.limits.context_tokens)
         if self._output.draining and loads:

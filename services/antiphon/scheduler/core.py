@@ -1,7 +1,7 @@
 """The scheduler's protocol as a pure state machine: events in, actions out, the clock passed in.
 
 It stands by until nobody leads, leads until somebody with a higher term does, and is told the
-same things in both: who lives (by `Peers`), what workers hold, and what gateways have open.
+same things in both: who lives (by `PeerTable`), what workers hold, and what gateways have open.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.worker_caches import WorkerCaches
-from antiphon.scheduler.worker_assignments import WorkerAssignments
 from antiphon.scheduler.election import LeaderElection
+from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
+from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.open_lists import OpenLists
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
-from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
-from antiphon.scheduler.leader_term import LeaderTerm
-from antiphon.service.peers import Change, Peer, Peers
+from antiphon.scheduler.worker_assignments import WorkerAssignments
+from antiphon.scheduler.worker_caches import WorkerCaches
+from antiphon.service.peers import Peer, PeerChange, PeerTable
 from antiphon.wire.base import Process, Role, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
@@ -45,7 +45,12 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, process: Process, model: ModelName, rules: LeaderConfig, clock: Clock, peers: Peers
+        self,
+        process: Process,
+        model: ModelName,
+        rules: LeaderConfig,
+        clock: Clock,
+        peers: PeerTable,
     ) -> None:
         self._model = model
         self._rules = rules
@@ -84,7 +89,9 @@ class SchedulerCore:
 
     def has_request(self, request_id: RequestId) -> bool:
         """Whether a request is among the kept ones."""
-        return self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
+        return (
+            self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
+        )
 
     def capacities(self) -> dict[InstanceId, int]:
         """Say how many requests each worker may still be given."""
@@ -92,10 +99,10 @@ class SchedulerCore:
             return {}
         return {
             peer.process.instance: self._leader_term.ledger.capacity(peer.process).free_slots(
-                peer.beat.worker, self._rules.look_ahead
+                peer.heartbeat.worker, self._rules.look_ahead
             )
-            for peer in self._peers.working(Role.WORKER)
-            if peer.beat.worker is not None
+            for peer in self._peers.accepting_work(Role.WORKER)
+            if peer.heartbeat.worker is not None
         }
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
@@ -119,9 +126,9 @@ class SchedulerCore:
 
     def on_open_list(self, change: OpenList) -> bool:
         """Take in what a gateway has open. False: it came too late; the next list comes soon."""
-        if self._peers.is_late(change.not_after_unix_ms, change.owner):
+        if self._peers.is_expired(change.not_after_unix_ms, change.owner):
             return False
-        if change.model != self._model or not self._peers.lives(change.owner):
+        if change.model != self._model or not self._peers.is_alive(change.owner):
             return True
         if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
             self._reconciliation.on_open_list(change)
@@ -171,33 +178,35 @@ class SchedulerCore:
             return self._leader_term
         raise _not_leader_error(self._leadership.highest)
 
-    def _peer_changed(self, change: Change, peer: Peer) -> None:
-        if peer.beat.model not in (None, self._model):
+    def _peer_changed(self, change: PeerChange, peer: Peer) -> None:
+        if peer.heartbeat.model not in (None, self._model):
             return
-        if change is Change.DIED:
+        if change is PeerChange.DIED:
             self._peer_died(peer)
-        elif peer.beat.role is Role.SCHEDULER:
+        elif peer.heartbeat.role is Role.SCHEDULER:
             self._on_scheduler_heartbeat(peer)
-        elif peer.beat.role is Role.WORKER:
+        elif peer.heartbeat.role is Role.WORKER:
             self._on_worker_heartbeat(peer)
-        elif peer.beat.role is Role.DETOKENIZER and self._reconciliation is not None:
+        elif peer.heartbeat.role is Role.DETOKENIZER and self._reconciliation is not None:
             self._reconciliation.on_detokenizer_heartbeat(peer.process.instance)
 
     def _on_scheduler_heartbeat(self, peer: Peer) -> None:
         claims = self._peers.claims(self._model)
         refused = not self._leadership.observe_claims(claims)
-        if refused and peer.beat.leads == leading_term(claims):
-            self._peers.refuse(peer.beat, "leads")  # too high beside the terms before it
+        if refused and peer.heartbeat.leads == leading_term(claims):
+            self._peers.reject_heartbeat(
+                peer.heartbeat, "leads"
+            )  # too high beside the terms before it
         self._check_term()
 
     def _on_worker_heartbeat(self, peer: Peer) -> None:
-        load = peer.beat.worker
-        if load is None or not self._assignments.apply(peer.beat, load, self._clock.now()):
+        load = peer.heartbeat.worker
+        if load is None or not self._assignments.apply(peer.heartbeat, load, self._clock.now()):
             return
         self.caches.on_heartbeat(peer.process, load.kv_seq)
         if load.term is not None:
             if not self._leadership.observe_term(load.term):
-                self._peers.refuse(peer.beat, "worker.term")
+                self._peers.reject_heartbeat(peer.heartbeat, "worker.term")
             self._check_term()
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
         self._update_ready()
@@ -207,7 +216,7 @@ class SchedulerCore:
     def _peer_died(self, peer: Peer) -> None:
         process = peer.process
         reconciliation = self._reconciliation
-        match peer.beat.role:
+        match peer.heartbeat.role:
             case Role.SCHEDULER:
                 self._on_scheduler_heartbeat(peer)
             case Role.GATEWAY:
@@ -268,8 +277,8 @@ class SchedulerCore:
             self._leader_term.bind_waiting()
 
     def _all_reported(self) -> bool:
-        gateways = [peer.process for peer in self._peers.of(Role.GATEWAY)]
-        workers = [peer.process for peer in self._peers.of(Role.WORKER)]
+        gateways = [peer.process for peer in self._peers.with_role(Role.GATEWAY)]
+        workers = [peer.process for peer in self._peers.with_role(Role.WORKER)]
         since = self._not_ready_since
         return (
             bool(gateways and workers)

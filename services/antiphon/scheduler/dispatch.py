@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from antiphon.wire.errors import PromptTooLong
 
 if TYPE_CHECKING:
-    from antiphon.scheduler.request_table import RequestEntry, RequestTable
-    from antiphon.scheduler.placement import PlacementTarget, Placement
+    from antiphon.scheduler.placement import Placement, PlacementTarget
     from antiphon.scheduler.queue import SchedulerQueue
+    from antiphon.scheduler.request_table import RequestEntry, RequestTable
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Process
     from antiphon.wire.errors import EngineError
@@ -40,7 +40,9 @@ class QueueExit:
 class Dispatcher:
     """Looks along the queue for somebody who can leave it. Changes neither queue nor ledger."""
 
-    def __init__(self, queue: SchedulerQueue, ledger: RequestTable, placement: Placement, clock: Clock) -> None:
+    def __init__(
+        self, queue: SchedulerQueue, ledger: RequestTable, placement: Placement, clock: Clock
+    ) -> None:
         self._queue = queue
         self._ledger = ledger
         self._placement = placement

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from antiphon.config.worker import Policy
-from antiphon.service.precedence import Precedence
+from antiphon.service.priority import PriorityPolicy
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
@@ -39,7 +39,7 @@ class LeaderConfig:
     dead_beats: int = 5
     queue_max: int = 1024
     queue_timeout_s: float | None = None
-    precedence: Precedence = field(default_factory=Precedence)
+    precedence: PriorityPolicy = field(default_factory=PriorityPolicy)
     policy: Policy = Policy.FCFS
     look_ahead: int = 2
     waiting_max: int = 256
@@ -58,7 +58,7 @@ class LeaderConfig:
             dead_beats=settings.scheduler.dead_beats,
             queue_max=settings.scheduler.queue_max,
             queue_timeout_s=settings.queue.timeout_s,
-            precedence=Precedence.of(settings.queue),
+            precedence=PriorityPolicy.from_config(settings.queue),
             policy=settings.queue.policy,
             look_ahead=settings.scheduler.look_ahead,
             waiting_max=settings.queue.waiting_max,

@@ -10,15 +10,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.actions import Action, RequestBound, RequestRemoved, RequestRequeued
-from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
-from antiphon.scheduler.request_table import Binding, RequestEntry, RequestTable
 from antiphon.scheduler.dispatch import Dispatcher
-from antiphon.scheduler.outbox import FailedRequest, CommandOutbox, admit_bytes, admit_command
-from antiphon.scheduler.placement import PlacementTarget, Placement
+from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
+from antiphon.scheduler.outbox import CommandOutbox, FailedRequest, admit_bytes, admit_command
+from antiphon.scheduler.placement import Placement, PlacementTarget
 from antiphon.scheduler.policy import QueuePolicy
 from antiphon.scheduler.queue import DrainRate, SchedulerQueue
-from antiphon.scheduler.leader_config import GRACE_BEATS, FAILED_ATTEMPTS_MAX, LeaderConfig
+from antiphon.scheduler.request_table import Binding, RequestEntry, RequestTable
 from antiphon.scheduler.tombstones import SchedulerTombstones
+from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.command import Abort
 from antiphon.wire.errors import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
-    from antiphon.service.peers import Peers
+    from antiphon.service.peers import PeerTable
     from antiphon.wire.ids import ModelName, RequestId
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LeaderTerm:
         model: ModelName,
         rules: LeaderConfig,
         clock: Clock,
-        peers: Peers,
+        peers: PeerTable,
         holdings: WorkerAssignments,
         caches: WorkerCaches,
     ) -> None:
@@ -118,7 +118,7 @@ class LeaderTerm:
         """Free a request wherever it is, and let no late submit of it run."""
         entry = self.ledger.find(request.request_id)
         if entry is None or entry.owner == request.owner:
-            due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+            due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
             until = due_ms + round(self._rules.tombstone_s * 1000)
             self.tombstones.add(request.request_id, request.owner, until)
             self.failed.pop(request.request_id, None)
@@ -131,7 +131,7 @@ class LeaderTerm:
 
         Nobody would be seen to have its requests open, so they would be dropped while they run.
         """
-        if not self._peers.lives(request.owner):
+        if not self._peers.is_alive(request.owner):
             raise Unavailable("the scheduler does not hear this gateway", retry_after_s=0.5)
 
     def bind_waiting(self) -> None:
@@ -254,7 +254,7 @@ class LeaderTerm:
             self._outbox.notice(lost)
 
     def _reject_ended(self, request: SubmitRequest) -> None:
-        due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+        due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
         if due_ms <= self._clock.unix_ms():
             raise DeadlineExceeded("the request's deadline has passed")
         if self.tombstones.was_ended_by(request.request_id, request.owner):
@@ -267,7 +267,7 @@ class LeaderTerm:
         held = self._holdings.find(request.request_id, request.attempt_floor)
         if held is None and request.attempt_floor is None:
             self._reject_overload(request)
-        due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+        due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
         entry = RequestEntry.of(request, self._clock.now(), due_ms)
         self.ledger.add(entry)
         if held is not None:
@@ -314,14 +314,16 @@ class LeaderTerm:
         self._rate.record(now)
         cached, waited_s = place.cached_blocks, now - entry.since
         blocks = cached + place.charge.blocks
-        self._outbox.add_action(RequestBound(entry.request_id, attempt, place.worker, waited_s, blocks, cached))
+        self._outbox.add_action(
+            RequestBound(entry.request_id, attempt, place.worker, waited_s, blocks, cached)
+        )
         self.admit(entry)
 
     def _leave(self, entry: RequestEntry) -> None:
         """Unbind, and stop what may run there: an admit that is under way shows nowhere."""
         binding = entry.binding
         self.ledger.unbind(entry)
-        if binding is not None and self._peers.lives(binding.worker):
+        if binding is not None and self._peers.is_alive(binding.worker):
             self.abort(entry.request_id, HeldAttempt(binding.attempt, binding.worker))
 
 

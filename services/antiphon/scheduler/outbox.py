@@ -12,7 +12,7 @@ from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
 from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.parts import parts
+from antiphon.wire.split import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ class CommandOutbox:
     def _batches(self) -> list[SendCommands]:
         batches: list[SendCommands] = []
         for worker, commands in self._commands.items():
-            for part in parts(commands, command_bytes, self._rules.payload_bytes_max):
+            for part in split_rows(commands, command_bytes, self._rules.payload_bytes_max):
                 batch = CommandBatch(
                     leader=self._term,
                     worker=worker,

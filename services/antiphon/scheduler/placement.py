@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.capacity import WorkerCapacity, RequestCost, pages_needed
-from antiphon.wire.base import Process, Role, State
+from antiphon.scheduler.capacity import RequestCost, WorkerCapacity, pages_needed
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.errors import PromptTooLong
@@ -15,10 +15,10 @@ from antiphon.wire.tokens import TokenStep
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
-    from antiphon.scheduler.worker_caches import WorkerCaches
-    from antiphon.scheduler.request_table import RequestTable
     from antiphon.scheduler.leader_config import LeaderConfig
-    from antiphon.service.peers import Peer, Peers
+    from antiphon.scheduler.request_table import RequestTable
+    from antiphon.scheduler.worker_caches import WorkerCaches
+    from antiphon.service.peers import Peer, PeerTable
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName
     from antiphon.wire.submit import SubmitRequest
@@ -61,7 +61,9 @@ class Placement:
     Each worker keeps one detokenizer: so what a step produces is one message.
     """
 
-    def __init__(self, model: ModelName, peers: Peers, rules: LeaderConfig, caches: WorkerCaches) -> None:
+    def __init__(
+        self, model: ModelName, peers: PeerTable, rules: LeaderConfig, caches: WorkerCaches
+    ) -> None:
         self._model = model
         self._peers = peers
         self._rules = rules
@@ -105,7 +107,9 @@ class Placement:
             submit, [one for one in candidates if one.worker not in avoid] or candidates
         )
 
-    def choose_preempting(self, submit: SubmitRequest, ledger: RequestTable) -> PlacementTarget | None:
+    def choose_preempting(
+        self, submit: SubmitRequest, ledger: RequestTable
+    ) -> PlacementTarget | None:
         """Find a worker that has no place for a request, but runs some that give way to it."""
         precedence = self._rules.precedence
         if not precedence.priority:
@@ -134,9 +138,9 @@ class Placement:
     def queued(self, ledger: RequestTable) -> int:
         """Count the requests that are bound and wait at their workers for a slot."""
         return sum(
-            ledger.capacity(peer.process).queued(peer.beat.worker)
-            for peer in self._peers.of(Role.WORKER)
-            if peer.beat.model == self._model and peer.beat.worker is not None
+            ledger.capacity(peer.process).queued(peer.heartbeat.worker)
+            for peer in self._peers.with_role(Role.WORKER)
+            if peer.heartbeat.model == self._model and peer.heartbeat.worker is not None
         )
 
     def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> PlacementTarget | None:
@@ -158,7 +162,9 @@ class Placement:
             return None
         found = cached.get(best.worker, 0)
         charge = request_cost(submit, best.load, blocks - found)
-        return PlacementTarget(best.worker, detokenizer, self._reads_steps(detokenizer), charge, found)
+        return PlacementTarget(
+            best.worker, detokenizer, self._reads_steps(detokenizer), charge, found
+        )
 
     def _able(self, submit: SubmitRequest, ledger: RequestTable) -> list[Candidate]:
         """Workers that hold all of a request: its prompt, and the longest answer to it.
@@ -173,16 +179,17 @@ class Placement:
 
     def _healthy(self, ledger: RequestTable) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
-            load = peer.beat.worker
+            load = peer.heartbeat.worker
             if load is not None and not load.paused and not stalled(load, self._rules.stall_s):
                 yield Candidate(peer.process, load, ledger.capacity(peer.process))
 
     def _tokens_max(self) -> int | None:
         """The longest prompt and answer of a worker that lives; None while some are not known."""
         beats = [
-            peer.beat
-            for peer in self._peers.of(Role.WORKER)
-            if peer.beat.model == self._model and peer.beat.state is not State.DRAINING
+            peer.heartbeat
+            for peer in self._peers.with_role(Role.WORKER)
+            if peer.heartbeat.model == self._model
+            and peer.heartbeat.state is not ProcessState.DRAINING
         ]
         loads = [beat.worker for beat in beats if beat.worker is not None]
         if len(loads) < len(beats):
@@ -205,14 +212,20 @@ class Placement:
 
     def _reads_steps(self, detokenizer: InstanceId) -> bool:
         peer = self._peers.find(detokenizer)
-        return peer is not None and TokenStep.__name__ in peer.beat.reads
+        return peer is not None and TokenStep.__name__ in peer.heartbeat.reads
 
     def _working(self, role: Role) -> list[Peer]:
-        return [peer for peer in self._peers.working(role) if peer.beat.model == self._model]
+        return [
+            peer for peer in self._peers.accepting_work(role) if peer.heartbeat.model == self._model
+        ]
 
 
 def placement_cost(
-    blocks_lacking: int, account: WorkerCapacity, load: WorkerLoad, running_most: int, rules: LeaderConfig
+    blocks_lacking: int,
+    account: WorkerCapacity,
+    load: WorkerLoad,
+    running_most: int,
+    rules: LeaderConfig,
 ) -> float:
     """What one more request costs on a worker, in blocks of a prompt.
 

@@ -68,7 +68,9 @@ class QueuePolicy:
             case _:
                 return 0.0
 
-    def cache_order(self, waiting: Iterable[tuple[RequestId, bytes]], now: float) -> dict[RequestId, int]:
+    def cache_order(
+        self, waiting: Iterable[tuple[RequestId, bytes]], now: float
+    ) -> dict[RequestId, int]:
         """Number waiting requests by the cache, the lowest is next; newer ones are not in it.
 
         Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.policy import CACHE_WAITING_MAX
-from antiphon.service.precedence import Overtaken
+from antiphon.service.priority import OvertakeTracker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, KeysView
@@ -49,7 +49,7 @@ class SchedulerQueue:
         self._policy = policy
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._order: list[QueuedRequest] = []  # by place
-        self._overtaken = Overtaken[QueuedRequest](overtake_s_max, self._waits)
+        self._overtaken = OvertakeTracker[QueuedRequest](overtake_s_max, self._waits)
         self._overdue: dict[RequestId, None] = {}  # the longest overtaken first
         self._overdue_next = True
 
@@ -72,7 +72,7 @@ class SchedulerQueue:
 
     def in_order(self, now: float) -> Iterator[RequestId]:
         """Who is next, and who is after that if nobody moves. Good until somebody does."""
-        self._overdue.update((one.request_id, None) for one in self._overtaken.take_overdue(now))
+        self._overdue.update((one.request_id, None) for one in self._overtaken.pop_overdue(now))
         first = next(iter(self._overdue), None) if self._overdue_next else None
         if first is not None:
             yield first
@@ -109,9 +109,7 @@ class SchedulerQueue:
         numbers = policy.cache_order(((one.request_id, one.digests) for one in self._order), now)
         # Those that came since the caches were looked at go last, in order of arrival.
         last = len(numbers)
-        return sorted(
-            self._order, key=lambda one: (one.key[0], numbers.get(one.request_id, last))
-        )
+        return sorted(self._order, key=lambda one: (one.key[0], numbers.get(one.request_id, last)))
 
     def _waits(self, waiting: QueuedRequest) -> bool:
         return self._waiting.get(waiting.request_id) is waiting

@@ -17,20 +17,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
+from antiphon.scheduler.leader_config import (
+    ATTEMPT_TIMEOUT_BEATS,
+    FREE_AFTER_MS,
+    GRACE_BEATS,
+    LeaderConfig,
+)
 from antiphon.scheduler.request_table import RequestEntry
-from antiphon.scheduler.leader_config import FREE_AFTER_MS, ATTEMPT_TIMEOUT_BEATS, GRACE_BEATS, LeaderConfig
-from antiphon.wire.base import State
+from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
+from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.open_lists import OpenLists
     from antiphon.scheduler.outbox import FailedRequest
-    from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.service.clock import Clock
-    from antiphon.service.peers import Peer, Peers
+    from antiphon.service.peers import Peer, PeerTable
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
@@ -46,7 +51,7 @@ class Reconciliation:
         *,
         rules: LeaderConfig,
         clock: Clock,
-        peers: Peers,
+        peers: PeerTable,
         holdings: WorkerAssignments,
         lists: OpenLists,
     ) -> None:
@@ -64,7 +69,7 @@ class Reconciliation:
 
     def on_worker_report(self, peer: Peer) -> None:
         """Compare what a worker holds with what it should."""
-        worker, load = peer.process, peer.beat.worker
+        worker, load = peer.process, peer.heartbeat.worker
         assert load is not None, "a worker's heartbeat has its load"
         held, ended = self._assignments.of(worker), self._assignments.ended(worker)
         unowned = self._unowned_since.get(worker, {})
@@ -126,7 +131,7 @@ class Reconciliation:
         self._drop_failed(
             lambda lost: (
                 unix_ms >= lost.deadline_unix_ms + FREE_AFTER_MS
-                or not self._peers.lives(lost.owner)
+                or not self._peers.is_alive(lost.owner)
             )
         )
         if beat:
@@ -144,7 +149,7 @@ class Reconciliation:
     def _end_orphans(self, now: float) -> None:
         """End what belongs to owners that do not live."""
         for owner in self._ledger.owners():
-            if self._peers.lives(owner):
+            if self._peers.is_alive(owner):
                 continue
             self._unlisted.pop(owner, None)
             for entry in list(self._ledger.owned(owner).values()):
@@ -163,7 +168,9 @@ class Reconciliation:
         for entry in bound:
             self._check_age(entry)
 
-    def _reconcile_held(self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]) -> None:
+    def _reconcile_held(
+        self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
+    ) -> None:
         """Find out whether a worker should hold what it holds."""
         entry = self._ledger.find(request_id)
         if request_id in self._leader_term.tombstones or request_id in self._leader_term.failed:
@@ -186,7 +193,10 @@ class Reconciliation:
         """A worker gives a request back, and says so until it is told to forget the attempt."""
         entry = self._ledger.find(line.request_id)
         binding = None if entry is None else entry.binding
-        ended = line.request_id in self._leader_term.tombstones or line.request_id in self._leader_term.failed
+        ended = (
+            line.request_id in self._leader_term.tombstones
+            or line.request_id in self._leader_term.failed
+        )
         if entry is None and not ended:
             return  # of a leader before us: its owner submits it again, or lists it no more
         if entry is None or binding is None or binding.attempt != line.attempt:
@@ -225,7 +235,7 @@ class Reconciliation:
             return
         if not entry.restartable:
             return  # it has run, so it ended; its age decides
-        if binding.detokenizer is None or peer.beat.state is not State.READY:
+        if binding.detokenizer is None or peer.heartbeat.state is not ProcessState.READY:
             self._leader_term.restart(entry)
         else:
             self._leader_term.admit(entry)
@@ -247,7 +257,9 @@ class Reconciliation:
         if now - entry.seen_at >= (give_up_s if entry.binding else unheld_s):
             self._leader_term.fail_attempt(entry, WorkerLost("no worker runs the request any more"))
         elif now - silent_since >= give_up_s:
-            self._leader_term.fail_attempt(entry, WorkerLost("the detokenizer of the request has died"))
+            self._leader_term.fail_attempt(
+                entry, WorkerLost("the detokenizer of the request has died")
+            )
 
     def _compare(self, change: OpenList) -> None:
         """Hold a whole list against what is kept of its owner.
@@ -283,7 +295,10 @@ class Reconciliation:
 
         False for one that does neither.
         """
-        if line.request_id in self._leader_term.tombstones or line.request_id in self._leader_term.failed:
+        if (
+            line.request_id in self._leader_term.tombstones
+            or line.request_id in self._leader_term.failed
+        ):
             return True
         held = self._assignments.find(line.request_id, line.attempt)
         if held is None and line.attempt is None:
@@ -292,7 +307,7 @@ class Reconciliation:
         entry = RequestEntry(
             line.request_id,
             owner,
-            self._peers.our_time_ms(line.deadline_unix_ms, owner),
+            self._peers.to_local_ms(line.deadline_unix_ms, owner),
             since=now,
             seen_at=now,
             came_at=now,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.capacity import WorkerCapacity, RequestCost
+from antiphon.scheduler.capacity import RequestCost, WorkerCapacity
 from antiphon.scheduler.leader_config import FREE_AFTER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.service.precedence import Precedence
+    from antiphon.service.priority import PriorityPolicy
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import SubmitRequest
@@ -151,7 +151,9 @@ class RequestTable:
         if not owned:
             del self._owned[entry.owner]
 
-    def bind(self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None) -> None:
+    def bind(
+        self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None
+    ) -> None:
         """Note where a request runs, in place of where it ran.
 
         Without a charge it runs there already, and its worker's report counts its pages.
@@ -190,7 +192,7 @@ class RequestTable:
         account = self._accounts.get(worker)
         return [self._entries[name] for name in sorted(account.costs)] if account else []
 
-    def preempted(self, worker: Process, rank: int, precedence: Precedence) -> set[RequestId]:
+    def preempted(self, worker: Process, rank: int, precedence: PriorityPolicy) -> set[RequestId]:
         """Return who gives way, on one worker, to a request of this rank."""
         account = self._accounts.get(worker)
         submits = (self._entries[name].submit for name in account.costs) if account else ()

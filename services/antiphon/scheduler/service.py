@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.errors import BusDown
-from antiphon.scheduler.actions import Action, RequestBound, RequestRemoved, RequestRequeued, SendCommands, SendNotice
-from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
+from antiphon.scheduler.actions import (
+    Action,
+    RequestBound,
+    RequestRemoved,
+    RequestRequeued,
+    SendCommands,
+    SendNotice,
+)
 from antiphon.scheduler.core import SchedulerCore
-from antiphon.scheduler.metrics import SchedulerMetrics
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.scheduler.metrics import SchedulerMetrics
+from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.transport import Subscription
     from antiphon.config.settings import Settings
-    from antiphon.service.peers import Change, Peer
+    from antiphon.service.peers import Peer, PeerChange
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import ModelName, RequestId
@@ -75,9 +82,13 @@ class SchedulerService:
         self._runtime = runtime
         self._metrics = SchedulerMetrics(runtime.metrics)
         self._core = SchedulerCore(
-            runtime.process, self._model, LeaderConfig.of(self._settings), runtime.clock, runtime.peers
+            runtime.process,
+            self._model,
+            LeaderConfig.of(self._settings),
+            runtime.clock,
+            runtime.peers,
         )
-        runtime.metrics.settle_with(self._measure)
+        runtime.metrics.before_collect(self._measure)
         runtime.peers.watch(self._note_peer)
         runtime.group.create_task(self._tick(), name="tick")
         runtime.group.create_task(self._publish_actions(), name="speak")
@@ -87,8 +98,8 @@ class SchedulerService:
         """Open lists and KV events; the calls are listened to by whoever leads."""
         here = {"model": self._model}
         return (
-            Follow(route=OPEN, apply=self._on_open, address=here),
-            Follow(route=KV_EVENTS, apply=self._on_kv_events, address=here),
+            StreamEndpoint(route=OPEN, apply=self._on_open, address=here),
+            StreamEndpoint(route=KV_EVENTS, apply=self._on_kv_events, address=here),
         )
 
     def model(self) -> ModelName | None:
@@ -98,11 +109,13 @@ class SchedulerService:
     def report(self) -> Report:
         """How much is in flight, and the term if we lead."""
         term = self._core.term
-        return Report(load=self._core.open_requests, leads=term if term == self._announced_term else None)
+        return Report(
+            load=self._core.open_requests, leads=term if term == self._announced_term else None
+        )
 
     async def drain(self) -> None:
         """Bind what still waits, unless a standby can do it; then lead no more."""
-        if not self._runtime.peers.working(Role.SCHEDULER):
+        if not self._runtime.peers.accepting_work(Role.SCHEDULER):
             while self._core.waiting:
                 self._emptied.clear()
                 await self._emptied.wait()
@@ -146,7 +159,9 @@ class SchedulerService:
 
     async def _replay(self, worker: Process, ask: ReplayKv) -> None:
         """Ask a worker for the events that are missing, until none is."""
-        call = self._runtime.bus.call(KV_REPLAY, ask, timeout_s=REPLAY_RETRY_S, worker=worker.instance)
+        call = self._runtime.bus.call(
+            KV_REPLAY, ask, timeout_s=REPLAY_RETRY_S, worker=worker.instance
+        )
         try:
             reply = await call
         except EngineError as error:
@@ -156,7 +171,7 @@ class SchedulerService:
         self._core.caches.apply_replay(worker, reply)
         self._request_replays()
 
-    def _note_peer(self, _: Change, __: Peer) -> None:
+    def _note_peer(self, _: PeerChange, __: Peer) -> None:
         # The leader watches too, and has seen it before us.
         self._news.set()
 
@@ -165,7 +180,7 @@ class SchedulerService:
         pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
         while True:
             try:
-                self._core.tick(link_up=link.up, joins=link.joins)
+                self._core.tick(link_up=link.up, joins=link.connect_count)
                 self._request_replays()
             except Exception as error:  # noqa: BLE001  # logged there
                 self._start_over(error)
@@ -267,8 +282,10 @@ class SchedulerService:
     def _answers(self) -> Sequence[Endpoint]:
         address = {"model": self._model}
         return (
-            Answer(route=SUBMIT, handler=self._submit, address=address),
-            Answer(route=CANCEL, handler=self._cancel, address=address, while_draining=True),
+            RequestEndpoint(route=SUBMIT, handler=self._submit, address=address),
+            RequestEndpoint(
+                route=CANCEL, handler=self._cancel, address=address, while_draining=True
+            ),
         )
 
     async def _unsubscribe(self) -> None:

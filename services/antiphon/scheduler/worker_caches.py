@@ -124,7 +124,9 @@ class WorkerCaches:
         due: list[tuple[Process, ReplayKv]] = []
         self._complete(now)
         for worker, followed in self._followed.items():
-            waits = followed.requested_at is not None and now - followed.requested_at < REPLAY_RETRY_S
+            waits = (
+                followed.requested_at is not None and now - followed.requested_at < REPLAY_RETRY_S
+            )
             if followed.behind and not waits:
                 followed.requested_at = now
                 self.replays += 1

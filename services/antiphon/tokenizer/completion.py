@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from antiphon.config.completion_template import CompletionTemplate
 
 
-def choose_completion_template(tokenizer: Tokenizer, name_or_file: str) -> CompletionTemplate | None:
+def choose_completion_template(
+    tokenizer: Tokenizer, name_or_file: str
+) -> CompletionTemplate | None:
     """Take the template that the operator said, or the only one whose marks are all tokens here.
 
     Args:
         tokenizer: Its added tokens are those that text is never cut within.
-        said: A name or a file; empty: the tokenizer shows it.
+        name_or_file: A name or a file; empty: the tokenizer shows it.
 
     Raises:
         ConfigError: The template cannot be read, or this tokenizer lacks a mark of it.

@@ -76,7 +76,9 @@ class EncodeProcesses:
     async def __aexit__(self, *_: object) -> None:
         await self.pool.__aexit__()
 
-    async def encode(self, text: EncodeInput, *, timeout_s: float, tenant: TenantId) -> EncodedPrompt:
+    async def encode(
+        self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
+    ) -> EncodedPrompt:
         """Encode a text of a tenant; tenants take turns.
 
         If the caller is cancelled, a text that is being encoded keeps its process until its end.

@@ -175,7 +175,11 @@ class TextEncoder:
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
-            return text.prompt if text.suffix is None else self._render_fill_in_middle(text.prompt, text.suffix)
+            return (
+                text.prompt
+                if text.suffix is None
+                else self._render_fill_in_middle(text.prompt, text.suffix)
+            )
         if text.suffix is not None:
             raise InvalidRequest("suffix: a conversation has no gap to fill", param="suffix")
         if text.prompt is not None:

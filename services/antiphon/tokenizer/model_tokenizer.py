@@ -9,13 +9,13 @@ import jinja2
 import msgspec
 from tokenizers import Tokenizer
 
-from antiphon.config.chat_templates import CARD, TemplateSources, choose_templates
+from antiphon.config.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
 from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.tokenizer.completion import choose_completion_template
-from antiphon.tokenizer.template_formats import TemplateFormats, detect_formats
 from antiphon.tokenizer.template import ChatTemplate
+from antiphon.tokenizer.template_formats import TemplateFormats, detect_formats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +77,7 @@ def read_model_tokenizer(
         ConfigError: A file is missing or malformed, there is no such template, or a mark is no
             token; the text names it.
     """
-    card = _read(folder / CARD, SpecialTokens)
+    card = _read(folder / TOKENIZER_CONFIG, SpecialTokens)
     tokenizer = open_tokenizer(folder)
     sources = _sources(folder, template_file, template_name)
     try:

@@ -12,7 +12,7 @@ from antiphon.config.card import ModelCard, read_card
 from antiphon.config.pooling import Pooling, read_pooling
 from antiphon.config.tasks import Task
 from antiphon.service.deadline import check, remaining_s
-from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.model import model_files, served_name, tokenizer_folder
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
@@ -114,9 +114,9 @@ class TokenizerService:
         """Encoding and decoding, for whichever gateway asks."""
         address = {"model": self._model}
         return (
-            Answer(route=TOKENIZE, handler=self._encode, address=address),
-            Answer(route=DECODE, handler=self._decode, address=address),
-            Follow(route=CANCEL_ENCODE, apply=self._cancel, address=address),
+            RequestEndpoint(route=TOKENIZE, handler=self._encode, address=address),
+            RequestEndpoint(route=DECODE, handler=self._decode, address=address),
+            StreamEndpoint(route=CANCEL_ENCODE, apply=self._cancel, address=address),
         )
 
     def model(self) -> ModelName | None:

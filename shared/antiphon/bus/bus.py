@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from antiphon.bus.errors import AnswerLost, NobodyListens
-from antiphon.bus.receiving import waits
+from antiphon.bus.dispatch import is_async
+from antiphon.bus.errors import NoResponders, ReplyLost
 from antiphon.wire.base import WIRE_VERSION, Message, Process
-from antiphon.wire.codec import decode, decode_reply, encode, encode_json, speaks_json
+from antiphon.wire.codec import decode, decode_reply, encode, encode_json, is_json
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT
-from antiphon.wire.routes import CLIENT, Call, Feed, Spread, escape, inbox
+from antiphon.wire.routes import CLIENT, DeliveryMode, RequestRoute, Route, escape, inbox
 
 if TYPE_CHECKING:
-    from antiphon.bus.transport import Link, Packet, Receive, Subscription, Transport
+    from antiphon.bus.transport import Link, Packet, PacketCallback, Subscription, Transport
     from antiphon.wire.ids import ClusterName, TenantId
     from antiphon.wire.routes import Party
 
@@ -56,14 +56,14 @@ class Delivery(msgspec.Struct, frozen=True):
             RequestTooLarge: The answer is over the broker's limit.
         """
         if self.reply is not None:
-            write = encode_json if speaks_json(self.data) else encode
+            write = encode_json if is_json(self.data) else encode
             self.bus.transport.publish(self.reply, write(message), probe)
 
     def refuse(self, error: EngineError) -> None:
         """Answer with an error."""
         self.respond(encode_error(error))
 
-    def read(self, route: Feed[Q]) -> Q:
+    def read(self, route: Route[Q]) -> Q:
         """Decode as one of the route's messages.
 
         Raises:
@@ -72,8 +72,8 @@ class Delivery(msgspec.Struct, frozen=True):
         return decode(self.data, route.carries)
 
 
-Deliver = Callable[[Delivery], Awaitable[None] | None]
-"""Plain or a coroutine function, with the difference that it makes for `Receive`."""
+DeliveryCallback = Callable[[Delivery], Awaitable[None] | None]
+"""Plain or a coroutine function, with the difference that it makes for `PacketCallback`."""
 
 
 class Bus:
@@ -104,55 +104,59 @@ class Bus:
                 escape(process.incarnation),
             )
         )
-        self._waiting: dict[str, asyncio.Future[Packet | None]] = {}
+        self._pending: dict[str, asyncio.Future[Packet | None]] = {}
         self._probes: dict[str, Callable[[], None]] = {}
         self._numbers = itertools.count()
-        transport.link.on_drop(self._lose_answers)
+        transport.link.on_disconnect(self._fail_pending)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as failing:
             await failing.enter_async_context(self.transport)
-            await self.transport.subscribe(f"{self._inbox}.*", self._settle)
+            await self.transport.subscribe(f"{self._inbox}.*", self._on_reply)
             failing.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._lose_answers()
+        self._fail_pending()
         await self.transport.__aexit__(*error)
 
-    async def listen(self, route: Feed[Q], deliver: Deliver, **address: str) -> Subscription:
+    async def listen(
+        self, route: Route[Q], deliver: DeliveryCallback, **address: str
+    ) -> Subscription:
         """Deliver each message of a route to `deliver`, one at a time and in order.
 
         `deliver` must not block: it answers, applies, or hands over to a task.
         A part of the subject that `address` leaves out is listened to whatever it is.
         """
-        queue = route.listeners[0] if route.spread is Spread.QUEUE else None
+        queue = route.listeners[0] if route.delivery is DeliveryMode.QUEUE else None
         subject = self.subject(route, **address)
-        return await self.transport.subscribe(subject, self._opener(deliver), queue)
+        return await self.transport.subscribe(subject, self._packet_callback(deliver), queue)
 
-    def subject(self, route: Feed[Q], **address: str) -> str:
+    def subject(self, route: Route[Q], **address: str) -> str:
         """Name the whole subject that `listen` listens to."""
-        return self._prefix + route.listening(**address)
+        return self._prefix + route.subject_filter(**address)
 
-    def publish(self, route: Feed[Q], message: Q, **address: str) -> None:
+    def publish(self, route: Route[Q], message: Q, **address: str) -> None:
         """Send a message to whoever listens now.
 
         Raises:
             BusDown: The link is down; nothing was sent.
             RequestTooLarge: The message is over the broker's limit.
         """
-        self.transport.publish(self._prefix + route.at(**address), encode(message))
+        self.transport.publish(self._prefix + route.subject_for(**address), encode(message))
 
-    def outlet(self, route: Feed[Q], **address: str) -> Callable[[Q], None]:
+    def publisher(self, route: Route[Q], **address: str) -> Callable[[Q], None]:
         """What publishes to one place again and again: as `publish`, with the subject ready."""
-        subject = self._prefix + route.at(**address)
+        subject = self._prefix + route.subject_for(**address)
 
         def publish(message: Q) -> None:
             self.transport.publish(subject, encode(message))
 
         return publish
 
-    async def call(self, route: Call[Q, R], message: Q, *, timeout_s: float, **address: str) -> R:
+    async def call(
+        self, route: RequestRoute[Q, R], message: Q, *, timeout_s: float, **address: str
+    ) -> R:
         """Send a message and return its answer.
 
         Raises:
@@ -164,11 +168,11 @@ class Bus:
             RequestTooLarge: The message is over the broker's limit.
             EngineError: What the callee answered.
         """
-        subject = self._prefix + route.at(**address)
-        answer = await self._answer(subject, encode(message), timeout_s, route.name)
+        subject = self._prefix + route.subject_for(**address)
+        answer = await self._request(subject, encode(message), timeout_s, route.name)
         return decode_reply(answer, route.replies)
 
-    async def ask(
+    async def request_raw(
         self,
         subject: str,
         data: bytes,
@@ -182,11 +186,11 @@ class Bus:
             Unavailable, RequestTooLarge: As `call` does; a late answer is no deadline's end here.
         """
         try:
-            return await self._answer(subject, data, timeout_s, subject, headers)
+            return await self._request(subject, data, timeout_s, subject, headers)
         except DeadlineExceeded as error:
             raise Unavailable(error.message, retry_after_s=1.0) from error
 
-    async def _answer(
+    async def _request(
         self,
         subject: str,
         data: bytes,
@@ -197,7 +201,7 @@ class Bus:
         """Publish with an inbox of its own, and return what comes there."""
         key = f"{self._inbox}.{next(self._numbers)}"
         answer: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = answer
+        self._pending[key] = answer
         try:
             async with asyncio.timeout(timeout_s):
                 self.transport.publish(subject, data, key, headers)
@@ -205,51 +209,51 @@ class Bus:
         except TimeoutError:
             raise DeadlineExceeded(f"no answer from {name} in {timeout_s:g} s") from None
         finally:
-            del self._waiting[key]
+            del self._pending[key]
         if packet is None:
-            raise AnswerLost(f"the link dropped while {name} was asked", retry_after_s=1.0)
+            raise ReplyLost(f"the link dropped while {name} was asked", retry_after_s=1.0)
         if packet.nobody:
-            raise NobodyListens(f"nobody serves {name}", retry_after_s=1.0)
+            raise NoResponders(f"nobody serves {name}", retry_after_s=1.0)
         return packet.data
 
     @contextmanager
-    def probe(self, unheard: Callable[[], None]) -> Generator[str]:
+    def detect_no_responders(self, on_no_responders: Callable[[], None]) -> Generator[str]:
         """Give a mark for messages whose hearer may be gone; `unheard` is called for each of those.
 
         Only who publishes with the mark learns of it: core NATS tells nobody else.
         """
         key = f"{self._inbox}.{next(self._numbers)}"
-        self._probes[key] = unheard
+        self._probes[key] = on_no_responders
         try:
             yield key
         finally:
             del self._probes[key]
 
-    def _settle(self, packet: Packet) -> None:
+    def _on_reply(self, packet: Packet) -> None:
         if packet.nobody and (unheard := self._probes.get(packet.subject)) is not None:
             unheard()
             return
-        answer = self._waiting.get(packet.subject)
+        answer = self._pending.get(packet.subject)
         if answer is not None and not answer.done():
             answer.set_result(packet)
 
-    def _lose_answers(self) -> None:
-        for answer in self._waiting.values():
+    def _fail_pending(self) -> None:
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_result(None)
 
-    def _answerable(self, reply: str) -> bool:
+    def _may_reply_to(self, reply: str) -> bool:
         """Whether an answer may go there: to inboxes, never to a route that we are named to."""
         if not reply.startswith(self._prefix):
             return True
         return reply.removeprefix(self._prefix).partition(".")[0] in _ANSWERABLE
 
-    def _opener(self, deliver: Deliver) -> Receive:
+    def _packet_callback(self, deliver: DeliveryCallback) -> PacketCallback:
         def receive(packet: Packet) -> Awaitable[None] | None:
             if packet.nobody:
                 return None
             reply = packet.reply
-            if reply is not None and not self._answerable(reply):
+            if reply is not None and not self._may_reply_to(reply):
                 reply = None
             return deliver(Delivery(packet.subject, packet.data, reply, self))
 
@@ -258,4 +262,4 @@ class Bus:
             if rest is not None:
                 await rest
 
-        return receive_waiting if waits(deliver) else receive
+        return receive_waiting if is_async(deliver) else receive

@@ -17,8 +17,8 @@ from nats.aio.transport import TcpTransport
 from nats.errors import Error, StaleConnectionError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
-from antiphon.bus.outgoing import Outgoing
-from antiphon.bus.receiving import hand_at_once
+from antiphon.bus.dispatch import dispatch_sync
+from antiphon.bus.thread_safe_writer import ThreadSafeWriter
 from antiphon.bus.transport import Packet
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
 
-    from antiphon.bus.transport import Receive
+    from antiphon.bus.transport import PacketCallback
 
 FLUSH_TIMEOUT_S = 2
 LEAVE_TIMEOUT_S = 1.0
@@ -38,26 +38,26 @@ DEFAULT_PORT = 4222
 
 _MESSAGE = b"MSG "
 _LINE_END = b"\r\n"
-_NOBODY = b"NATS/1.0 503"
+_NO_RESPONDERS = b"NATS/1.0 503"
 
 
-class Intake(asyncio.StreamReaderProtocol):
+class FrameReader(asyncio.StreamReaderProtocol):
     """Offers what comes to `take`, and gives the reader what that leaves."""
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
-        take: Callable[[bytes], bytes],
+        consume: Callable[[bytes], bytes],
         lost: Callable[[], None],
     ) -> None:
         super().__init__(reader)
         self._lost = lost
         self._unread: bytearray = reader._buffer  # pyright: ignore[reportAttributeAccessIssue]
-        self._take = take
+        self._consume = consume
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, unless something before it has not been read yet."""
-        rest = data if self._unread else self._take(data)
+        rest = data if self._unread else self._consume(data)
         if rest:
             super().data_received(rest)
 
@@ -72,20 +72,20 @@ class Socket(TcpTransport):
 
     `StreamWriter.close` first writes what is buffered, so that reconnecting from a frozen or
     half-open broker would wait for the very peer that was given up. What is not encrypted goes out
-    by `Outgoing`.
+    by `ThreadSafeWriter`.
     """
 
-    def __init__(self, take: Callable[[bytes], bytes]) -> None:
+    def __init__(self, consume: Callable[[bytes], bytes]) -> None:
         super().__init__()
-        self._take = take
-        self._outgoing: Outgoing | None = None
+        self._consume = consume
+        self._outgoing: ThreadSafeWriter | None = None
         self._encrypted = False
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         """Connect as nats-py does, with a protocol of our own."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(buffer_size, loop)
-        protocol = Intake(reader, self._take, self._stop_writing)
+        protocol = FrameReader(reader, self._consume, self._stop_writing)
         async with asyncio.timeout(connect_timeout):
             transport, _ = await loop.create_connection(
                 lambda: protocol, uri.hostname or "", uri.port or DEFAULT_PORT
@@ -95,7 +95,7 @@ class Socket(TcpTransport):
             transport, protocol, reader, loop
         )
         if not transport.is_closing():
-            self._outgoing = Outgoing(transport, loop)
+            self._outgoing = ThreadSafeWriter(transport, loop)
 
     async def connect_tls(
         self,
@@ -127,8 +127,8 @@ class Socket(TcpTransport):
             self._io_writer.transport.abort()
 
     @property
-    def wire(self) -> asyncio.WriteTransport | Outgoing | None:
-        """What may be written to, while it is open: if that is `Outgoing`, by any thread."""
+    def writer(self) -> asyncio.WriteTransport | ThreadSafeWriter | None:
+        """The open transport, if any. A `ThreadSafeWriter` may be used from any thread."""
         if not self._encrypted:
             return self._outgoing
         if self._io_writer is None or self._io_writer.transport.is_closing():
@@ -146,11 +146,11 @@ class Connection(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._receivers: dict[int, Receive] = {}  # plain ones, by the subscription's id
+        self._receivers: dict[int, PacketCallback] = {}  # plain ones, by the subscription's id
 
     def send(
         self,
-        wire: asyncio.WriteTransport | Outgoing,
+        writer: asyncio.WriteTransport | ThreadSafeWriter,
         subject: str,
         data: bytes,
         reply: str | None,
@@ -162,7 +162,7 @@ class Connection(Client):
         came from the broker, and headers are ours.
 
         `Client.publish` is four coroutines, checks each subject by two regular expressions, and
-        wakes a task that writes. To an `Outgoing` any thread may send.
+        wakes a task that writes. To an `ThreadSafeWriter` any thread may send.
         """
         answer_at = f"{reply} " if reply else ""
         if headers is None:
@@ -172,15 +172,17 @@ class Connection(Client):
             head = f"NATS/1.0\r\n{lines}\r\n"
             head_bytes = len(head.encode())
             line = f"HPUB {subject} {answer_at}{head_bytes} {head_bytes + len(data)}\r\n{head}"
-        wire.write(b"%b%b\r\n" % (line.encode(), data))
+        writer.write(b"%b%b\r\n" % (line.encode(), data))
 
-    async def hear(self, subject: str, receive: Receive, queue: str | None) -> Subscription:
+    async def subscribe_callback(
+        self, subject: str, receive: PacketCallback, queue: str | None
+    ) -> Subscription:
         """Subscribe with a plain function, which gets each message in the turn that brings it."""
         subscription = await self.subscribe(subject, queue=queue or "")
         self._receivers[subscription._id] = receive
         return subscription
 
-    def forget(self) -> None:
+    def discard_pending(self) -> None:
         """Drop the commands that were not written yet, and fail the flushes that wait for a pong.
 
         nats-py keeps both over a reconnect even with `pending_size=0`: it publishes the commands to
@@ -193,7 +195,7 @@ class Connection(Client):
                 pong.set_exception(StaleConnectionError())
                 pong.exception()  # Seen: nobody waits for the pong of a keep-alive.
 
-    async def end(self, subscription: Subscription) -> None:
+    async def drain_subscription(self, subscription: Subscription) -> None:
         """End a subscription and return when what had arrived was received.
 
         `Subscription.drain` fails if the link drops meanwhile, and leaves a subscription that is
@@ -221,15 +223,15 @@ class Connection(Client):
         that hears nothing for ever and does not know it. And of half a message that the attempt
         has heard it takes what comes next for the other half.
         """
-        await self._leave_attempt()
+        await self._close_failed_attempt()
         if s.uri.scheme in ("nats", "tls"):
-            socket = Socket(self._take)
+            socket = Socket(self._consume_messages)
             await socket.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
             self._transport = socket
         else:
             await super()._connect_to_server(s)
 
-    async def _leave_attempt(self) -> None:
+    async def _close_failed_attempt(self) -> None:
         tasks: tuple[asyncio.Task[None] | None, ...] = (
             self._reading_task,
             self._ping_interval_task,
@@ -261,25 +263,25 @@ class Connection(Client):
 
         Without a connection it stays for the next one, unless `forget` drops it.
         """
-        wire = self.wire
+        wire = self.writer
         if wire is not None:
             self._write_pending(wire)
         elif not isinstance(self._transport, Socket):
             await super()._flush_pending(force_flush)
 
     @property
-    def wire(self) -> asyncio.WriteTransport | Outgoing | None:
+    def writer(self) -> asyncio.WriteTransport | ThreadSafeWriter | None:
         """What may be written to, while there is a connection."""
         socket = self._transport
-        return socket.wire if isinstance(socket, Socket) and self.is_connected else None
+        return socket.writer if isinstance(socket, Socket) and self.is_connected else None
 
-    def _write_pending(self, wire: asyncio.WriteTransport | Outgoing) -> None:
+    def _write_pending(self, wire: asyncio.WriteTransport | ThreadSafeWriter) -> None:
         if self._pending:
             wire.write(b"".join(self._pending))
             self._pending = []
             self._pending_data_size = 0
 
-    def _take(self, data: bytes) -> bytes:
+    def _consume_messages(self, data: bytes) -> bytes:
         """Give plain receivers the whole messages that a read begins with; return what is left.
 
         nats-py would wake a task for what was read and another one for each message, and make its
@@ -299,7 +301,7 @@ class Connection(Client):
             if receive is None or end + len(_LINE_END) > len(data):
                 break
             answer_at = _text(words[2]) if len(words) == 4 else None  # with a reply
-            hand_at_once(receive, Packet(_text(words[0]), data[begin:end], answer_at))
+            dispatch_sync(receive, Packet(_text(words[0]), data[begin:end], answer_at))
             at = end + len(_LINE_END)
         return data[at:]
 
@@ -317,8 +319,8 @@ class Connection(Client):
         if receive is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        nobody = bool(headers) and not data and headers.startswith(_NOBODY)
-        hand_at_once(receive, Packet(_text(subject), data, _text(reply) or None, nobody))
+        nobody = bool(headers) and not data and headers.startswith(_NO_RESPONDERS)
+        dispatch_sync(receive, Packet(_text(subject), data, _text(reply) or None, nobody))
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         """Send a ping behind all that was published.

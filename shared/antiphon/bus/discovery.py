@@ -17,19 +17,19 @@ from antiphon.wire.base import Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.bus.transport import Packet, Receive, Subscription, Transport
+    from antiphon.bus.transport import Packet, PacketCallback, Subscription, Transport
     from antiphon.wire.base import Process
 
 PREFIX = "$SRV"
 VERBS = ("PING", "INFO", "STATS")
 OPERATOR = "operator"
 """The party of tools outside the request path, as the command line."""
-ASKERS = (Role.GATEWAY, OPERATOR)
+DISCOVERY_CLIENTS = (Role.GATEWAY, OPERATOR)
 """Who may ask: the console behind the gateway, and the operator."""
 
 
 @dataclass(slots=True)
-class Endpoint:
+class EndpointCounters:
     """One route of a process, and what has happened on it. Whoever handles a message counts it."""
 
     name: str
@@ -77,7 +77,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
 
 
-class Info(Pong, frozen=True, kw_only=True):
+class ServiceInfo(Pong, frozen=True, kw_only=True):
     """The answer to `INFO`."""
 
     type: str = "io.nats.micro.v1.info_response"
@@ -85,7 +85,7 @@ class Info(Pong, frozen=True, kw_only=True):
     endpoints: tuple[EndpointInfo, ...]
 
 
-class Stats(Pong, frozen=True, kw_only=True):
+class ServiceStats(Pong, frozen=True, kw_only=True):
     """The answer to `STATS`."""
 
     type: str = "io.nats.micro.v1.stats_response"
@@ -111,7 +111,7 @@ class Discovery:
         process: Process,
         version: str,
         description: str,
-        endpoints: Sequence[Endpoint],
+        endpoints: Sequence[EndpointCounters],
         metadata: dict[str, str] | None = None,
     ) -> None:
         self._transport = transport
@@ -127,12 +127,12 @@ class Discovery:
         """Answer from now on. Whoever calls this drains what it returns."""
         answers = {"PING": self._pong, "INFO": self._info, "STATS": self._stats}
         return [
-            await self._transport.subscribe(subject, self._answering(answers[verb]))
+            await self._transport.subscribe(subject, self._responder(answers[verb]))
             for verb in VERBS
             for subject in subjects(verb, self._role, self._id)
         ]
 
-    def _answering(self, answer: Callable[[], Pong]) -> Receive:
+    def _responder(self, answer: Callable[[], Pong]) -> PacketCallback:
         def receive(packet: Packet) -> None:
             if packet.reply is not None:
                 self._transport.publish(packet.reply, msgspec.json.encode(answer()))
@@ -141,15 +141,15 @@ class Discovery:
 
     def _pong(self) -> Pong:
         return Pong(
-            name=name_of(self._role),
+            name=service_name(self._role),
             id=self._id,
             version=self._version,
             metadata=self._metadata,
         )
 
-    def _info(self) -> Info:
-        return Info(
-            name=name_of(self._role),
+    def _info(self) -> ServiceInfo:
+        return ServiceInfo(
+            name=service_name(self._role),
             id=self._id,
             version=self._version,
             metadata=self._metadata,
@@ -160,9 +160,9 @@ class Discovery:
             ),
         )
 
-    def _stats(self) -> Stats:
-        return Stats(
-            name=name_of(self._role),
+    def _stats(self) -> ServiceStats:
+        return ServiceStats(
+            name=service_name(self._role),
             id=self._id,
             version=self._version,
             metadata=self._metadata,
@@ -171,7 +171,7 @@ class Discovery:
         )
 
 
-def name_of(role: Role) -> str:
+def service_name(role: Role) -> str:
     """Name a role's service as the verbs do."""
     return f"antiphon-{role}"
 
@@ -180,12 +180,12 @@ def subjects(verb: str, role: Role, instance: str = "*") -> Sequence[str]:
     """Name the three subjects of a verb: everybody's, the role's and one process's."""
     return (
         f"{PREFIX}.{verb}",
-        f"{PREFIX}.{verb}.{name_of(role)}",
-        f"{PREFIX}.{verb}.{name_of(role)}.{instance}",
+        f"{PREFIX}.{verb}.{service_name(role)}",
+        f"{PREFIX}.{verb}.{service_name(role)}.{instance}",
     )
 
 
-def _stats_of(endpoint: Endpoint) -> EndpointStats:
+def _stats_of(endpoint: EndpointCounters) -> EndpointStats:
     nanoseconds = round(endpoint.processing_s * 1e9)
     return EndpointStats(
         name=endpoint.name,

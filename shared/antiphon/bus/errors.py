@@ -9,9 +9,9 @@ class BusDown(Unavailable):
     """The link to the broker is down; nothing was sent and nothing is kept."""
 
 
-class AnswerLost(Unavailable):
+class ReplyLost(Unavailable):
     """The link dropped while an answer was awaited; the call may have taken effect."""
 
 
-class NobodyListens(Unavailable):
+class NoResponders(Unavailable):
     """No process listens on the subject; nothing was started."""

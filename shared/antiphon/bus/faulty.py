@@ -14,7 +14,7 @@ from antiphon.wire.errors import RequestTooLarge
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.bus.transport import Link, Receive, Subscription, Transport
+    from antiphon.bus.transport import Link, PacketCallback, Subscription, Transport
 
     Held = tuple[bytes, str | None, Mapping[str, str] | None]
 
@@ -110,7 +110,7 @@ class FaultyTransport:
                 self._inner.publish(subject, data, reply, headers)
 
     async def subscribe(
-        self, subject: str, receive: Receive, queue: str | None = None
+        self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> Subscription:
         """Call `receive` for each message, one at a time, in order."""
         self._count_call()

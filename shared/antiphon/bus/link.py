@@ -22,28 +22,28 @@ class LinkState:
 
     def __init__(self) -> None:
         self.up = False
-        self._joins = 0
-        self._on_join: list[Callable[[], Awaitable[None]]] = []
-        self._on_drop: list[Callable[[], None]] = []
+        self._connect_count = 0
+        self._on_connect: list[Callable[[], Awaitable[None]]] = []
+        self._on_disconnect: list[Callable[[], None]] = []
 
     @property
-    def joins(self) -> int:
+    def connect_count(self) -> int:
         """How often the connection was made."""
-        return self._joins
+        return self._connect_count
 
-    def on_join(self, call: Callable[[], Awaitable[None]]) -> None:
+    def on_connect(self, call: Callable[[], Awaitable[None]]) -> None:
         """Await `call` at each join from now on."""
-        self._on_join.append(call)
+        self._on_connect.append(call)
 
-    def on_drop(self, call: Callable[[], None]) -> None:
+    def on_disconnect(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the link drops."""
-        self._on_drop.append(call)
+        self._on_disconnect.append(call)
 
-    async def join(self) -> None:
+    async def mark_connected(self) -> None:
         """Say that the broker is reached and subscriptions are in place. For the transport only."""
-        self._joins += 1
+        self._connect_count += 1
         self.up = True
-        for call in self._on_join:
+        for call in self._on_connect:
             try:
                 await call()
             except EngineError as error:
@@ -52,9 +52,9 @@ class LinkState:
                 # A join must not fail for what somebody does with it.
                 log.exception("join callback failed")
 
-    def drop(self) -> None:
+    def mark_disconnected(self) -> None:
         """Say that the broker is gone. For the transport only; a second drop says nothing."""
         if self.up:
             self.up = False
-            for call in self._on_drop:
+            for call in self._on_disconnect:
                 call()

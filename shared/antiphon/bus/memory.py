@@ -11,16 +11,16 @@ import logging
 import random
 from typing import TYPE_CHECKING, Self
 
+from antiphon.bus.dispatch import dispatch
 from antiphon.bus.errors import BusDown
 from antiphon.bus.link import LinkState
-from antiphon.bus.receiving import hand_over
 from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from antiphon.bus.transport import Receive
+    from antiphon.bus.transport import PacketCallback
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class MemoryBroker:
 
     def cut(self, transport: MemoryTransport) -> None:
         """Take a link down: the transport neither sends nor receives. What it has, it has."""
-        transport.link.drop()
+        transport.link.mark_disconnected()
 
     def heal(self, transport: MemoryTransport) -> None:
         """Take a link up again, with its subscriptions in place."""
-        transport.rejoin()
+        transport.reconnect()
 
     def route(self, packet: Packet, publisher: MemoryTransport) -> None:
         """Give a packet to whoever listens now."""
@@ -108,7 +108,7 @@ class MemoryTransport:
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
-        await self._link.join()
+        await self._link.mark_connected()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -119,7 +119,7 @@ class MemoryTransport:
         except TimeoutError:
             log.warning("bus left before it was drained")
         finally:
-            self._link.drop()
+            self._link.mark_disconnected()
             for subscription, pump in self._subscriptions.items():
                 self._broker.remove(subscription)
                 pump.cancel()
@@ -139,7 +139,7 @@ class MemoryTransport:
         self._broker.route(Packet(subject, data, reply), self)
 
     async def subscribe(
-        self, subject: str, receive: Receive, queue: str | None = None
+        self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> MemorySubscription:
         """Call `receive` for each message, one at a time, in order."""
         subscription = MemorySubscription(self, subject, queue)
@@ -154,15 +154,15 @@ class MemoryTransport:
     async def end(self, subscription: MemorySubscription) -> None:
         """End an interest when what had arrived was received."""
         self._broker.remove(subscription)
-        await subscription.emptied()
+        await subscription.wait_empty()
         pump = self._subscriptions.pop(subscription, None)
         if pump is not None:
             pump.cancel()
 
-    def rejoin(self) -> None:
+    def reconnect(self) -> None:
         """Make the link again. For the broker only."""
         if not self._link.up:
-            self._group.create_task(self._link.join())
+            self._group.create_task(self._link.mark_connected())
 
     def _check_link(self) -> None:
         if not self._link.up:
@@ -194,16 +194,16 @@ class MemorySubscription:
         except asyncio.QueueFull:
             log.warning("slow receiver lost a message", extra={"subject": packet.subject})
 
-    async def pump(self, receive: Receive) -> None:
+    async def pump(self, receive: PacketCallback) -> None:
         """Let `receive` have the packets, one at a time, until cancelled."""
         while True:
             packet = await self._packets.get()
             try:
-                await hand_over(receive, packet)
+                await dispatch(receive, packet)
             finally:
                 self._packets.task_done()
 
-    async def emptied(self) -> None:
+    async def wait_empty(self) -> None:
         """Return when all that arrived has been received."""
         await self._packets.join()
 

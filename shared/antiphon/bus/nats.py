@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import nats.errors
 
 from antiphon.bus.connection import Connection
+from antiphon.bus.dispatch import dispatch, is_async
 from antiphon.bus.errors import BusDown
 from antiphon.bus.link import LinkState
-from antiphon.bus.outgoing import Outgoing
-from antiphon.bus.receiving import hand_over, waits
+from antiphon.bus.thread_safe_writer import ThreadSafeWriter
 from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from antiphon.bus.transport import Receive
+    from antiphon.bus.transport import PacketCallback
     from antiphon.config.process import BusConfig
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 SUBSCRIBE_TIMEOUT_S = 2.0
@@ -62,12 +62,12 @@ class NatsTransport:
     """One connection to NATS. Implements `Transport`."""
 
     def __init__(
-        self, config: BusConfig, *, name: str, join_timeout_s: float = JOIN_TIMEOUT_S
+        self, config: BusConfig, *, name: str, connect_timeout_s: float = CONNECT_TIMEOUT_S
     ) -> None:
         self.errors = LinkErrors()
         self._config = config
         self._name = name
-        self._join_timeout_s = join_timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._link = LinkState()
         self._connection = Connection()
         self._subscriptions: set[NatsSubscription] = set()
@@ -87,13 +87,13 @@ class NatsTransport:
     @property
     def any_thread(self) -> bool:
         """Whether `publish` may be called in any thread now: not over TLS, nor while it is down."""
-        return isinstance(self._connection.wire, Outgoing)
+        return isinstance(self._connection.writer, ThreadSafeWriter)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as failing:
             failing.push_async_callback(self._close)
             await self._connect()
-            await self._joined()
+            await self._on_connected()
             failing.pop_all()
         return self
 
@@ -107,7 +107,7 @@ class NatsTransport:
         except (TimeoutError, BusDown):
             log.warning("bus left before it was drained", extra={"bus": self._name})
         finally:
-            self._link.drop()
+            self._link.mark_disconnected()
             await self._close()
 
     def publish(
@@ -122,7 +122,7 @@ class NatsTransport:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
         if not self._link.up:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
-        wire = self._connection.wire
+        wire = self._connection.writer
         if wire is None:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
         if wire.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
@@ -130,13 +130,13 @@ class NatsTransport:
         self._connection.send(wire, subject, data, reply, headers)
 
     async def subscribe(
-        self, subject: str, receive: Receive, queue: str | None = None
+        self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> NatsSubscription:
         """Call `receive` for each message, one at a time, in order."""
-        if waits(receive):
+        if is_async(receive):
             inner = await self._subscribe_queued(subject, receive, queue)
         else:
-            inner = await self._connection.hear(subject, receive, queue)
+            inner = await self._connection.subscribe_callback(subject, receive, queue)
         subscription = NatsSubscription(self._connection, inner, self._subscriptions.discard)
         self._subscriptions.add(subscription)
         if self._link.up:
@@ -148,20 +148,22 @@ class NatsTransport:
 
     async def flush(self, timeout_s: float) -> None:
         """Return when the broker has read all that was published."""
-        joins = self._link.joins
+        joins = self._link.connect_count
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connection.flush()
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusDown("the broker has not read everything", retry_after_s=1.0) from error
-        if not (self._link.up and self._connection.is_connected and self._link.joins == joins):
+        if not (
+            self._link.up and self._connection.is_connected and self._link.connect_count == joins
+        ):
             raise BusDown("the link to the broker dropped", retry_after_s=1.0)
 
     async def _subscribe_queued(
-        self, subject: str, receive: Receive, queue: str | None
+        self, subject: str, receive: PacketCallback, queue: str | None
     ) -> Subscription:
         async def callback(message: Msg) -> None:
-            await hand_over(receive, packet_of(message))
+            await dispatch(receive, to_packet(message))
 
         return await self._connection.subscribe(  # pyright: ignore[reportUnknownMemberType]
             subject,
@@ -181,14 +183,14 @@ class NatsTransport:
         connecting = self._connection.connect(**self._options())
         trying = asyncio.create_task(connecting, name="connect")  # noqa: TID251  # awaited below
         try:
-            await asyncio.wait([trying], timeout=self._join_timeout_s)
+            await asyncio.wait([trying], timeout=self._connect_timeout_s)
         finally:
             while not trying.done():
                 trying.cancel()
                 await asyncio.wait([trying], timeout=CANCEL_AGAIN_S)
         if trying.cancelled():
             raise BusDown(
-                f"no NATS server at {self._config.url} in {self._join_timeout_s:g} s: "
+                f"no NATS server at {self._config.url} in {self._connect_timeout_s:g} s: "
                 f"{', '.join(self._reasons) or 'no answer'}",
                 retry_after_s=1.0,
             )
@@ -208,9 +210,9 @@ class NatsTransport:
             "reconnect_time_wait": config.reconnect_wait_s,
             "reconnect_to_server_handler": self._choose_server,
             "pending_size": 0,
-            "error_cb": self._failed,
-            "disconnected_cb": self._dropped,
-            "reconnected_cb": self._joined,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnected,
+            "reconnected_cb": self._on_connected,
         }
 
     def _choose_server(
@@ -220,21 +222,21 @@ class NatsTransport:
         pick = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311  # spreads load
         return pick, self._config.reconnect_wait_s * random.uniform(0.5, 1.5)  # noqa: S311
 
-    async def _joined(self) -> None:
+    async def _on_connected(self) -> None:
         self._payload_bytes_max = min(self._config.payload_bytes_max, self._connection.max_payload)
-        log.info("bus joined", extra={"bus": self._name, "joins": self._link.joins + 1})
-        await self._link.join()
+        log.info("bus joined", extra={"bus": self._name, "joins": self._link.connect_count + 1})
+        await self._link.mark_connected()
 
-    async def _dropped(self) -> None:
-        self._connection.forget()
+    async def _on_disconnected(self) -> None:
+        self._connection.discard_pending()
         if self._link.up:
             log.warning("bus link dropped", extra={"bus": self._name})
-        self._link.drop()
+        self._link.mark_disconnected()
 
-    async def _failed(self, error: Exception) -> None:
+    async def _on_error(self, error: Exception) -> None:
         """Count what nats-py reports from the background; repeats are logged at each doubling."""
         text = str(error) or type(error).__name__
-        if not self._link.joins:
+        if not self._link.connect_count:
             self._reasons[text] = None
         if isinstance(error, nats.errors.SlowConsumerError):
             self.errors.dropped += 1
@@ -255,7 +257,7 @@ class NatsTransport:
                 )
 
     async def _close(self) -> None:
-        self._connection.forget()
+        self._connection.discard_pending()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._connection.close()
@@ -283,11 +285,11 @@ class NatsSubscription:
         async with self._draining:
             if not self._ended:
                 self._ended = True
-                await self._connection.end(self._inner)
+                await self._connection.drain_subscription(self._inner)
                 self._on_end(self)
 
 
-def packet_of(message: Msg) -> Packet:
+def to_packet(message: Msg) -> Packet:
     """Translate a message, telling the broker's `503` (nobody listens) from an answer."""
     nobody = bool(message.headers and not message.data and message.headers.get("Status") == "503")
     return Packet(message.subject, message.data, message.reply or None, nobody)

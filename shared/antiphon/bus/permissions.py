@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from antiphon.bus.discovery import ASKERS, OPERATOR, VERBS, subjects
+from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, VERBS, subjects
 from antiphon.bus.server import ServerSettings, config_text
 from antiphon.wire.base import WIRE_VERSION, Message, Role
 from antiphon.wire.buckets import BUCKETS
@@ -22,9 +22,9 @@ from antiphon.wire.routes import (
     DISCOVER,
     HEARTBEAT,
     ROUTES,
-    Call,
-    Feed,
     Party,
+    RequestRoute,
+    Route,
     inbox,
 )
 
@@ -44,7 +44,7 @@ HEADER = """\
 
 
 @dataclass(frozen=True, kw_only=True)
-class User:
+class NatsUser:
     """One user and all that it may do.
 
     Attributes:
@@ -57,7 +57,7 @@ class User:
     subscribe: tuple[str, ...]
 
 
-def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[User]:
+def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[NatsUser]:
     """Name every user: the seven roles, the clients of one tenant, and the operator's tools."""
     return (
         *(user(cluster, role) for role in Role),
@@ -66,7 +66,7 @@ def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[U
     )
 
 
-def anybody(cluster: ClusterName) -> User:
+def anonymous_user(cluster: ClusterName) -> NatsUser:
     """Make the user of whoever shows no password: a client, who may hear any tenant's inboxes."""
     prefix = f"{cluster}.v{WIRE_VERSION}."
     client = user(cluster, CLIENT)
@@ -74,22 +74,22 @@ def anybody(cluster: ClusterName) -> User:
     return replace(client, name=CLIENT, password=nothing, subscribe=(f"{prefix}client.*.>",))
 
 
-def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) -> User:
+def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) -> NatsUser:
     """Make the user of one party. For another tenant's clients, name the tenant."""
     if party == OPERATOR:
         return _operator(cluster)
     prefix = f"{cluster}.v{WIRE_VERSION}."
     publish = {prefix + subject for subject in _published(party)}
-    subscribe = {prefix + subject for subject in _heard(party, tenant)}
-    if party in ASKERS:
+    subscribe = {prefix + subject for subject in _subscribed(party, tenant)}
+    if party in DISCOVERY_CLIENTS:
         publish.add("$SRV.>")
     for bucket in BUCKETS:
         if bucket.owner == party:
-            publish |= set(bucket.published(cluster))
+            publish |= set(bucket.publish_subjects(cluster))
     if isinstance(party, Role):
-        publish |= {f"{prefix}{inbox(asker)}.>" for asker in ASKERS}
+        publish |= {f"{prefix}{inbox(asker)}.>" for asker in DISCOVERY_CLIENTS}
         subscribe |= {subject for verb in VERBS for subject in subjects(verb, party)}
-    return User(
+    return NatsUser(
         name=_user_name(party, tenant),
         password=_password(_user_name(party, tenant)),
         publish=tuple(sorted(publish)),
@@ -97,7 +97,7 @@ def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) 
     )
 
 
-def users_text(users: Sequence[User]) -> str:
+def users_text(users: Sequence[NatsUser]) -> str:
     """Write users in nats-server's own language."""
     return "authorization {\n  users: [\n" + "".join(map(_user_text, users)) + "  ]\n}\n"
 
@@ -118,35 +118,35 @@ def compose_config(cluster: ClusterName) -> str:
 def _published(party: Party) -> Iterator[str]:
     for route in ROUTES:
         if party in route.senders:
-            yield route.listening(**_own_part(route, party))
-        if party in route.listeners and isinstance(route, Call):
+            yield route.subject_filter(**_own_part(route, party))
+        if party in route.listeners and isinstance(route, RequestRoute):
             for sender in route.senders:
                 yield _answers_to(sender)
 
 
-def _heard(party: Party, tenant: TenantId) -> Iterator[str]:
+def _subscribed(party: Party, tenant: TenantId) -> Iterator[str]:
     yield f"{inbox(party, tenant)}.>"
     for route in ROUTES:
         if party in route.listeners and party != CLIENT:
-            yield route.listening()
+            yield route.subject_filter()
 
 
 def _answers_to(sender: Party) -> str:
     return "client.*.>" if sender == CLIENT else f"{inbox(sender)}.>"
 
 
-def _own_part(route: Feed[Message], party: Party) -> dict[str, str]:
+def _own_part(route: Route[Message], party: Party) -> dict[str, str]:
     """Let nobody speak under another role's name."""
     return {"role": party} if "{role}" in route.subject else {}
 
 
-def _operator(cluster: ClusterName) -> User:
+def _operator(cluster: ClusterName) -> NatsUser:
     prefix = f"{cluster}.v{WIRE_VERSION}."
-    return User(
+    return NatsUser(
         name=OPERATOR,
         password=_password(OPERATOR),
-        publish=("$SRV.>", prefix + DISCOVER.listening()),
-        subscribe=(prefix + HEARTBEAT.listening(), f"{prefix}{inbox(OPERATOR)}.>"),
+        publish=("$SRV.>", prefix + DISCOVER.subject_filter()),
+        subscribe=(prefix + HEARTBEAT.subject_filter(), f"{prefix}{inbox(OPERATOR)}.>"),
     )
 
 
@@ -158,7 +158,7 @@ def _password(name: str) -> str:
     return f"$NATS_{name.upper().replace('-', '_')}_PASSWORD"
 
 
-def _user_text(user: User) -> str:
+def _user_text(user: NatsUser) -> str:
     return (
         "    {\n"
         f"      user: {user.name}\n"

@@ -13,7 +13,7 @@ import msgspec
 
 from antiphon.config.markdown import table
 from antiphon.wire.buckets import BUCKETS
-from antiphon.wire.routes import ANYBODY, ROUTES, Call, Feed, Party, Spread
+from antiphon.wire.routes import ALL_ROLES, ROUTES, DeliveryMode, Party, RequestRoute, Route
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,9 +40,9 @@ and written by one kind of service.
 """
 
 SPREADS = {
-    Spread.DIRECT: "the one that is named or leads",
-    Spread.QUEUE: "any one",
-    Spread.ALL: "all",
+    DeliveryMode.DIRECT: "the one that is named or leads",
+    DeliveryMode.QUEUE: "any one",
+    DeliveryMode.ALL: "all",
 }
 
 
@@ -74,29 +74,29 @@ def every_message() -> Sequence[type[Message]]:
     return [found[name] for name in sorted(found)]
 
 
-def _route(route: Feed[Message]) -> tuple[str, ...]:
+def _route(route: Route[Message]) -> tuple[str, ...]:
     kind = "call" if _is_call(route) else "ordered feed" if route.ordered else "feed"
     return (
         f"`{route.subject}`",
         kind,
         _parties(route.senders),
         _parties(route.listeners),
-        SPREADS[route.spread],
+        SPREADS[route.delivery],
         _links(route.carries),
         _links(_replies(route)),
     )
 
 
-def _replies(route: Feed[Message]) -> tuple[type[Message], ...]:
-    return cast("Call[Message, Message]", route).replies if _is_call(route) else ()
+def _replies(route: Route[Message]) -> tuple[type[Message], ...]:
+    return cast("RequestRoute[Message, Message]", route).replies if _is_call(route) else ()
 
 
-def _is_call(route: Feed[Message]) -> bool:
-    return isinstance(route, Call)
+def _is_call(route: Route[Message]) -> bool:
+    return isinstance(route, RequestRoute)
 
 
 def _parties(parties: tuple[Party, ...]) -> str:
-    return "anybody" if parties == ANYBODY else ", ".join(parties)
+    return "anybody" if parties == ALL_ROLES else ", ".join(parties)
 
 
 def _links(messages: Iterable[type[Message]]) -> str:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import msgspec
 
-from antiphon.bus.errors import NobodyListens
+from antiphon.bus.errors import NoResponders
 from antiphon.wire.buckets import API
 from antiphon.wire.errors import Unavailable
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.bus.bus import Bus
-    from antiphon.wire.buckets import Bucket
+    from antiphon.wire.buckets import KeyValueBucket
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _OTHER_REVISION = frozenset({10071, 10164})
 _OTHER_CONFIG = 10058
 """JetStream's number for: the stream is there, and was made with other limits."""
 
-R = TypeVar("R", bound="_Answer")
+R = TypeVar("R", bound="_JetStreamReply")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +62,26 @@ class _Failure(msgspec.Struct, frozen=True):
     description: str = ""
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _JetStreamReply(msgspec.Struct, frozen=True):
     """What JetStream says, whatever it was asked."""
 
     error: _Failure | None = None
 
 
-class _Purged(_Answer, frozen=True):
+class _PurgeReply(_JetStreamReply, frozen=True):
     purged: int = 0
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _StoredMessage(msgspec.Struct, frozen=True):
     data: str = ""
     seq: int = 0
 
 
-class _Got(_Answer, frozen=True):
-    message: _Kept = _Kept()
+class _GetReply(_JetStreamReply, frozen=True):
+    message: _StoredMessage = _StoredMessage()
 
 
-class _Value(msgspec.Struct, frozen=True, array_like=True):
+class _StoredValue(msgspec.Struct, frozen=True, array_like=True):
     """What lies under a key: the value, or how many parts of it lie beside, under which mark."""
 
     data: bytes = b""
@@ -89,15 +89,15 @@ class _Value(msgspec.Struct, frozen=True, array_like=True):
     mark: str = ""
 
 
-class Store:
+class KeyValueStore:
     """Reads and writes one bucket of a cluster; makes it when it is first needed."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, limits: StoreLimits) -> None:
+    def __init__(self, bus: Bus, bucket: KeyValueBucket, limits: StoreLimits) -> None:
         self._bus = bus
         self._bucket = bucket
         self._limits = limits
         self._stream = bucket.stream(bus.cluster)
-        self._made = False
+        self._created = False
 
     async def open(self) -> None:
         """Make the bucket, or see that it is there.
@@ -105,13 +105,13 @@ class Store:
         Raises:
             Unavailable: There is no JetStream, or no room for the bucket.
         """
-        if self._made:
+        if self._created:
             return
-        made = await self._ask("CREATE", self._config(), _Answer)
+        made = await self._request("CREATE", self._config(), _JetStreamReply)
         if made.error is not None and made.error.err_code == _OTHER_CONFIG:
-            made = await self._ask("UPDATE", self._config(), _Answer)
+            made = await self._request("UPDATE", self._config(), _JetStreamReply)
         self._check(made)
-        self._made = True
+        self._created = True
 
     async def put(self, *key: str, value: bytes) -> None:
         """Keep a value, in place of what was there.
@@ -120,15 +120,15 @@ class Store:
             Unavailable: It is not kept.
         """
         if len(value) <= PART_BYTES:
-            await self._publish(key, _Value(value))
+            await self._publish(key, _StoredValue(value))
             return
         before = await self._find(key)
         mark = uuid4().hex
         starts = range(0, len(value), PART_BYTES)
         for number, start in enumerate(starts):
-            part = _Value(value[start : start + PART_BYTES])
+            part = _StoredValue(value[start : start + PART_BYTES])
             await self._publish((*key, mark, str(number)), part)
-        await self._publish(key, _Value(parts=len(starts), mark=mark))
+        await self._publish(key, _StoredValue(parts=len(starts), mark=mark))
         if before is not None and before.mark:
             await self._purge(f"{self._subject(*key, before.mark)}.>")
 
@@ -152,8 +152,8 @@ class Store:
         Raises:
             Unavailable: It cannot be read now.
         """
-        kept = await self._kept(key)
-        return None if kept is None else (_value(kept).data, kept.seq)
+        kept = await self._read_message(key)
+        return None if kept is None else (_decode_value(kept).data, kept.seq)
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
         """Keep a value if nobody has kept another one since it was read; return whether it is.
@@ -168,7 +168,7 @@ class Store:
         """
         assert len(value) <= PART_BYTES, "what is swapped lies in one message"
         headers = {_EXPECTED: str(revision)}
-        answer = await self._send(key, _Value(value), headers)
+        answer = await self._send(key, _StoredValue(value), headers)
         if answer.error is not None and answer.error.err_code in _OTHER_REVISION:
             return False
         self._check(answer)
@@ -184,30 +184,34 @@ class Store:
         await self._purge(f"{self._subject(*key)}.>")
         return purged > 0
 
-    async def _publish(self, key: tuple[str, ...], value: _Value) -> None:
+    async def _publish(self, key: tuple[str, ...], value: _StoredValue) -> None:
         self._check(await self._send(key, value))
 
     async def _send(
-        self, key: tuple[str, ...], value: _Value, headers: Mapping[str, str] | None = None
-    ) -> _Answer:
+        self, key: tuple[str, ...], value: _StoredValue, headers: Mapping[str, str] | None = None
+    ) -> _JetStreamReply:
         """Write one message, and make the bucket where it is not there: a broker may lose it."""
         await self.open()
         subject, data = self._subject(*key), msgspec.msgpack.encode(value)
         try:
-            answer = await self._bus.ask(subject, data, timeout_s=_ANSWER_S, headers=headers)
-        except NobodyListens:
-            self._made = False
+            answer = await self._bus.request_raw(
+                subject, data, timeout_s=_ANSWER_S, headers=headers
+            )
+        except NoResponders:
+            self._created = False
             await self.open()
-            answer = await self._bus.ask(subject, data, timeout_s=_ANSWER_S, headers=headers)
-        return msgspec.json.decode(answer, type=_Answer)
+            answer = await self._bus.request_raw(
+                subject, data, timeout_s=_ANSWER_S, headers=headers
+            )
+        return msgspec.json.decode(answer, type=_JetStreamReply)
 
-    async def _find(self, key: tuple[str, ...]) -> _Value | None:
-        kept = await self._kept(key)
-        return None if kept is None else _value(kept)
+    async def _find(self, key: tuple[str, ...]) -> _StoredValue | None:
+        kept = await self._read_message(key)
+        return None if kept is None else _decode_value(kept)
 
-    async def _kept(self, key: tuple[str, ...]) -> _Kept | None:
+    async def _read_message(self, key: tuple[str, ...]) -> _StoredMessage | None:
         await self.open()
-        got = await self._ask("MSG.GET", {"last_by_subj": self._subject(*key)}, _Got)
+        got = await self._request("MSG.GET", {"last_by_subj": self._subject(*key)}, _GetReply)
         if got.error is not None and got.error.code == _NOT_FOUND:
             return None
         self._check(got)
@@ -215,21 +219,21 @@ class Store:
 
     async def _purge(self, subject: str) -> int:
         await self.open()
-        purged = await self._ask("PURGE", {"filter": subject}, _Purged)
+        purged = await self._request("PURGE", {"filter": subject}, _PurgeReply)
         self._check(purged)
         return purged.purged
 
-    async def _ask(self, verb: str, question: dict[str, object], kind: type[R]) -> R:
+    async def _request(self, verb: str, question: dict[str, object], kind: type[R]) -> R:
         subject = f"{API}.{verb}.{self._stream}"
         data = msgspec.json.encode(question)
-        answer = await self._bus.ask(subject, data, timeout_s=_ANSWER_S)
+        answer = await self._bus.request_raw(subject, data, timeout_s=_ANSWER_S)
         return msgspec.json.decode(answer, type=kind)
 
-    def _check(self, answer: _Answer) -> None:
+    def _check(self, answer: _JetStreamReply) -> None:
         if answer.error is None:
             return
         if answer.error.code == _NOT_FOUND:
-            self._made = False  # the broker has lost it: the next one makes it again
+            self._created = False  # the broker has lost it: the next one makes it again
         log.warning(
             "bucket refused",
             extra={"bucket": self._stream, "reason": answer.error.description},
@@ -256,5 +260,5 @@ class Store:
         }
 
 
-def _value(kept: _Kept) -> _Value:
-    return msgspec.msgpack.decode(base64.b64decode(kept.data), type=_Value)
+def _decode_value(kept: _StoredMessage) -> _StoredValue:
+    return msgspec.msgpack.decode(base64.b64decode(kept.data), type=_StoredValue)

@@ -22,7 +22,7 @@ class Packet(msgspec.Struct, frozen=True):
     nobody: bool = False
 
 
-Receive = Callable[[Packet], Awaitable[None] | None]
+PacketCallback = Callable[[Packet], Awaitable[None] | None]
 """A plain function is called as soon as there is a message, and must not block. A coroutine
 function may wait: it costs a task, and what comes meanwhile is queued, up to a bound."""
 
@@ -44,18 +44,18 @@ class Link(Protocol):
         ...
 
     @property
-    def joins(self) -> int:
+    def connect_count(self) -> int:
         """How often the connection was made; grows at each reconnect."""
         ...
 
-    def on_join(self, call: Callable[[], Awaitable[None]]) -> None:
+    def on_connect(self, call: Callable[[], Awaitable[None]]) -> None:
         """Await `call` at each join from now on, when subscriptions are in place again.
 
         What it raises is logged. It is cancelled if the link drops while it runs.
         """
         ...
 
-    def on_drop(self, call: Callable[[], None]) -> None:
+    def on_disconnect(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the link drops, and when it is left."""
         ...
 
@@ -105,7 +105,7 @@ class Transport(Protocol):
         ...
 
     async def subscribe(
-        self, subject: str, receive: Receive, queue: str | None = None
+        self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> Subscription:
         """Call `receive` for each message, one at a time, in order.
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from antiphon.cli.completion import Ask, ChatFailed, Turn, complete, first_model
+from antiphon.cli.completion import ChatFailed, ChatRequest, ChatTurn, complete, first_model
 from antiphon.config.access import Key
 from antiphon.config.errors import ConfigError
 from antiphon.config.flags import Parser
@@ -28,7 +28,7 @@ KEY_VARIABLE = "ANTIPHON_ACCESS__API_KEY"
 HELP = "Enter sends, /reset starts anew, /help prints this, /exit leaves, Ctrl-C stops an answer."
 
 
-class Options(msgspec.Struct, frozen=True):
+class ChatOptions(msgspec.Struct, frozen=True):
     """What the command line says."""
 
     url: str = "http://127.0.0.1:30000"
@@ -44,18 +44,18 @@ class Options(msgspec.Struct, frozen=True):
 class Conversation:
     """The turns so far, and the server that they are with."""
 
-    def __init__(self, options: Options, model: str) -> None:
+    def __init__(self, options: ChatOptions, model: str) -> None:
         self._options = options
         self._model = model
-        self._turns: tuple[Turn, ...] = ()
+        self._turns: tuple[ChatTurn, ...] = ()
         self.reset()
 
     def reset(self) -> None:
         """Forget every turn but the system prompt."""
         system = self._options.system
-        self._turns = (Turn("system", system),) if system else ()
+        self._turns = (ChatTurn("system", system),) if system else ()
 
-    async def say(self, text: str, console: Console) -> None:
+    async def send(self, text: str, console: Console) -> None:
         """Send one turn and print the answer as it comes.
 
         A cancelled or broken answer stays in the conversation as far as it was read; without any
@@ -64,7 +64,7 @@ class Conversation:
         Raises:
             ChatFailed: There was no answer, or not all of it.
         """
-        asked = (*self._turns, Turn("user", text))
+        asked = (*self._turns, ChatTurn("user", text))
         heard: list[str] = []
 
         def hear(piece: str) -> None:
@@ -75,7 +75,7 @@ class Conversation:
         try:
             await complete(
                 self._options.url,
-                self._ask(asked),
+                self._complete(asked),
                 hear,
                 self._options.api_key,
                 self._options.ca_certs,
@@ -83,11 +83,11 @@ class Conversation:
         finally:
             answer = "".join(heard)
             if answer:
-                self._turns = (*asked, Turn("assistant", answer))
+                self._turns = (*asked, ChatTurn("assistant", answer))
                 console.out("")
 
-    def _ask(self, turns: tuple[Turn, ...]) -> Ask:
-        return Ask(
+    def _complete(self, turns: tuple[ChatTurn, ...]) -> ChatRequest:
+        return ChatRequest(
             model=self._model,
             messages=turns,
             stream=True,
@@ -111,10 +111,10 @@ def main(argv: Sequence[str]) -> int:
             )
             conversation = Conversation(options, model)
             if options.message is not None:
-                runner.run(conversation.say(options.message, console))
+                runner.run(conversation.send(options.message, console))
             else:
-                tell(console, f"{model} at {options.url}. {HELP}", style="bold")
-                _talk(conversation, runner, console)
+                print_notice(console, f"{model} at {options.url}. {HELP}", style="bold")
+                _run_conversation(conversation, runner, console)
     except ChatFailed as error:
         print(f"antiphon chat: {error}", file=sys.stderr)
         return 1
@@ -123,12 +123,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def tell(console: Console, text: str, style: str = "dim") -> None:
+def print_notice(console: Console, text: str, style: str = "dim") -> None:
     """Say something that is not the model's; brackets in it are no markup."""
     console.print(text, style=style, markup=False, highlight=False)
 
 
-def _talk(conversation: Conversation, runner: asyncio.Runner, console: Console) -> None:
+def _run_conversation(conversation: Conversation, runner: asyncio.Runner, console: Console) -> None:
     readline.set_auto_history(True)  # with it, `input` edits lines and recalls them
     while True:
         try:
@@ -142,26 +142,26 @@ def _talk(conversation: Conversation, runner: asyncio.Runner, console: Console) 
             case "/exit":
                 return
             case "/help":
-                tell(console, HELP)
+                print_notice(console, HELP)
             case "/reset":
                 conversation.reset()
-                tell(console, "a new conversation")
+                print_notice(console, "a new conversation")
             case _ if line.startswith("/"):
-                tell(console, f"no such command. {HELP}")
+                print_notice(console, f"no such command. {HELP}")
             case _:
                 _turn(conversation, line, runner, console)
 
 
 def _turn(conversation: Conversation, line: str, runner: asyncio.Runner, console: Console) -> None:
     try:
-        runner.run(conversation.say(line, console))
+        runner.run(conversation.send(line, console))
     except KeyboardInterrupt:  # the runner has cancelled the answer, and with it the request
-        tell(console, "stopped")
+        print_notice(console, "stopped")
     except ChatFailed as error:
-        tell(console, str(error), style="red")
+        print_notice(console, str(error), style="red")
 
 
-def _options(argv: Sequence[str]) -> Options:
+def _options(argv: Sequence[str]) -> ChatOptions:
     parser = Parser("antiphon chat", f"Talk to a running server. {HELP}")
     parser.add_argument("--url", help="the server [default http://127.0.0.1:30000]")
     parser.add_argument("--model", metavar="NAME", help="unset: the first that the server names")
@@ -176,7 +176,7 @@ def _options(argv: Sequence[str]) -> Options:
     plain = parser.parse(argv).plain
     plain.setdefault("api_key", load().settings.access.api_key)
     try:
-        options = msgspec.convert(plain, Options, strict=False)
+        options = msgspec.convert(plain, ChatOptions, strict=False)
     except msgspec.ValidationError as error:
         reason, _, name = str(error).partition(" - at `$.")
         raise ConfigError(f"--{name.rstrip('`').replace('_', '-')}: {reason}") from error

@@ -21,18 +21,18 @@ class ChatFailed(Exception):
     """There is no answer, or no more of it. The message is for a human."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ChatTurn(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: str
     content: str
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChatRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The body of a request; what is unset is left to the server."""
 
     model: str
-    messages: tuple[Turn, ...]
+    messages: tuple[ChatTurn, ...]
     stream: bool = False
     max_tokens: int | None = None
     temperature: float | None = None
@@ -59,20 +59,24 @@ async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> s
 
 
 async def complete(
-    url: str, ask: Ask, say: Callable[[str], None], key: str = "", ca_certs: str | None = None
+    url: str,
+    request: ChatRequest,
+    on_text: Callable[[str], None],
+    key: str = "",
+    ca_certs: str | None = None,
 ) -> None:
     """Stream one answer into `say`. Cancelling it closes the connection, which ends the request.
 
     Raises:
         ChatFailed: The server refused, failed, or went away before the answer's end.
     """
-    body = msgspec.json.encode(ask)
+    body = msgspec.json.encode(request)
     async with _session(key, ca_certs) as session:
         try:
             address = f"{url}/v1/chat/completions"
             async with session.post(address, data=body, headers=JSON) as response:
                 await _check(response)
-                await _read_events(response, say)
+                await _read_events(response, on_text)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unreachable(url, error) from error
         except msgspec.DecodeError as error:
@@ -100,12 +104,12 @@ class _Refusal(msgspec.Struct):
     error: _Error
 
 
-class _Model(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     id: str
 
 
 class _Models(msgspec.Struct):
-    data: tuple[_Model, ...]
+    data: tuple[_ServedModel, ...]
 
 
 def _session(key: str, ca_certs: str | None) -> aiohttp.ClientSession:
@@ -132,7 +136,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     raise ChatFailed(f"the server refused ({response.status}): {reason}")
 
 
-async def _read_events(response: aiohttp.ClientResponse, say: Callable[[str], None]) -> None:
+async def _read_events(response: aiohttp.ClientResponse, on_text: Callable[[str], None]) -> None:
     async for line in response.content:
         data = line.strip().removeprefix(b"data:").strip()
         if not line.startswith(b"data:"):
@@ -143,7 +147,7 @@ async def _read_events(response: aiohttp.ClientResponse, say: Callable[[str], No
         if event.error is not None:
             raise ChatFailed(f"the server failed: {event.error.message}")
         for choice in event.choices:
-            say(choice.delta.content or "")
+            on_text(choice.delta.content or "")
     raise ChatFailed("the answer broke off: the server closed the connection")
 
 

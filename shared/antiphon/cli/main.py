@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.given import nearest
+from antiphon.config.sourced_value import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

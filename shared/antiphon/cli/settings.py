@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.cli.arguments import load_arguments
-from antiphon.config.fields import Field, fields, value_at
+from antiphon.config.fields import SettingField, fields, value_at
 from antiphon.config.flags import Parser
 from antiphon.config.sglang import arguments
 
@@ -66,12 +66,12 @@ def _print(table: Table) -> None:
     console.print(table, width=None if console.is_terminal else PIPE_COLUMNS)
 
 
-def _shown(loaded: Loaded, field: Field) -> str:
+def _shown(loaded: Loaded, field: SettingField) -> str:
     value = value_at(loaded.settings, field)
     if field.secret and value:
         return "***"
     return "unset" if value is None else str(value)
 
 
-def _source(loaded: Loaded, field: Field) -> str:
+def _source(loaded: Loaded, field: SettingField) -> str:
     return loaded.given[field.path].source if field.path in loaded.given else "default"

@@ -8,7 +8,7 @@ Print an answer while it is made:
 """
 
 from antiphon.client.client import Client
-from antiphon.client.stream import Answer, Piece
-from antiphon.client.vectors import Vectors
+from antiphon.client.embeddings import EmbedResult
+from antiphon.client.stream import Completion, CompletionChunk
 
-__all__ = ["Answer", "Client", "Piece", "Vectors"]
+__all__ = ["Client", "Completion", "CompletionChunk", "EmbedResult"]

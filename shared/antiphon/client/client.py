@@ -11,11 +11,10 @@ import msgspec
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.client.stream import Answer, Piece, Stream
-from antiphon.client.vectors import BATCH, Vectors, embed
+from antiphon.client.embeddings import BATCH, EmbedResult, embed
+from antiphon.client.stream import Completion, CompletionChunk, GenerationStream
 from antiphon.config.process import BusConfig
 from antiphon.wire.base import Message, Process, Usage
-from antiphon.wire.details import join_pieces
 from antiphon.wire.embed import EmbedRequest
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.generate import GenerateRequest
@@ -29,13 +28,14 @@ from antiphon.wire.ids import (
     new_incarnation,
     new_request_id,
 )
+from antiphon.wire.token_outputs import join_chunks
 from antiphon.wire.tokenize import ChatMessage
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Transport
     from antiphon.wire.grammar import Grammar
     from antiphon.wire.processors import LogitProcessor
-    from antiphon.wire.sampling import DetailParams
+    from antiphon.wire.sampling import TokenOutputParams
 
 M = TypeVar("M", bound=Message)
 
@@ -45,7 +45,7 @@ Conversation = str | Sequence[tuple[str, str] | ChatMessage]
 """One question, or turns: as (role, content), or as messages, which hold calls of tools, too."""
 
 
-class AskOptions(TypedDict, total=False):
+class CompleteOptions(TypedDict, total=False):
     """What may be said beside the conversation; the fields of `GenerateRequest`."""
 
     max_tokens: int
@@ -72,11 +72,11 @@ class AskOptions(TypedDict, total=False):
     chat_template_kwargs: str
     priority: int
     cache_salt: str
-    details: DetailParams
+    details: TokenOutputParams
     token_texts: bool
 
 
-class Options(AskOptions, total=False):
+class GenerateOptions(CompleteOptions, total=False):
     """What may be said beside the conversation where there may be several answers."""
 
     n: int
@@ -110,7 +110,7 @@ class Client:
             server = NatsTransport(msgspec.convert(given, BusConfig), name=name)
         self._tenant = TenantId(tenant)
         self._api_key = api_key or None
-        self._open: set[Stream] = set()
+        self._open: set[GenerationStream] = set()
         self._bus = Bus(
             server,
             ClusterName(cluster),
@@ -134,8 +134,8 @@ class Client:
         conversation: Conversation,
         *,
         timeout_s: float = TIMEOUT_S,
-        **options: Unpack[Options],
-    ) -> AsyncGenerator[Piece]:
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[CompletionChunk]:
         """Yield the answer as it is made. Leaving the iterator early cancels the request.
 
         Each byte of the answer comes once and in order, over lost messages and a broker that goes
@@ -146,18 +146,18 @@ class Client:
         """
         request = _request(model, conversation, timeout_s, options)
         with self._stream(request) as stream:
-            async with aclosing(stream.pieces(timeout_s)) as pieces:
+            async with aclosing(stream.chunks(timeout_s)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def ask(
+    async def complete(
         self,
         model: str,
         conversation: Conversation,
         *,
         timeout_s: float = TIMEOUT_S,
-        **options: Unpack[AskOptions],
-    ) -> Answer:
+        **options: Unpack[CompleteOptions],
+    ) -> Completion:
         """Return the whole answer.
 
         Raises:
@@ -168,16 +168,16 @@ class Client:
         streams = request.details is not None
         request = msgspec.structs.replace(request, stream=streams)
         with self._stream(request) as stream:
-            async with aclosing(stream.pieces(timeout_s)) as pieces:
+            async with aclosing(stream.chunks(timeout_s)) as pieces:
                 heard = [piece async for piece in pieces]
         end = stream.end
         assert end is not None, "a stream ended without its terminal"
-        return Answer(
+        return Completion(
             "".join(piece.text for piece in heard),
             end.choices[0].finish_reason,
             end.usage,
             end.request_id,
-            join_pieces(piece.details for piece in heard),
+            join_chunks(piece.details for piece in heard),
         )
 
     async def embed(
@@ -190,7 +190,7 @@ class Client:
         cache_salt: str = "",
         priority: int | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> Vectors:
+    ) -> EmbedResult:
         """Return the vector of each text, or its scores, of a model made for that.
 
         Args:
@@ -208,7 +208,7 @@ class Client:
         if pairs is not None and len(pairs) != len(texts):
             raise InvalidRequest(f"{len(pairs)} second texts for {len(texts)} first ones")
         if not texts:
-            return Vectors([], (), Usage())
+            return EmbedResult([], (), Usage())
         requests = [
             _checked(
                 {
@@ -227,9 +227,9 @@ class Client:
         return await embed(self._bus, requests, timeout_s)
 
     @contextmanager
-    def _stream(self, request: GenerateRequest) -> Generator[Stream]:
+    def _stream(self, request: GenerateRequest) -> Generator[GenerationStream]:
         request = msgspec.structs.replace(request, api_key=self._api_key)
-        stream = Stream(self._bus, self._tenant, request)
+        stream = GenerationStream(self._bus, self._tenant, request)
         self._open.add(stream)
         try:
             yield stream
@@ -245,7 +245,10 @@ def _message(turn: tuple[str, str] | ChatMessage) -> ChatMessage:
 
 
 def _request(
-    model: str, conversation: Conversation, timeout_s: float, options: Options | AskOptions
+    model: str,
+    conversation: Conversation,
+    timeout_s: float,
+    options: GenerateOptions | CompleteOptions,
 ) -> GenerateRequest:
     turns = [("user", conversation)] if isinstance(conversation, str) else conversation
     fields = {

@@ -10,8 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.bus.errors import BusDown, NobodyListens
-from antiphon.client.placing import Placing
+from antiphon.bus.errors import BusDown, NoResponders
+from antiphon.client.assembler import TextAssembler
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -38,43 +38,43 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
     from antiphon.bus.transport import Packet
     from antiphon.wire.base import FinishReason, Usage
-    from antiphon.wire.details import DetailPiece
-    from antiphon.wire.generate import TextPlace
+    from antiphon.wire.generate import TextCursor
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
 """After this long without a step forward the client asks again, which is always harmless."""
 CALL_TIMEOUT_S = 2.0
-GONE_S = 6.0
+NO_RESPONDERS_TIMEOUT_S = 6.0
 """How long nobody may listen where somebody has: gateways need a while to find a broker again."""
 EVENTS_MAX = 1024
 """Messages that wait for a slow caller. One more is lost like any other, and asked for again."""
 
-Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NobodyListens
+Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NoResponders
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CompletionChunk:
     """More text of one choice, and details of more of its tokens if they were asked for."""
 
     choice: int
     text: str
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """A whole answer."""
 
     text: str
     finish_reason: FinishReason
     usage: Usage
     request_id: RequestId
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
 
 
-class Stream:
+class GenerationStream:
     """One request on its own inbox.
 
     A request is whatever the first `GenerateAccepted` names. A retry may reach another gateway,
@@ -91,15 +91,15 @@ class Stream:
         self._request = request
         self._inbox = bus.subject(CLIENT_TEXT, tenant=tenant, inbox=new_request_id())
         self._events: asyncio.Queue[Event] = asyncio.Queue(EVENTS_MAX)
-        self._placing = Placing()
+        self._assembler = TextAssembler()
         self._accepted: GenerateAccepted | None = None
         self._tries = 0
-        self._came_early = False
-        self._asked_from: tuple[TextPlace, ...] | None = None
-        self._ask_at = 0.0
-        self._alone_since: float | None = None
+        self._text_before_accept = False
+        self._resumed_from: tuple[TextCursor, ...] | None = None
+        self._retry_at = 0.0
+        self._no_responders_since: float | None = None
 
-    async def pieces(self, timeout_s: float) -> AsyncGenerator[Piece]:
+    async def chunks(self, timeout_s: float) -> AsyncGenerator[CompletionChunk]:
         """Yield text until the request has ended. Leaving early cancels it.
 
         Raises:
@@ -108,12 +108,12 @@ class Stream:
         deadline = _now() + timeout_s
         subscription = await self._bus.transport.subscribe(self._inbox, self._receive)
         try:
-            await self._ask_again()
+            await self._retry()
             while self.end is None:
                 event = await self._next(deadline)
                 if event is not None and (piece := await self._apply(event)) is not None:
                     yield piece
-                    self._step()  # what the caller took its time for was no silence
+                    self._mark_progress()  # what the caller took its time for was no silence
         finally:
             await subscription.drain()
             await self.cancel()
@@ -126,25 +126,25 @@ class Stream:
     async def _next(self, deadline: float) -> Event | None:
         """Return the next event, or None after a silence in which we asked again."""
         try:
-            async with asyncio.timeout_at(min(deadline, self._ask_at)):
+            async with asyncio.timeout_at(min(deadline, self._retry_at)):
                 return await self._events.get()
         except TimeoutError:
             if _now() >= deadline:
                 raise DeadlineExceeded("the answer did not end in time") from None
-        await self._ask_again()
+        await self._retry()
         return None
 
-    async def _apply(self, event: Event) -> Piece | None:
+    async def _apply(self, event: Event) -> CompletionChunk | None:
         match event:
-            case NobodyListens():
-                self._bear(event)
+            case NoResponders():
+                self._on_no_responders(event)
             case GenerateAccepted():
                 await self._accept(event)
             case ErrorReply():
                 if self._accepted is None:
                     raise decode_error(event)  # later, only a retry can have been refused
             case _ if self._accepted is None:
-                self._came_early = True
+                self._text_before_accept = True
             case _ if event.request_id != self._accepted.request_id:
                 pass  # another gateway's, until it hears our cancel
             case GenerateText():
@@ -156,53 +156,53 @@ class Stream:
     async def _accept(self, accepted: GenerateAccepted) -> None:
         if self._accepted is None:
             self._accepted = accepted
-            self._placing = Placing(accepted.details_from or 0)
-            self._step()
-            if self._came_early:
-                await self._ask_again()
+            self._assembler = TextAssembler(accepted.details_from or 0)
+            self._mark_progress()
+            if self._text_before_accept:
+                await self._retry()
         elif accepted.request_id != self._accepted.request_id:
             await self._cancel(accepted)
 
-    async def _place(self, text: GenerateText) -> Piece | None:
-        new = self._placing.place(text)
+    async def _place(self, text: GenerateText) -> CompletionChunk | None:
+        new = self._assembler.add(text)
         if new is None:
-            await self._ask_for_missing()
+            await self._resume_once()
         elif new.text or new.details:
-            self._step()
-            return Piece(new.choice, new.text, new.details)
+            self._mark_progress()
+            return CompletionChunk(new.choice, new.text, new.details)
         return None
 
-    async def _finish(self, end: GenerateEnd) -> Piece | None:
+    async def _finish(self, end: GenerateEnd) -> CompletionChunk | None:
         """Stop at the terminal, unless the total length says that text is missing."""
         if end.error is not None:
             self.end = end
             raise decode_error(end.error)
-        whole: list[Piece] = []
+        whole: list[CompletionChunk] = []
         for choice in end.choices:
             if choice.text is not None:
-                whole.append(Piece(choice.choice, choice.text, choice.details))
+                whole.append(CompletionChunk(choice.choice, choice.text, choice.details))
             elif (
-                self._placing.have(choice.choice) < choice.text_bytes
-                or self._placing.told(choice.choice) < choice.details_end
+                self._assembler.text_offset(choice.choice) < choice.text_bytes
+                or self._assembler.token_offset(choice.choice) < choice.details_end
             ):
-                await self._ask_for_missing()
+                await self._resume_once()
                 return None
         self.end = end
         return whole[0] if whole else None
 
-    def _step(self) -> None:
+    def _mark_progress(self) -> None:
         """Remember that we came forward."""
-        self._ask_at = _now() + SILENCE_S
-        self._alone_since = None
+        self._retry_at = _now() + SILENCE_S
+        self._no_responders_since = None
 
-    async def _ask_for_missing(self) -> None:
+    async def _resume_once(self) -> None:
         """Ask once from where we are: all that comes before the answer shows the same gap."""
-        if self._asked_from != self._placing.places:
-            await self._ask_again()
+        if self._resumed_from != self._assembler.cursors:
+            await self._retry()
 
-    async def _ask_again(self) -> None:
+    async def _retry(self) -> None:
         """Submit, again under the same key, or say how far we are."""
-        self._ask_at = _now() + SILENCE_S
+        self._retry_at = _now() + SILENCE_S
         if self._accepted is None:
             await self._submit()
         else:
@@ -217,28 +217,28 @@ class Stream:
             return  # asked again after the silence
 
     async def _resume(self, accepted: GenerateAccepted) -> None:
-        self._asked_from = self._placing.places
-        resume = GenerateResume(request_id=accepted.request_id, places=self._placing.places)
+        self._resumed_from = self._assembler.cursors
+        resume = GenerateResume(request_id=accepted.request_id, places=self._assembler.cursors)
         try:
             await self._bus.call(
                 GATEWAY_CONTROL, resume, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
             )
-        except NobodyListens as error:
-            self._bear(error)
+        except NoResponders as error:
+            self._on_no_responders(error)
         except InvalidRequest as error:
             raise Unavailable("the gateway of this request has forgotten it") from error
         except EngineError:
             return  # asked again after the next silence
         else:
-            self._alone_since = None
+            self._no_responders_since = None
 
-    def _bear(self, nobody: NobodyListens) -> None:
+    def _on_no_responders(self, error: NoResponders) -> None:
         """Give up where nobody listens: at once on the first try, else after a while."""
-        if self._alone_since is None:
-            self._alone_since = _now()
+        if self._no_responders_since is None:
+            self._no_responders_since = _now()
         first = self._accepted is None and self._tries == 1
-        if first or _now() - self._alone_since >= GONE_S:
-            raise nobody
+        if first or _now() - self._no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
+            raise error
 
     async def _cancel(self, accepted: GenerateAccepted) -> None:
         cancel = GenerateCancel(request_id=accepted.request_id)
@@ -252,7 +252,7 @@ class Stream:
     def _receive(self, packet: Packet) -> None:
         event: Event
         if packet.nobody:
-            event = NobodyListens("no gateway serves this model", retry_after_s=1.0)
+            event = NoResponders("no gateway serves this model", retry_after_s=1.0)
         else:
             try:
                 event = decode(packet.data, CLIENT_TEXT.carries)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.flags import IMPLIED, Parser, Text, add_settings
-from antiphon.config.sglang import Row, rows
-from antiphon.config.spellings import SPELLINGS, Written
+from antiphon.config.flags import IMPLIED, Parser, TypedText, add_settings
+from antiphon.config.sglang import SglangArgument, rows
+from antiphon.config.sglang_values import TRANSLATIONS, TranslatedValue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,14 +53,14 @@ def serve_parser(prog: str, description: str) -> Parser:
     parser = Parser(prog, description)
     parser.foreign = VLLM
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_Model
+        "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_ModelArgument
     )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file: our groups, or SGLang's flat keys"
     )
     add_settings(parser, also=other_names())
     for flag, path in OUR_SHORT.items():
-        row = Row(group="", flags=(flag,), takes="text", neutral=(), answer=path)
+        row = SglangArgument(group="", flags=(flag,), takes="text", neutral=(), answer=path)
         _add(parser, row, row.flags)
     for row in rows():
         # `--model-path` is ours as well, and the same.
@@ -71,7 +71,7 @@ def serve_parser(prog: str, description: str) -> Parser:
     return parser
 
 
-class _Model(argparse.Action):
+class _ModelArgument(argparse.Action):
     """Takes the model before or behind the flags, as vLLM's users write it."""
 
     def __call__(
@@ -86,13 +86,13 @@ class _Model(argparse.Action):
             path = "model.path"
             if hasattr(namespace, path):
                 raise ConfigError(f"{values}: the model is given by --model-path already")
-            setattr(namespace, path, Text(values, "MODEL"))
+            setattr(namespace, path, TypedText(values, "MODEL"))
 
 
 class _Translate(argparse.Action):
     """Turns a typed SGLang flag into our setting, nothing, or a refusal."""
 
-    row: Row
+    row: SglangArgument
 
     def __call__(
         self,
@@ -105,17 +105,17 @@ class _Translate(argparse.Action):
         text = values if isinstance(values, str) else " ".join(values or ())
         given = translate(self.row, flag, text)
         for path, value in given.implied.items():
-            setattr(namespace, f"{IMPLIED}{path}", Text(value, flag))
+            setattr(namespace, f"{IMPLIED}{path}", TypedText(value, flag))
         if self.row.path is not None and given.text is not None:
-            setattr(namespace, self.row.path, Text(given.text, flag))
+            setattr(namespace, self.row.path, TypedText(given.text, flag))
 
 
-def rows_by_key() -> Mapping[str, Row]:
+def rows_by_key() -> Mapping[str, SglangArgument]:
     """The arguments by their keys in SGLang's YAML files: flags without the leading dashes."""
     return {flag.removeprefix("--"): row for row in rows() for flag in row.flags}
 
 
-def translate(row: Row, flag: str, text: str) -> Written:
+def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
     """Write the value of an SGLang argument as ours.
 
     Args:
@@ -130,15 +130,15 @@ def translate(row: Row, flag: str, text: str) -> Written:
         reason = row.refused_values.get(text)
         if reason is not None:
             raise ConfigError(f"{flag} {text}: refused: {reason}")
-        return SPELLINGS[row.detail](text)
+        return TRANSLATIONS[row.detail](text)
     if row.verdict == "refused" and not _neutral(row, text):
         # The value is of interest only where another would pass; some, like keys, are secret.
         typed = f"{flag} {text}".rstrip() if row.neutral else flag
         raise ConfigError(f"{typed}: refused: {row.reason}")
-    return Written(None)
+    return TranslatedValue(None)
 
 
-def _add(parser: Parser, row: Row, flags: Sequence[str]) -> None:
+def _add(parser: Parser, row: SglangArgument, flags: Sequence[str]) -> None:
     count = {"+": "+", "*": "*", "?": "?"}.get(row.takes[-1], 0 if row.takes == "switch" else None)
     action = parser.add_argument(
         *flags,
@@ -151,7 +151,7 @@ def _add(parser: Parser, row: Row, flags: Sequence[str]) -> None:
     action.row = row
 
 
-def _neutral(row: Row, text: str) -> bool:
+def _neutral(row: SglangArgument, text: str) -> bool:
     """Whether a value of a refused argument changes nothing."""
     if row.takes == "bool?":
         text = text or "true"  # the flag alone

@@ -8,11 +8,17 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.long_rotation import Factors
+from antiphon.config.longrope import Factors
 from antiphon.config.model import CacheDtype, Dtype
-from antiphon.config.model_fields import PADDED, PLACED, REPEATED, UNGATED, check_shape
-from antiphon.config.model_files import ModelFiles, Place, files_at
-from antiphon.config.quantization import Quantization
+from antiphon.config.model_fields import (
+    LEARNED_POSITIONS,
+    PADDED_POSITIONS,
+    REPEATED_KV,
+    UNGATED_MLP,
+    check_shape,
+)
+from antiphon.config.model_files import ModelFiles, ModelLocation, files_at
+from antiphon.config.quantization import QuantizationConfig
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.sparse import (
     ExpertsCard,
@@ -21,8 +27,8 @@ from antiphon.config.sparse import (
     experts_of,
     latent_of,
 )
-from antiphon.config.states import States, read_states
-from antiphon.config.tasks import Task, head_parameters, looks_ahead, task_of, unread
+from antiphon.config.states import RecurrentStates, read_states
+from antiphon.config.tasks import Task, head_parameters, is_bidirectional, task_of, unused_prefixes
 from antiphon.config.weights import Weights, read_weights
 
 if TYPE_CHECKING:
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class GenerationDefaults(msgspec.Struct, frozen=True):
     """What generation_config.json recommends; unset fields recommend nothing."""
 
     temperature: float | None = None
@@ -62,11 +68,11 @@ class ModelCard(msgspec.Struct, frozen=True):
     """`default`, or the name of a scaling."""
     tied: bool
     """Whether input and output embeddings are one; false where there are no logits."""
-    sampling: Sampling
+    sampling: GenerationDefaults
     weights: Weights
-    states: States | None = None
+    states: RecurrentStates | None = None
     """Of recurrent layers, where there are any."""
-    quantization: Quantization | None = None
+    quantization: QuantizationConfig | None = None
     """What config.json says; None: linears are stored in plain numbers, or in a GGUF file."""
     gguf: bool = False
     """Whether the weights are in a GGUF file."""
@@ -90,7 +96,9 @@ class ModelCard(msgspec.Struct, frozen=True):
         if self.kv_numbers is not None:
             return self.kv_numbers * item_bytes(dtype)
         layers = self.layers if self.states is None else self.states.attending
-        kept = 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.kept
+        kept = (
+            2 * self.kv_heads * self.head_size if self.latent is None else self.latent.cached_width
+        )
         return layers * kept * item_bytes(dtype)
 
     def with_full_heads(self) -> ModelCard:
@@ -112,17 +120,17 @@ def item_bytes(dtype: Dtype | CacheDtype) -> int:
     return 4 if dtype in (Dtype.FLOAT32, CacheDtype.FLOAT32) else 2
 
 
-def read_card(place: Place) -> ModelCard:
+def read_card(location: ModelLocation) -> ModelCard:
     """Read config.json, generation_config.json and the headers of the weights.
 
     Raises:
         ConfigError: A file is missing or broken, or asks for what no model here has.
     """
-    files = files_at(place)
+    files = files_at(location)
     folder = files.folder
     raw = files.config()
     check_shape(raw, folder / "config.json")
-    config = _convert(raw, folder / "config.json", _Config)
+    config = _convert(raw, folder / "config.json", _CardFields)
     generation_file = folder / "generation_config.json"
     generation = (
         _decode(generation_file, _Generation) if generation_file.exists() else _Generation()
@@ -134,7 +142,7 @@ def read_card(place: Place) -> ModelCard:
     sparse = _convert(files.config(), folder / "config.json", SparseFields)
     weights = _weights(files, config, quantization, states, sparse)
     width = _width(config)
-    rope = config.rope_parameters or config.rope_scaling or _Rope()
+    rope = config.rope_parameters or config.rope_scaling or _RopeFields()
     task = task_of(config.architectures[0])
     return ModelCard(
         architecture=config.architectures[0],
@@ -154,7 +162,7 @@ def read_card(place: Place) -> ModelCard:
         rope_kind=rope.rope_type or rope.type or "default",
         rope_factors=files.factors(),
         tied=config.tie_word_embeddings and task is Task.GENERATE,
-        sampling=msgspec.convert(generation, Sampling, from_attributes=True),
+        sampling=msgspec.convert(generation, GenerationDefaults, from_attributes=True),
         weights=weights,
         states=states,
         quantization=quantization,
@@ -164,16 +172,16 @@ def read_card(place: Place) -> ModelCard:
         kv_numbers=_kv_numbers(config),
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
-        causal=not (looks_ahead(config.architectures[0]) or config.both_ways),
+        causal=not (is_bidirectional(config.architectures[0]) or config.bidirectional),
     )
 
 
-class _Rope(msgspec.Struct):
+class _RopeFields(msgspec.Struct):
     rope_theta: float | None = None
     rope_type: str | None = None
     type: str | None = None
     factor: float | None = None
-    full_attention: _Rope | None = None
+    full_attention: _RopeFields | None = None
 
     @property
     def stretch(self) -> float:
@@ -188,7 +196,7 @@ class _LayerHeads(msgspec.Struct):
     num_key_value_heads: int | None = None
 
 
-class _Config(msgspec.Struct):
+class _CardFields(msgspec.Struct):
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -205,8 +213,8 @@ class _Config(msgspec.Struct):
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     rope_theta: float = 10000.0
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
+    rope_scaling: _RopeFields | None = None
+    rope_parameters: _RopeFields | None = None
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     type_vocab_size: int = 0
@@ -220,12 +228,12 @@ class _Config(msgspec.Struct):
     id2label: dict[str, object] | None = None
 
     @property
-    def both_ways(self) -> bool:
+    def bidirectional(self) -> bool:
         """Whether tokens of text see what comes after them; Gemma 4's `vision` is of images."""
         return self.use_bidirectional_attention in (True, "all")
 
 
-class _Generation(Sampling, frozen=True):
+class _Generation(GenerationDefaults, frozen=True):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
@@ -245,9 +253,9 @@ def _convert(content: bytes, file: Path, type_: type[T]) -> T:
 
 def _weights(
     files: ModelFiles,
-    config: _Config,
-    quantization: Quantization | None,
-    states: States | None,
+    config: _CardFields,
+    quantization: QuantizationConfig | None,
+    states: RecurrentStates | None,
     sparse: SparseFields,
 ) -> Weights:
     if files.format is LoadFormat.DUMMY:
@@ -263,7 +271,7 @@ def _weights(
     layers = config.num_hidden_layers
     further = range(layers, layers + sparse.num_nextn_predict_layers)
     passed_over = tuple(f"{name}.{layer}." for layer in further for name in _LAYER_NAMES)
-    passed_over += unread(config.architectures[0])
+    passed_over += unused_prefixes(config.architectures[0])
     return read_weights(files, of_number, quantization, passed_over)
 
 
@@ -271,21 +279,21 @@ _LAYER_NAMES = ("model.layers", "blk")
 """What tensors of a layer begin with, before its number."""
 
 
-def _parameters(config: _Config, states: States | None, sparse: SparseFields) -> int:
+def _parameters(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
     """About how many a model of this shape has."""
     architecture = config.architectures[0]
     one = config.tie_word_embeddings or task_of(architecture) is not Task.GENERATE
     tables = (1 if one else 2) * config.vocab_size
-    if config.model_type in PLACED:
+    if config.model_type in LEARNED_POSITIONS:
         tables += config.max_position_embeddings + config.type_vocab_size
     head = head_parameters(architecture, config.hidden_size, len(_labels(config)))
     return _in_linears(config, states, sparse) + config.hidden_size * tables + head
 
 
-def _in_linears(config: _Config, states: States | None, sparse: SparseFields) -> int:
+def _in_linears(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
     """How many of them are in its layers, nearly all in linears."""
     layers, hidden, width = config.num_hidden_layers, config.hidden_size, _width(config)
-    linears = 2 if config.model_type in UNGATED else 3
+    linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
     experts = experts_of(sparse, layers, width)
     sparse_layers = 0 if experts is None else experts.layers
@@ -299,7 +307,7 @@ def _in_linears(config: _Config, states: States | None, sparse: SparseFields) ->
     return attending * attention + recurrent + blocks
 
 
-def _attention_parameters(config: _Config, sparse: SparseFields) -> int:
+def _attention_parameters(config: _CardFields, sparse: SparseFields) -> int:
     """Of the matrices of one layer, without gates."""
     heads = config.num_attention_heads
     if (latent := latent_of(sparse)) is not None:
@@ -308,15 +316,15 @@ def _attention_parameters(config: _Config, sparse: SparseFields) -> int:
     return 2 * (heads + kv_heads) * _head_size(config) * config.hidden_size
 
 
-def _context_tokens(config: _Config) -> int:
+def _context_tokens(config: _CardFields) -> int:
     """The longest text; of some models, positions are counted from that of padding on."""
-    padding = config.pad_token_id if config.model_type in PADDED else None
-    rope = config.rope_parameters or config.rope_scaling or _Rope()
+    padding = config.pad_token_id if config.model_type in PADDED_POSITIONS else None
+    rope = config.rope_parameters or config.rope_scaling or _RopeFields()
     longest = int(config.max_position_embeddings * rope.stretch)
     return longest - (0 if padding is None else padding + 1)
 
 
-def _labels(config: _Config) -> tuple[str, ...]:
+def _labels(config: _CardFields) -> tuple[str, ...]:
     """The names of a classifier's labels; those that it has no names for get transformers' own."""
     if config.architectures[0].endswith("ForRewardModel"):
         return ("reward",)
@@ -325,22 +333,22 @@ def _labels(config: _Config) -> tuple[str, ...]:
     return tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(count))
 
 
-def _width(config: _Config) -> int:
+def _width(config: _CardFields) -> int:
     return config.intermediate_size or 4 * config.hidden_size
 
 
-def _head_size(config: _Config) -> int:
+def _head_size(config: _CardFields) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _kv_heads(config: _Config) -> int:
+def _kv_heads(config: _CardFields) -> int:
     """Whose keys and values are kept."""
-    if config.model_type in REPEATED:
+    if config.model_type in REPEATED_KV:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
 
 
-def _kv_numbers(config: _Config) -> int | None:
+def _kv_numbers(config: _CardFields) -> int | None:
     """Of a token in all layers, where some have other heads: those that see all, or by number."""
     if config.per_layer_config is None and config.global_head_dim is None:
         return None
@@ -352,7 +360,7 @@ def _kv_numbers(config: _Config) -> int | None:
     return total
 
 
-def _own_heads(config: _Config, layer: int) -> _LayerHeads:
+def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
     """What a layer has in the place of the model's heads."""
     if config.per_layer_config is not None:
         return config.per_layer_config.get(str(layer), _LayerHeads())
@@ -369,7 +377,7 @@ def _every_sixth(layers: int) -> tuple[str, ...]:
     return tuple("full_attention" if all_ else "sliding_attention" for all_ in seeing)
 
 
-def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
+def _dtype(config: _CardFields, weights: Weights, folder: Path) -> Dtype:
     """What the config names; where it names nothing, what the weights are."""
     named = config.dtype or config.torch_dtype
     if named is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-CARD = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
 MORE = "additional_chat_templates"
 """A folder with files `<name>.jinja` beside `FILE`."""
@@ -28,7 +28,7 @@ class NamedTemplate(msgspec.Struct, frozen=True):
     template: str
 
 
-class _Card(msgspec.Struct, frozen=True):
+class _TemplateFields(msgspec.Struct, frozen=True):
     """The field of tokenizer_config.json that holds templates."""
 
     chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
@@ -52,7 +52,7 @@ def read_templates(folder: Path) -> Mapping[str, str]:
     templates = {_DEFAULT: _text(folder / FILE)} if (folder / FILE).is_file() else {}
     for file in sorted((folder / MORE).glob(f"*{_SUFFIX}")):
         templates[file.name.removesuffix(_SUFFIX)] = _text(file)
-    return templates or _of_card(folder / CARD)
+    return templates or _of_card(folder / TOKENIZER_CONFIG)
 
 
 def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
@@ -89,7 +89,7 @@ def _of_card(file: Path) -> Mapping[str, str]:
     if not file.is_file():
         return {}
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Card).chat_template
+        found = msgspec.json.decode(file.read_bytes(), type=_TemplateFields).chat_template
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from error
     if isinstance(found, tuple):

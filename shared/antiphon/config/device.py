@@ -12,7 +12,7 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Device(msgspec.Struct, frozen=True):
+class HostDevice(msgspec.Struct, frozen=True):
     """Where a model runs.
 
     Attributes:
@@ -30,12 +30,12 @@ class Device(msgspec.Struct, frozen=True):
     arithmetic: dict[str, str] = {}
 
 
-def this_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> Device:
+def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:
     """Read what is left of this machine, within the limits of its containers."""
     folders = _cgroup_folders(proc, cgroups)
     cores = min([len(os.sched_getaffinity(0)), *map(_cores, folders)])
     memory = min([_available_bytes(proc), *map(_room_bytes, folders)])
-    return Device(kind="cpu", cores=int(max(cores, 1)), memory_bytes=int(max(memory, 0)))
+    return HostDevice(kind="cpu", cores=int(max(cores, 1)), memory_bytes=int(max(memory, 0)))
 
 
 def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Field(msgspec.Struct, frozen=True):
+class SettingField(msgspec.Struct, frozen=True):
     """One setting, in every form that an operator meets it in."""
 
     group: str
@@ -54,7 +54,7 @@ class Group(msgspec.Struct, frozen=True):
     name: str
     title: str
     """First line of the struct's docstring."""
-    fields: tuple[Field, ...]
+    fields: tuple[SettingField, ...]
 
 
 @functools.cache
@@ -73,20 +73,20 @@ def group_of(name: str, config: type[msgspec.Struct]) -> Group:
 
 
 @functools.cache
-def fields() -> Mapping[str, Field]:
+def fields() -> Mapping[str, SettingField]:
     """Every field by its path."""
     return {field.path: field for group in groups() for field in group.fields}
 
 
-def value_at(settings: Settings, field: Field) -> str | int | float | bool | None:
+def value_at(settings: Settings, field: SettingField) -> str | int | float | bool | None:
     """The value of one field, as YAML would write it."""
     return msgspec.to_builtins(getattr(getattr(settings, field.group), field.name))
 
 
-def _field(group: str, member: msgspec.structs.FieldInfo, annotation: object) -> Field:
+def _field(group: str, member: msgspec.structs.FieldInfo, annotation: object) -> SettingField:
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     shape = _unwrap(inspect.type_info(annotation))
-    return Field(
+    return SettingField(
         group=group,
         name=member.name,
         annotation=annotation,

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.fields import Field, Group, fields, groups
-from antiphon.config.given import Layer, nearest, parse
+from antiphon.config.fields import Group, SettingField, fields, groups
+from antiphon.config.sourced_value import Layer, nearest, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
-class Text(msgspec.Struct, frozen=True):
+class TypedText(msgspec.Struct, frozen=True):
     """What was typed, and the flag before it, spelled out."""
 
     text: str
     flag: str
 
 
-class Typed(msgspec.Struct, frozen=True):
+class ParsedFlags(msgspec.Struct, frozen=True):
     """A parsed command line: what was typed, and no default."""
 
-    settings: dict[str, Text]
+    settings: dict[str, TypedText]
     """By path."""
-    implied: dict[str, Text]
+    implied: dict[str, TypedText]
     """By path: what a typed flag needs beside its own value."""
     plain: dict[str, str]
     """By name: arguments that are no settings, such as `instance`."""
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         """Raise `ConfigError`, so that each mistake is told in one line, in one place."""
         raise ConfigError(message)
 
-    def parse(self, argv: Sequence[str]) -> Typed:
+    def parse(self, argv: Sequence[str]) -> ParsedFlags:
         """Read a command line without the program's name.
 
         Raises:
@@ -103,10 +103,10 @@ class Parser(argparse.ArgumentParser):
         return frozenset(self._option_string_actions)
 
 
-class Store(argparse.Action):
+class _StoreText(argparse.Action):
     """Keeps the text under the field's path, with the flag as spelled out by argparse."""
 
-    def __call__(  # noqa: D102
+    def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
@@ -121,9 +121,9 @@ class Store(argparse.Action):
         if (reason := parser.refused.get(flag, {}).get(values)) is not None:
             raise ConfigError(f"{flag} {values}: refused: {reason}")
         before = getattr(namespace, self.dest, None)
-        if isinstance(before, Text) and not before.flag.startswith("-"):
+        if isinstance(before, TypedText) and not before.flag.startswith("-"):
             raise ConfigError(f"{before.text}: the model is given by {flag} already")
-        setattr(namespace, self.dest, Text(values, flag))
+        setattr(namespace, self.dest, TypedText(values, flag))
 
 
 def add_settings(
@@ -145,32 +145,34 @@ def add_settings(
                 _add(section, field, _help(field, also.get(field.path, ())))
 
 
-def _add(section: argparse._ArgumentGroup, field: Field, help_: str) -> None:  # pyright: ignore[reportPrivateUsage]
+def _add(section: argparse._ArgumentGroup, field: SettingField, help_: str) -> None:  # pyright: ignore[reportPrivateUsage]
     if field.kind == "boolean":
         flags = (field.flag, f"--no-{field.flag[2:]}")
-        section.add_argument(*flags, dest=field.path, action=Store, nargs=0, help=help_)
+        section.add_argument(*flags, dest=field.path, action=_StoreText, nargs=0, help=help_)
     else:
         metavar = _metavar(field)
-        section.add_argument(field.flag, dest=field.path, action=Store, metavar=metavar, help=help_)
+        section.add_argument(
+            field.flag, dest=field.path, action=_StoreText, metavar=metavar, help=help_
+        )
 
 
-def _metavar(field: Field) -> str:
+def _metavar(field: SettingField) -> str:
     if field.choices:
         return "{" + ",".join(field.choices) + "}"
     return (field.unit or {"integer": "n", "number": "x"}.get(field.kind, "text")).upper()
 
 
-def _help(field: Field, also: Sequence[str]) -> str:
+def _help(field: SettingField, also: Sequence[str]) -> str:
     default = "" if field.default in (None, "") else f"default {field.default}"
     names = f"also {' '.join(also)}" if also else ""
     notes = "; ".join(note for note in (field.bounds, default, names) if note)
     return f"{field.help} [{notes}]".replace("%", "%%") if notes else field.help.replace("%", "%%")
 
 
-def _sort(namespace: dict[str, object]) -> Typed:
-    typed = Typed(settings={}, implied={}, plain={})
+def _sort(namespace: dict[str, object]) -> ParsedFlags:
+    typed = ParsedFlags(settings={}, implied={}, plain={})
     for name, value in namespace.items():
-        if not isinstance(value, Text):
+        if not isinstance(value, TypedText):
             typed.plain[name] = str(value)
         elif name.startswith(IMPLIED):
             typed.implied[name.removeprefix(IMPLIED)] = value
@@ -179,5 +181,5 @@ def _sort(namespace: dict[str, object]) -> Typed:
     return typed
 
 
-def _layer(texts: Mapping[str, Text]) -> Layer:
+def _layer(texts: Mapping[str, TypedText]) -> Layer:
     return {path: parse(entry.text, fields()[path], entry.flag) for path, entry in texts.items()}

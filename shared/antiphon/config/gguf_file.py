@@ -72,12 +72,12 @@ def read_gguf(file: Path, *, lists: bool = False) -> GgufHeader:
     """
     try:
         with file.open("rb") as stream:
-            return _Reader(stream, file, lists=lists).header()
+            return _GgufReader(stream, file, lists=lists).header()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
 
 
-class _Reader:
+class _GgufReader:
     def __init__(self, stream: IO[bytes], file: Path, *, lists: bool) -> None:
         self._stream, self._file, self._keeps_lists = stream, file, lists
 

@@ -18,8 +18,8 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields, value_at
 from antiphon.config.flags import Parser, add_settings
-from antiphon.config.given import Given, Layer, Value, nearest, parse, refusal
 from antiphon.config.settings import Settings
+from antiphon.config.sourced_value import Layer, SourcedValue, Value, nearest, parse, refusal
 from antiphon.config.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """Settings, and the source of each value that is not a default."""
 
     settings: Settings
-    given: Mapping[str, Given]
+    given: Mapping[str, SourcedValue]
 
 
 class ProcessArguments(msgspec.Struct, frozen=True):

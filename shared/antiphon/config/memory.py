@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from antiphon.config.card import ModelCard, item_bytes
-from antiphon.config.model import Dtype, Linear
+from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.tasks import Task
 
-IN_BYTES = (Linear.INT8, Linear.INT8_DYNAMIC)
+INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
 """How linears are kept that take a byte a weight."""
 LOGIT_BYTES = 4
 """Logits are float32, whatever the model is."""
@@ -16,11 +16,11 @@ LOGIT_COPIES = 3
 """The logits, what filters make of them, and the sorted or summed copy that is drawn from."""
 EXPANDED_BYTES_MAX = 512 * 1024**2
 """What keys and values that are made of latents take at most, with what they are made by."""
-SCORED_BYTES_MAX = 32 * 1024**2
+PROMPT_LOGITS_BYTES_MAX = 32 * 1024**2
 """Most memory that the logits of prompt tokens take at once: a long prompt is scored in pieces."""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """How the free memory is divided, in bytes. What is left may go to the cache.
 
     Attributes:
@@ -52,9 +52,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 def weight_bytes(
     card: ModelCard,
     dtype: Dtype,
-    linear: Linear,
+    linear: LinearFormat,
     *,
-    quantized: Linear = Linear.PLAIN,
+    quantized: LinearFormat = LinearFormat.PLAIN,
     count: int = 0,
 ) -> int:
     """What the parameters take; rounded ones a byte each, but for an embedding that is no head.
@@ -68,8 +68,8 @@ def weight_bytes(
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
-    stored = count * (1 if quantized in IN_BYTES else item) + _beside_bytes(card, dtype)
-    if linear not in IN_BYTES:
+    stored = count * (1 if quantized in INT8_FORMATS else item) + _beside_bytes(card, dtype)
+    if linear not in INT8_FORMATS:
         return stored + plain * item
     looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
     return stored + plain - looked_up + looked_up * item
@@ -117,15 +117,15 @@ def logits_bytes(card: ModelCard, rows: int) -> int:
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
 
 
-def scored_bytes(card: ModelCard, tokens: int) -> int:
+def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
     """The most that telling of the prompt takes in a step of `tokens` tokens."""
     if card.task is not Task.GENERATE:
         return 0
     row = card.vocabulary_size * LOGIT_BYTES
-    return LOGIT_COPIES * row * min(tokens, scored_rows(card.vocabulary_size))
+    return LOGIT_COPIES * row * min(tokens, prompt_logits_rows(card.vocabulary_size))
 
 
-def scored_rows(vocabulary_size: int, bytes_max: int = SCORED_BYTES_MAX) -> int:
+def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> int:
     """Tokens of prompts that are told of at once."""
     return max(1, bytes_max // (vocabulary_size * LOGIT_BYTES))
 

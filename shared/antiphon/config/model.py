@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from antiphon.config.completion_template import check_name
-from antiphon.config.quantization import Quantize
+from antiphon.config.quantization import QuantizationMethod
 from antiphon.config.schema import Bytes, Config, Cores, Help, Seed, Threads, Tokens
 
 
@@ -37,7 +37,7 @@ class CacheDtype(StrEnum):
         return self in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2)
 
 
-class Linear(StrEnum):
+class LinearFormat(StrEnum):
     """How the weights of linears are kept; `auto` packs them where the CPU's own kernels run.
 
     `plain` leaves the multiplication to torch, `packed` lays the same numbers out for our kernels.
@@ -89,14 +89,14 @@ class ModelConfig(Config):
         Dtype.AUTO
     )
     linear: Annotated[
-        Linear,
+        LinearFormat,
         Help(
             "How weights are kept: by torch, packed for the CPU, or rounded to 8 bits at loading; "
             "int8_dynamic rounds activations too. auto packs where the CPU's kernels are built."
         ),
-    ] = Linear.AUTO
+    ] = LinearFormat.AUTO
     quantization: Annotated[
-        Quantize | None,
+        QuantizationMethod | None,
         Help(
             "How the checkpoint's linears are stored, which must be what it says itself; of plain "
             "numbers, fp8 and torchao's round at loading. Unset: what the checkpoint says."

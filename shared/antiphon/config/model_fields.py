@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Fields = dict[str, msgspec.Raw]
 
-NAMES: Mapping[str, str] = {
+FIELD_ALIASES: Mapping[str, str] = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -40,7 +40,7 @@ NAMES: Mapping[str, str] = {
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
-HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
     "deepseek_v2": {"topk_method": "greedy"},
     "gemma": _GEMMA,
@@ -79,7 +79,7 @@ HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
 """By `model_type`: what holds where the file is silent, and is not what holds in most families."""
 
 _ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
-UNREAD: Mapping[str, tuple[str, ...]] = {
+IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "bert": _ONE_HEAD_COUNT,
     "gpt2": (*_ONE_HEAD_COUNT, "intermediate_size"),
     "gpt_neox": ("num_key_value_heads",),
@@ -89,24 +89,24 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
 }
 """By `model_type`: fields that transformers ignores for a family, and tools write all the same."""
 
-UNGATED = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
+UNGATED_MLP = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
 """Families whose feed-forward blocks have two linears, not three."""
-PLACED = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
+LEARNED_POSITIONS = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
 """Families that learn a vector for each position."""
-PADDED = frozenset({"roberta", "xlm-roberta"})
+PADDED_POSITIONS = frozenset({"roberta", "xlm-roberta"})
 """Families whose positions begin after that of padding, whose token's id it is."""
-REPEATED = frozenset({"jetmoe"})
+REPEATED_KV = frozenset({"jetmoe"})
 """Families that hand attention each key once for each expert of a token, and keep it as often."""
 
 
-def completed(config: Fields) -> Fields:
+def complete_config(config: Fields) -> Fields:
     """A config with the names that most families have, and with the habits of its own."""
     model_type = bytes(config.get("model_type", b"")).decode().strip('"')
-    unread = UNREAD.get(model_type, ())
+    unread = IGNORED_FIELDS.get(model_type, ())
     read = {name: value for name, value in config.items() if name not in unread}
-    renamed = {NAMES[name]: read[name] for name in read if name in NAMES}
+    renamed = {FIELD_ALIASES[name]: read[name] for name in read if name in FIELD_ALIASES}
     said = {name: value for name, value in {**renamed, **read}.items() if bytes(value) != b"null"}
-    habits = HABITS.get(model_type, {})
+    habits = FAMILY_DEFAULTS.get(model_type, {})
     added = {name: msgspec.Raw(msgspec.json.encode(habits[name])) for name in habits}
     return added | said
 

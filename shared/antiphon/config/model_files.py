@@ -10,9 +10,9 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.long_rotation import Factors, factors_of, with_factors
-from antiphon.config.model_fields import completed
-from antiphon.config.text_part import text_part
+from antiphon.config.longrope import Factors, longrope_factors, with_factors
+from antiphon.config.model_fields import complete_config
+from antiphon.config.text_model import text_model_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -62,7 +62,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         """
         if _object(self.overrides, "load.config_overrides"):
             return True
-        return self.factors() != factors_of(self._completed(), None)
+        return self.factors() != longrope_factors(self._completed(), None)
 
     def factors(self) -> Factors | None:
         """Which factors rotate it, if it is a longrope model.
@@ -70,7 +70,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: See `config`.
         """
-        return factors_of(self._completed(), self.context_tokens)
+        return longrope_factors(self._completed(), self.context_tokens)
 
     def config(self) -> bytes:
         """Return config.json, with the overrides and what it leaves unsaid in it.
@@ -81,7 +81,9 @@ class ModelFiles(msgspec.Struct, frozen=True):
             ConfigError: It is missing, or one of the two is no JSON object.
         """
         config = self._completed()
-        return msgspec.json.encode(with_factors(config, factors_of(config, self.context_tokens)))
+        return msgspec.json.encode(
+            with_factors(config, longrope_factors(config, self.context_tokens))
+        )
 
     def _completed(self) -> _Fields:
         file = self.folder / "config.json"
@@ -90,26 +92,26 @@ class ModelFiles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
-        said = text_part(_object(config, str(file)))
-        return completed(_override(said, overrides))
+        said = text_model_config(_object(config, str(file)))
+        return complete_config(_override(said, overrides))
 
 
-Place = Path | ModelFiles
+ModelLocation = Path | ModelFiles
 """A model's folder or its GGUF file, or what was found there."""
 
 
-def files_at(place: Place) -> ModelFiles:
+def files_at(location: ModelLocation) -> ModelFiles:
     """What is at a place, in whichever format.
 
     Raises:
         ConfigError: A GGUF file cannot be chosen, or an index is broken.
     """
-    return place if isinstance(place, ModelFiles) else find_files(place)
+    return location if isinstance(location, ModelFiles) else find_files(location)
 
 
 def find_files(
     path: Path,
-    asked: LoadFormat = LoadFormat.AUTO,
+    requested: LoadFormat = LoadFormat.AUTO,
     *,
     described_in: Path | None = None,
     overrides: str = "{}",
@@ -120,7 +122,7 @@ def find_files(
 
     Args:
         path: Its folder, or a GGUF file (of several, any).
-        asked: The format to look for.
+        requested: The format to look for.
         described_in: The folder of config.json; unset means beside the weights.
         overrides: See `ModelFiles`.
         mapped: See `ModelFiles`.
@@ -135,9 +137,9 @@ def find_files(
         names = [file.name for file in folder.glob("*.gguf") if _of_one(file.name, path.name)]
     elif not names and folder.is_dir():
         names = [file.name for file in folder.iterdir()]
-    if is_gguf(path) and asked is LoadFormat.AUTO:
-        asked = LoadFormat.GGUF
-    format_, chosen = weight_names(folder, names, asked)
+    if is_gguf(path) and requested is LoadFormat.AUTO:
+        requested = LoadFormat.GGUF
+    format_, chosen = weight_names(folder, names, requested)
     weights = tuple(folder / name for name in chosen)
     return ModelFiles(described_in or folder, format_, weights, overrides, mapped, context_tokens)
 
@@ -148,7 +150,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def weight_names(
-    folder: Path, names: Collection[str], asked: LoadFormat
+    folder: Path, names: Collection[str], requested: LoadFormat
 ) -> tuple[LoadFormat, list[str]]:
     """Choose the files of weights among the `names` of a folder (or of what it will hold).
 
@@ -157,9 +159,9 @@ def weight_names(
     Raises:
         ConfigError: Several GGUF files are not parts of one, or an index is broken.
     """
-    if asked is LoadFormat.DUMMY:
-        return asked, []
-    looked_for = list(ENDINGS) if asked is LoadFormat.AUTO else [asked]
+    if requested is LoadFormat.DUMMY:
+        return requested, []
+    looked_for = list(ENDINGS) if requested is LoadFormat.AUTO else [requested]
     for format_ in looked_for:
         if found := _of_format(folder, names, format_):
             return format_, sorted(found)

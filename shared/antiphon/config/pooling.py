@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import Place, files_at, find_files
-from antiphon.config.tasks import Task, looks_ahead
+from antiphon.config.model_files import ModelLocation, files_at, find_files
+from antiphon.config.tasks import Task, is_bidirectional
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ class PoolMode(StrEnum):
     """The mean of all."""
 
 
-class Squash(StrEnum):
+class PoolingActivation(StrEnum):
     """What a linear behind the pooling is followed by."""
 
     IDENTITY = "identity"
@@ -51,7 +51,7 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
     inputs: int
     outputs: int
     bias: bool
-    squash: Squash
+    squash: PoolingActivation
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +85,13 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join([*parts, *(["normalised"] if self.normalize else [])])
 
 
-def read_pooling(place: Place, card: ModelCard, *, embedding: bool = False) -> Pooling | None:
+def read_pooling(
+    location: ModelLocation, card: ModelCard, *, embedding: bool = False
+) -> Pooling | None:
     """How the model at a place pools; None if it answers texts.
 
     Args:
-        place: Holds config.json, and the files of sentence-transformers if there are any.
+        location: Holds config.json, and the files of sentence-transformers if there are any.
         card: Of the model there.
         embedding: Whether a model that answers texts is to embed them instead.
 
@@ -99,9 +101,9 @@ def read_pooling(place: Place, card: ModelCard, *, embedding: bool = False) -> P
     task = Task.EMBED if embedding and card.task is Task.GENERATE else card.task
     if task is Task.GENERATE:
         return None
-    files = files_at(place)
-    config = _convert(files.config(), files.folder / "config.json", _Config)
-    habit = _habit(card)
+    files = files_at(location)
+    config = _convert(files.config(), files.folder / "config.json", _PoolingFields)
+    habit = _default_mode(card)
     if task is Task.SCORE:
         return Pooling(
             task=task,
@@ -123,7 +125,7 @@ def read_pooling(place: Place, card: ModelCard, *, embedding: bool = False) -> P
     listing = files.folder / "modules.json"
     if not listing.exists():
         return pooling
-    return _followed(pooling, files.folder, _decode(listing, tuple[_Module, ...]))
+    return _apply_modules(pooling, files.folder, _decode(listing, tuple[_Module, ...]))
 
 
 def module_files(folder: Path) -> list[Path]:
@@ -144,18 +146,18 @@ def module_files(folder: Path) -> list[Path]:
     return files
 
 
-def _habit(card: ModelCard) -> PoolMode:
+def _default_mode(card: ModelCard) -> PoolMode:
     """A decoder's last token has seen all; encoders are trained for their first one."""
     if card.causal:
         return PoolMode.LAST
-    return PoolMode.CLS if looks_ahead(card.architecture) else PoolMode.MEAN
+    return PoolMode.CLS if is_bidirectional(card.architecture) else PoolMode.MEAN
 
 
 class _Sentence(msgspec.Struct):
     activation_fn: str | None = None
 
 
-class _Config(msgspec.Struct):
+class _PoolingFields(msgspec.Struct):
     problem_type: str | None = None
     classifier_pooling: PoolMode | None = None
     is_matryoshka: bool = False
@@ -203,7 +205,7 @@ _MODES = {
 _DROPPED = frozenset({"Transformer", "Dropout"})
 
 
-def _followed(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
+def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
     """A pooling with what modules.json lists, in its order."""
     pooling = msgspec.structs.replace(habit, normalize=False)
     for module in modules:
@@ -248,14 +250,14 @@ def _dense(path: str, file: Path, width: int) -> Dense:
     if said.in_features != width:
         raise ConfigError(f"{file}: in_features = {said.in_features}; what comes has {width}")
     name = said.activation_function.rpartition(".")[2].lower()
-    if name not in set(Squash):
+    if name not in set(PoolingActivation):
         raise ConfigError(f"{file}: activation_function {name} is not built")
     return Dense(
         folder=path,
         inputs=said.in_features,
         outputs=said.out_features,
         bias=said.bias,
-        squash=Squash(name),
+        squash=PoolingActivation(name),
     )
 
 

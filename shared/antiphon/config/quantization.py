@@ -16,7 +16,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 
 
-class Quantize(StrEnum):
+class QuantizationMethod(StrEnum):
     """Quantization methods, as `--quantization` names them."""
 
     FP8 = "fp8"
@@ -37,25 +37,25 @@ class Quantize(StrEnum):
     TORCHAO_INT4WO_128 = "torchao-int4wo-128"
 
 
-INT4_GROUPS: Mapping[Quantize, int] = {
-    Quantize.TORCHAO_INT4WO_32: 32,
-    Quantize.TORCHAO_INT4WO_64: 64,
-    Quantize.TORCHAO_INT4WO_128: 128,
+INT4_GROUPS: Mapping[QuantizationMethod, int] = {
+    QuantizationMethod.TORCHAO_INT4WO_32: 32,
+    QuantizationMethod.TORCHAO_INT4WO_64: 64,
+    QuantizationMethod.TORCHAO_INT4WO_128: 128,
 }
 """Inputs of a group, of the methods that have such."""
-TORCHAO = (Quantize.TORCHAO_INT8WO, *INT4_GROUPS)
+TORCHAO = (QuantizationMethod.TORCHAO_INT8WO, *INT4_GROUPS)
 """Methods by which the torchao package rounds at loading."""
-ONLINE = (Quantize.FP8, *TORCHAO)
+ONLINE = (QuantizationMethod.FP8, *TORCHAO)
 """Methods that also round a checkpoint of plain numbers, as it is loaded."""
-GPU_KERNELS: Mapping[Quantize, Quantize] = {
-    Quantize.AWQ_MARLIN: Quantize.AWQ,
-    Quantize.GPTQ_MARLIN: Quantize.GPTQ,
-    Quantize.MARLIN: Quantize.GPTQ,
+GPU_KERNELS: Mapping[QuantizationMethod, QuantizationMethod] = {
+    QuantizationMethod.AWQ_MARLIN: QuantizationMethod.AWQ,
+    QuantizationMethod.GPTQ_MARLIN: QuantizationMethod.GPTQ,
+    QuantizationMethod.MARLIN: QuantizationMethod.GPTQ,
 }
 """Faster ways on a GPU to multiply what another method stores."""
 
 
-class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
     """How the weights of some linears are stored.
 
     Attributes:
@@ -67,28 +67,28 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1
 
     @property
-    def steps(self) -> bool:
+    def int8_exact(self) -> bool:
         """Whether weights are whole multiples, up to 128, of one scale an output."""
         return False
 
     @property
-    def dynamic(self) -> bool:
+    def dynamic_activations(self) -> bool:
         """Whether the checkpoint asks for activations to be rounded too, each token by itself."""
         return False
 
 
-class Fp8(Scheme, frozen=True, kw_only=True):
+class Fp8(QuantizationScheme, frozen=True, kw_only=True):
     """e4m3; `block` is outputs and inputs of a block."""
 
     scale: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
 
 
-class OnlineFp8(Scheme, frozen=True, kw_only=True):
+class OnlineFp8(QuantizationScheme, frozen=True, kw_only=True):
     """Rounded to e4m3 at loading."""
 
 
-class Int8(Scheme, frozen=True, kw_only=True):
+class Int8(QuantizationScheme, frozen=True, kw_only=True):
     """Bytes. `rounds` is what `dynamic` says."""
 
     scale: Literal["tensor", "channel", "group"] = "channel"
@@ -97,47 +97,47 @@ class Int8(Scheme, frozen=True, kw_only=True):
     rounds: bool = False
 
     @property
-    def steps(self) -> bool:
+    def int8_exact(self) -> bool:
         """Only where zero is zero."""
         return self.scale != "group" and not self.zero_point
 
     @property
-    def dynamic(self) -> bool:
+    def dynamic_activations(self) -> bool:
         """As its config says of activations."""
         return self.rounds
 
 
-class LlmInt8(Scheme, frozen=True, kw_only=True):
+class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Bytes, as bitsandbytes stores them."""
 
     @property
-    def steps(self) -> bool:
+    def int8_exact(self) -> bool:
         """Always."""
         return True
 
 
-class TorchaoInt8(Scheme, frozen=True, kw_only=True):
+class TorchaoInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Rounded to bytes at loading, by torchao."""
 
     @property
-    def steps(self) -> bool:
+    def int8_exact(self) -> bool:
         """Always."""
         return True
 
 
-class TorchaoInt4(Scheme, frozen=True, kw_only=True):
+class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
     """Rounded to four bits at loading, by torchao; `group` is inputs of a group."""
 
     group: int
 
 
-class Awq(Scheme, frozen=True, kw_only=True):
+class Awq(QuantizationScheme, frozen=True, kw_only=True):
     """Four bits, eight outputs to a word."""
 
     group: int
 
 
-class Gptq(Scheme, frozen=True, kw_only=True):
+class Gptq(QuantizationScheme, frozen=True, kw_only=True):
     """Consecutive inputs to a word. `zero_added`: 1 in version 1 of the format, 0 in version 2."""
 
     bits: int
@@ -146,7 +146,7 @@ class Gptq(Scheme, frozen=True, kw_only=True):
     zero_added: int
 
 
-class Packed(Scheme, frozen=True, kw_only=True):
+class Packed(QuantizationScheme, frozen=True, kw_only=True):
     """The packed format of compressed-tensors."""
 
     bits: int
@@ -155,14 +155,14 @@ class Packed(Scheme, frozen=True, kw_only=True):
     ordered: bool = False
 
 
-class BitsAndBytes4(Scheme, frozen=True, kw_only=True):
+class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
     """Four bits that a table explains."""
 
     kind: Literal["nf4", "fp4"]
     nested: bool
 
 
-class Mxfp4(Scheme, frozen=True, kw_only=True):
+class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
     """E2M1, with a power of two for each 32."""
 
 
@@ -196,10 +196,10 @@ class Rule(msgspec.Struct, frozen=True):
     """Linears that are stored by one scheme."""
 
     targets: tuple[Pattern, ...]
-    scheme: Scheme
+    scheme: QuantizationScheme
 
 
-class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a model's linears are stored as.
 
     Attributes:
@@ -213,7 +213,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         spelled: Endings that some tools write, and those that they stand for.
     """
 
-    method: Quantize
+    method: QuantizationMethod
     rules: tuple[Rule, ...]
     plain: tuple[Pattern, ...] = ()
     head: bool = False
@@ -222,7 +222,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     blank: tuple[str, ...] = ()
     spelled: Mapping[str, str] = {}
 
-    def scheme(self, name: str) -> Scheme | None:
+    def scheme(self, name: str) -> QuantizationScheme | None:
         """How a linear is stored, by its name in the checkpoint; None: in plain numbers."""
         if any(pattern.matches(name) for pattern in self.plain):
             return None
@@ -231,7 +231,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                 return rule.scheme
         return None
 
-    def counted(self, tensor: str, items: int) -> int:
+    def weight_count(self, tensor: str, items: int) -> int:
         """How many weights a tensor of a checkpoint holds that is not of plain numbers.
 
         Returns:
@@ -243,22 +243,22 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                 return items * rule.scheme.count
         return 0
 
-    def beside(self, tensor: str) -> bool:
+    def is_auxiliary(self, tensor: str) -> bool:
         """Whether a tensor of plain numbers belongs to the weight of a linear, such as scales."""
-        return tensor.endswith(BESIDE) and not self.online
+        return tensor.endswith(AUXILIARY_TENSORS) and not self.online
 
     @property
-    def steps(self) -> bool:
+    def int8_exact(self) -> bool:
         """Whether all stored weights are whole multiples of one scale an output."""
-        return all(rule.scheme.steps for rule in self.rules)
+        return all(rule.scheme.int8_exact for rule in self.rules)
 
     @property
-    def dynamic(self) -> bool:
+    def dynamic_activations(self) -> bool:
         """Whether the checkpoint asks for rounded activations in all stored linears."""
-        return all(rule.scheme.dynamic for rule in self.rules)
+        return all(rule.scheme.dynamic_activations for rule in self.rules)
 
 
-BESIDE = (
+AUXILIARY_TENSORS = (
     ".weight_scale",
     ".weight_scale_inv",
     "._weight_scale",
@@ -281,12 +281,12 @@ ROUTERS = Pattern(r".*\.(gate|router|shared_expert_gate)$", "regex")
 """Small linears that choose experts: rounding them chooses others."""
 
 
-def online(method: Quantize) -> Quantization:
+def online_quantization(method: QuantizationMethod) -> QuantizationConfig:
     """What rounds the linears of a checkpoint of plain numbers as they are loaded."""
-    scheme: Scheme = OnlineFp8() if method is Quantize.FP8 else TorchaoInt8()
+    scheme: QuantizationScheme = OnlineFp8() if method is QuantizationMethod.FP8 else TorchaoInt8()
     if method in INT4_GROUPS:
         scheme = TorchaoInt4(group=INT4_GROUPS[method])
-    return Quantization(
+    return QuantizationConfig(
         method=method,
         rules=(Rule((Pattern("", "all"),), scheme),),
         plain=(ROUTERS,),
@@ -294,49 +294,52 @@ def online(method: Quantize) -> Quantization:
     )
 
 
-def chosen(
-    stored: Quantization | None, said: Quantize | None, *, gguf: bool = False
-) -> Quantization | None:
+def choose_quantization(
+    stored: QuantizationConfig | None, requested: QuantizationMethod | None, *, gguf: bool = False
+) -> QuantizationConfig | None:
     """What a model's linears are loaded by, of what its config and its operator say.
 
     Args:
         stored: What config.json says.
-        said: The operator's method; unset: the checkpoint's.
+        requested: The operator's method; unset: the checkpoint's.
         gguf: Whether the weights are in a GGUF file, which says by itself how they are stored.
 
     Raises:
         ConfigError: The two do not agree.
     """
-    if said is None or (gguf and said is Quantize.GGUF):
+    if requested is None or (gguf and requested is QuantizationMethod.GGUF):
         return None if gguf else stored
-    if gguf or said is Quantize.GGUF:
+    if gguf or requested is QuantizationMethod.GGUF:
         what = "is a GGUF file" if gguf else "is none"
-        raise ConfigError(f"model.quantization = {said}: the checkpoint {what}")
-    if stored is None and said in ONLINE:
-        return online(said)
-    if stored is None and said is Quantize.W8A8_INT8:
+        raise ConfigError(f"model.quantization = {requested}: the checkpoint {what}")
+    if stored is None and requested in ONLINE:
+        return online_quantization(requested)
+    if stored is None and requested is QuantizationMethod.W8A8_INT8:
         return W8A8_INT8
     if stored is None:
         raise ConfigError(
-            f"model.quantization = {said}: the checkpoint holds plain numbers, which only "
+            f"model.quantization = {requested}: the checkpoint holds plain numbers, which only "
             "fp8 and torchao's methods round at loading"
         )
-    if _agrees(stored, said):
+    if _agrees(stored, requested):
         return stored
-    raise ConfigError(f"model.quantization = {said}: the checkpoint's is {stored.method}")
+    raise ConfigError(f"model.quantization = {requested}: the checkpoint's is {stored.method}")
 
 
-def _agrees(stored: Quantization, said: Quantize) -> bool:
-    if said is Quantize.MARLIN:
-        return stored.method in (Quantize.GPTQ, Quantize.AWQ)
-    if said is Quantize.W8A8_INT8 and stored.method is Quantize.COMPRESSED_TENSORS:
+def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:
+    if requested is QuantizationMethod.MARLIN:
+        return stored.method in (QuantizationMethod.GPTQ, QuantizationMethod.AWQ)
+    if (
+        requested is QuantizationMethod.W8A8_INT8
+        and stored.method is QuantizationMethod.COMPRESSED_TENSORS
+    ):
         # The same weights, by the name of SGLang's kernel for them.
-        return stored.steps and stored.dynamic
-    return GPU_KERNELS.get(said, said) is stored.method
+        return stored.int8_exact and stored.dynamic_activations
+    return GPU_KERNELS.get(requested, requested) is stored.method
 
 
-W8A8_INT8 = Quantization(
-    method=Quantize.W8A8_INT8,
+W8A8_INT8 = QuantizationConfig(
+    method=QuantizationMethod.W8A8_INT8,
     rules=(Rule((Pattern("", "all"),), Int8(scale="channel", rounds=True)),),
     ignored=(".input_scale",),
 )

@@ -1,4 +1,4 @@
-"""`quantization_config` of a config.json, as each tool writes it, becomes a `Quantization`."""
+"""Parses `quantization_config` of config.json, in each tool's form, to `QuantizationConfig`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from antiphon.config.quantization import (
     Mxfp4,
     Packed,
     Pattern,
-    Quantization,
-    Quantize,
+    QuantizationConfig,
+    QuantizationMethod,
+    QuantizationScheme,
     Rule,
-    Scheme,
 )
 
 T = TypeVar("T")
@@ -35,13 +35,13 @@ ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".inp
 """Activations are not rounded by scales from elsewhere."""
 
 
-def read_quantization(config: bytes) -> Quantization | None:
+def read_quantization(config: bytes) -> QuantizationConfig | None:
     """What a config.json says of how its weights are stored; None: in plain numbers.
 
     Raises:
         ConfigError: A method or an option of one that is not read, or that nobody can mean.
     """
-    said = _decode(config, _Model)
+    said = _decode(config, _ModelQuantization)
     raw = said.quantization_config
     if bytes(raw) == b"null":
         raw = said.compression_config
@@ -53,7 +53,7 @@ def read_quantization(config: bytes) -> Quantization | None:
     return METHODS[method](raw)
 
 
-class _Model(msgspec.Struct):
+class _ModelQuantization(msgspec.Struct):
     # Not `Raw | None`, which msgspec takes for None alone.
     quantization_config: msgspec.Raw = msgspec.Raw(b"null")
     compression_config: msgspec.Raw = msgspec.Raw(b"null")
@@ -74,13 +74,13 @@ class _Fp8(msgspec.Struct):
     ignored_layers: Names = None
 
 
-def _fp8(raw: msgspec.Raw) -> Quantization:
+def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Fp8)
     scheme = Fp8(scale="tensor")
     if said.weight_block_size is not None:
         scheme = Fp8(scale="block", block=said.weight_block_size)
-    return Quantization(
-        method=Quantize.FP8,
+    return QuantizationConfig(
+        method=QuantizationMethod.FP8,
         rules=(Rule((EVERY,), scheme),),
         plain=_modules(said.modules_to_not_convert or said.ignored_layers),
         ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
@@ -94,7 +94,7 @@ class _W8a8(msgspec.Struct):
     modules_to_not_convert: Names = None
 
 
-def _w8a8_int8(raw: msgspec.Raw) -> Quantization:
+def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _W8a8)
     plain = _modules(said.modules_to_not_convert or said.ignore)
     return msgspec.structs.replace(W8A8_INT8, plain=plain)
@@ -108,15 +108,15 @@ class _Awq(msgspec.Struct):
     modules_to_not_convert: Names = None
 
 
-def _awq(raw: msgspec.Raw) -> Quantization:
+def _awq(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Awq)
     _only("version", said.version.lower(), "gemm")
     _only("bits", said.bits, 4)
     if not said.zero_point:
         raise _refused("zero_point false is not read")
     scheme = Awq(weight=".qweight", count=8, group=_group(said.group_size))
-    return Quantization(
-        method=Quantize.AWQ,
+    return QuantizationConfig(
+        method=QuantizationMethod.AWQ,
         rules=(Rule((EVERY,), scheme),),
         plain=_modules(said.modules_to_not_convert),
     )
@@ -133,7 +133,7 @@ class _Gptq(msgspec.Struct):
     dynamic: Mapping[str, msgspec.Raw] | None = None
 
 
-def _gptq(raw: msgspec.Raw) -> Quantization:
+def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Gptq)
     _only("bits", said.bits, 2, 4, 8)
     _only("checkpoint_format", said.checkpoint_format or "gptq", "gptq", "gptq_v2")
@@ -149,8 +149,8 @@ def _gptq(raw: msgspec.Raw) -> Quantization:
     named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
     # Which inputs belong to which group is said twice where they are in order.
     ignored = () if said.desc_act else (".g_idx",)
-    return Quantization(
-        method=Quantize.GPTQ,
+    return QuantizationConfig(
+        method=QuantizationMethod.GPTQ,
         rules=(Rule(_modules(named, head=True) or (EVERY,), scheme),),
         plain=(*_modules(said.modules_to_not_convert, head=said.lm_head), *_skipped(said.dynamic)),
         head=said.lm_head,
@@ -177,17 +177,17 @@ class _BitsAndBytes(msgspec.Struct):
     llm_int8_skip_modules: Names = None
 
 
-def _bitsandbytes(raw: msgspec.Raw) -> Quantization:
+def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _BitsAndBytes)
     _only("bnb_4bit_quant_storage", said.bnb_4bit_quant_storage or "uint8", "uint8")
     if said.load_in_4bit == said.load_in_8bit:
         raise _refused("one of load_in_4bit and load_in_8bit has to be true")
-    scheme: Scheme = LlmInt8()
+    scheme: QuantizationScheme = LlmInt8()
     if said.load_in_4bit:
         kind, nested = said.bnb_4bit_quant_type, said.bnb_4bit_use_double_quant
         scheme = BitsAndBytes4(count=2, kind=kind, nested=nested)
-    return Quantization(
-        method=Quantize.BITSANDBYTES,
+    return QuantizationConfig(
+        method=QuantizationMethod.BITSANDBYTES,
         rules=(Rule((EVERY,), scheme),),
         plain=_modules(said.llm_int8_skip_modules),
         ignored=(".weight_format",),
@@ -198,10 +198,10 @@ class _Mxfp4(msgspec.Struct):
     modules_to_not_convert: Names = None
 
 
-def _mxfp4(raw: msgspec.Raw) -> Quantization:
+def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Mxfp4)
-    return Quantization(
-        method=Quantize.MXFP4,
+    return QuantizationConfig(
+        method=QuantizationMethod.MXFP4,
         rules=(Rule((EVERY,), Mxfp4(weight="_blocks", count=2)),),
         plain=_modules(said.modules_to_not_convert),
     )
@@ -223,7 +223,7 @@ class _Torchao(msgspec.Struct):
     modules_to_not_convert: Names = None
 
 
-def _torchao(raw: msgspec.Raw) -> Quantization:
+def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Torchao)
     _only("quant_type", sorted(said.quant_type), ["default"])
     kind = said.quant_type["default"]
@@ -232,11 +232,11 @@ def _torchao(raw: msgspec.Raw) -> Quantization:
     if data.granularity is not None:
         _only("quant_type: granularity", data.granularity.type, "PerRow")
     weight = "._weight_qdata"
-    scheme: Scheme = Int8(weight=weight)
+    scheme: QuantizationScheme = Int8(weight=weight)
     if kind.type == "Float8WeightOnlyConfig":
         scheme = Fp8(scale="channel", weight=weight)
-    return Quantization(
-        method=Quantize.TORCHAO,
+    return QuantizationConfig(
+        method=QuantizationMethod.TORCHAO,
         rules=(Rule((EVERY,), scheme),),
         plain=_modules(said.modules_to_not_convert),
         spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
@@ -276,7 +276,7 @@ class _Compressed(msgspec.Struct):
     transform_config: Mapping[str, msgspec.Raw] | None = None
 
 
-def _compressed(raw: msgspec.Raw) -> Quantization:
+def _compressed(raw: msgspec.Raw) -> QuantizationConfig:
     said = _decode(raw, _Compressed)
     # The first versions left the status of the model in memory in what they saved compressed.
     _only("quantization_status", said.quantization_status, "compressed", "frozen")
@@ -290,8 +290,8 @@ def _compressed(raw: msgspec.Raw) -> Quantization:
     )
     if not rules:
         raise _refused("config_groups names no weights")
-    return Quantization(
-        method=Quantize.COMPRESSED_TENSORS,
+    return QuantizationConfig(
+        method=QuantizationMethod.COMPRESSED_TENSORS,
         rules=rules,
         plain=tuple(map(_target, said.ignore or ())),
         head=True,
@@ -306,7 +306,7 @@ def _target(text: str) -> Pattern:
     return EVERY if text == "Linear" else Pattern(text, "whole")
 
 
-def _scheme(name: str, group: _Group, format_: str) -> Scheme:
+def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     weights = group.weights
     if weights is None:
         raise _refused(f"config_groups.{name} names no weights")
@@ -333,7 +333,7 @@ def _scheme(name: str, group: _Group, format_: str) -> Scheme:
     return Int8(scale=scale, group=group_size, zero_point=not weights.symmetric, rounds=rounds)
 
 
-def _floats(name: str, weights: _Arguments) -> Scheme:
+def _floats(name: str, weights: _Arguments) -> QuantizationScheme:
     where = f"config_groups.{name}.weights"
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or "tensor"
@@ -345,7 +345,7 @@ def _floats(name: str, weights: _Arguments) -> Scheme:
     return Fp8(scale=scale, block=block)
 
 
-def _packed(name: str, weights: _Arguments) -> Scheme:
+def _packed(name: str, weights: _Arguments) -> QuantizationScheme:
     where = f"config_groups.{name}.weights"
     _only(f"{where}.type", weights.type, "int")
     _only(f"{where}.num_bits", weights.num_bits, 4, 8)
@@ -398,7 +398,7 @@ def _decode(content: bytes | msgspec.Raw, type_: type[T]) -> T:
         raise _refused(str(error)) from error
 
 
-METHODS: Mapping[str, Callable[[msgspec.Raw], Quantization]] = {
+METHODS: Mapping[str, Callable[[msgspec.Raw], QuantizationConfig]] = {
     "fp8": _fp8,
     "w8a8_int8": _w8a8_int8,
     "awq": _awq,

@@ -6,9 +6,9 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from antiphon.config.fields import Field, Group, groups
+from antiphon.config.fields import Group, SettingField, groups
 from antiphon.config.markdown import table
-from antiphon.config.sglang import Row, rows
+from antiphon.config.sglang import SglangArgument, rows
 
 PAGE = Path("docs/reference/configuration.md")
 
@@ -54,18 +54,18 @@ def _group(group: Group) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setting(field: Field) -> tuple[str, ...]:
+def _setting(field: SettingField) -> tuple[str, ...]:
     names = f"`{field.variable}`" if field.secret else f"`{field.flag}` `{field.variable}`"
     return f"`{field.path}`", names, _type(field), _default(field), field.help
 
 
-def _type(field: Field) -> str:
+def _type(field: SettingField) -> str:
     words = " · ".join(f"`{choice}`" for choice in field.choices) or field.kind
     notes = [note for note in (field.unit, f"`{field.bounds}`" if field.bounds else "") if note]
     return ", ".join([words, *notes, *(["or null"] if field.optional else [])])
 
 
-def _default(field: Field) -> str:
+def _default(field: SettingField) -> str:
     if field.default is None:
         return "unset"
     return f"`{field.default}`" if field.default != "" else "empty"
@@ -79,7 +79,7 @@ def _sglang() -> str:
     return "\n".join(sections)
 
 
-def _alias(row: Row) -> tuple[str, ...]:
+def _alias(row: SglangArgument) -> tuple[str, ...]:
     flags = " ".join(f"`{flag}`" for flag in row.flags)
     if row.path is not None:
         accepted = "other values" if row.refused_values else "any"

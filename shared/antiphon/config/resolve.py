@@ -6,21 +6,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.decided import Decided
 from antiphon.config.errors import ConfigError
-from antiphon.config.kept import Kept, keep
-from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, scored_bytes
-from antiphon.config.model import CacheDtype, Dtype, Linear
+from antiphon.config.memory import (
+    MemoryBudget,
+    activation_bytes,
+    gib,
+    logits_bytes,
+    prompt_logits_bytes,
+)
+from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.config.pooling import Pooling, PoolMode
+from antiphon.config.resolved_value import ResolvedValue
 from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
-from antiphon.config.steps import BOTH_WAYS, steps
+from antiphon.config.step_limits import BIDIRECTIONAL, resolve_step_limits
 from antiphon.config.tasks import Task
+from antiphon.config.weight_storage import WeightStorage, resolve_weight_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.config.card import ModelCard
-    from antiphon.config.device import Device
+    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
 
 _VALUE_WIDTH = 16
@@ -29,42 +35,42 @@ CACHED_BYTES_MAX = 64 << 20
 """Weights up to here are read from caches: steps are short, and the other services need a core."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ResolvedConfig(msgspec.Struct, frozen=True):
     """What the worker does. Nothing here is `auto` or unset."""
 
-    device: Decided[str]
-    dtype: Decided[Dtype]
-    quantization: Decided[str]
-    linear: Decided[Linear]
-    quantized: Decided[Linear]
-    implementation: Decided[str]
-    pooling: Decided[Pooling | None]
-    deterministic: Decided[bool]
-    bits: Decided[str]
-    threads: Decided[int]
-    context_tokens: Decided[int]
-    eos_ids: Decided[tuple[int, ...]]
-    page_tokens: Decided[int]
-    cache_dtype: Decided[CacheDtype]
-    cache_scales: Decided[str]
-    memory_bytes: Decided[int]
-    weight_bytes: Decided[int]
-    activation_bytes: Decided[int]
-    logit_bytes: Decided[int]
-    scored_bytes: Decided[int]
-    cache_pages: Decided[int]
-    cache_bytes: Decided[int]
-    cache_states: Decided[int]
-    state_bytes: Decided[int]
-    step_tokens: Decided[int]
-    whole_prompts: Decided[bool]
-    chunk_tokens: Decided[int]
-    fill_tokens: Decided[int]
-    mixed: Decided[bool]
-    prefix: Decided[bool]
-    running_max: Decided[int]
-    overlap: Decided[bool]
-    grammar: Decided[str]
+    device: ResolvedValue[str]
+    dtype: ResolvedValue[Dtype]
+    quantization: ResolvedValue[str]
+    linear: ResolvedValue[LinearFormat]
+    quantized: ResolvedValue[LinearFormat]
+    implementation: ResolvedValue[str]
+    pooling: ResolvedValue[Pooling | None]
+    deterministic: ResolvedValue[bool]
+    bits: ResolvedValue[str]
+    threads: ResolvedValue[int]
+    context_tokens: ResolvedValue[int]
+    eos_ids: ResolvedValue[tuple[int, ...]]
+    page_tokens: ResolvedValue[int]
+    cache_dtype: ResolvedValue[CacheDtype]
+    cache_scales: ResolvedValue[str]
+    memory_bytes: ResolvedValue[int]
+    weight_bytes: ResolvedValue[int]
+    activation_bytes: ResolvedValue[int]
+    logit_bytes: ResolvedValue[int]
+    scored_bytes: ResolvedValue[int]
+    cache_pages: ResolvedValue[int]
+    cache_bytes: ResolvedValue[int]
+    cache_states: ResolvedValue[int]
+    state_bytes: ResolvedValue[int]
+    step_tokens: ResolvedValue[int]
+    whole_prompts: ResolvedValue[bool]
+    chunk_tokens: ResolvedValue[int]
+    fill_tokens: ResolvedValue[int]
+    mixed: ResolvedValue[bool]
+    prefix: ResolvedValue[bool]
+    running_max: ResolvedValue[int]
+    overlap: ResolvedValue[bool]
+    grammar: ResolvedValue[str]
 
     @property
     def cache_tokens(self) -> int:
@@ -75,10 +81,10 @@ class Plan(msgspec.Struct, frozen=True):
 def resolve(
     settings: Settings,
     card: ModelCard,
-    device: Device,
+    device: HostDevice,
     pooling: Pooling | None = None,
-    implementation: Decided[str] | None = None,
-) -> Plan:
+    implementation: ResolvedValue[str] | None = None,
+) -> ResolvedConfig:
     """Decide everything that the operator left open. Pure; `device` was read before loading.
 
     Args:
@@ -93,17 +99,17 @@ def resolve(
             its largest step and the cache; it says what it would take. Or what was asked for
             cannot be held.
     """
-    layers = implementation or Decided(settings.model.implementation, "model.implementation")
+    layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
-    kept = keep(settings, card, dtype.value, linear)
+    kept = resolve_weight_storage(settings, card, dtype.value, linear)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
-    taken = steps(settings, card, device, context.value)
+    taken = resolve_step_limits(settings, card, device, context.value)
     step = taken.step_tokens
     drawing = min(settings.batching.running_max, step.value)
     memory = _memory(settings, card, device, dtype.value, kept.bytes.value, step.value)
@@ -113,33 +119,37 @@ def resolve(
     token_bytes = card.kv_bytes(cache_dtype.value)
     pages = _pages(settings, memory, token_bytes, context.value, held)
     overlap = _overlap(settings, device)
-    return Plan(
+    return ResolvedConfig(
         device=_device(settings, device),
         dtype=dtype,
         quantization=kept.quantization,
         linear=linear,
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
-        bits=_bits(device, card, dtype.value, linear.value, kept, cache_dtype.value),
+        bits=_numerics_digest(device, card, dtype.value, linear.value, kept, cache_dtype.value),
         implementation=layers,
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
-        eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
-        page_tokens=Decided(page_tokens, "cluster.page_tokens"),
+        eos_ids=ResolvedValue(
+            card.eos_ids, "config.json, generation_config.json and the tokenizer"
+        ),
+        page_tokens=ResolvedValue(page_tokens, "cluster.page_tokens"),
         cache_dtype=cache_dtype,
         cache_scales=_cache_scales(settings, cache_dtype.value),
         memory_bytes=_free(settings, memory.free, free),
         weight_bytes=kept.bytes,
-        activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
-        logit_bytes=Decided(memory.logits, f"{drawing} rows of the vocabulary"),
-        scored_bytes=Decided(memory.scored, "log-probabilities of a prompt, a piece of it at once"),
+        activation_bytes=ResolvedValue(memory.activations, f"{step.value} tokens in a step"),
+        logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of the vocabulary"),
+        scored_bytes=ResolvedValue(
+            memory.scored, "log-probabilities of a prompt, a piece of it at once"
+        ),
         cache_pages=pages,
-        cache_bytes=Decided(
+        cache_bytes=ResolvedValue(
             pages.value * page_tokens * token_bytes, f"{token_bytes} bytes a token"
         ),
         cache_states=states,
-        state_bytes=Decided(held, f"{state_bytes} bytes a state"),
+        state_bytes=ResolvedValue(held, f"{state_bytes} bytes a state"),
         step_tokens=step,
         whole_prompts=taken.whole_prompts,
         chunk_tokens=taken.chunk_tokens,
@@ -152,7 +162,7 @@ def resolve(
     )
 
 
-def table(plan: Plan) -> str:
+def table(plan: ResolvedConfig) -> str:
     """The plan as aligned lines: value and reason of each decision."""
     rows = list(_rows(plan))
     names = max(len(name) for name, _, _ in rows)
@@ -162,15 +172,15 @@ def table(plan: Plan) -> str:
     )
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _rows(plan: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     for name in plan.__struct_fields__:
-        decided: Decided[object] = getattr(plan, name)
+        decided: ResolvedValue[object] = getattr(plan, name)
         value = decided.value
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         yield name, shown or "none", decided.reason
 
 
-def _within(settings: Settings, device: Device) -> Device:
+def _within(settings: Settings, device: HostDevice) -> HostDevice:
     """What a worker may use of a machine."""
     model = settings.model
     return msgspec.structs.replace(
@@ -180,49 +190,49 @@ def _within(settings: Settings, device: Device) -> Device:
     )
 
 
-def _free(settings: Settings, used: int, free: int) -> Decided[int]:
+def _free(settings: Settings, used: int, free: int) -> ResolvedValue[int]:
     if used == settings.model.memory_bytes:
-        return Decided(used, f"model.memory_bytes, of {gib(free)} free")
-    return Decided(used, "free here, within the limits of the containers")
+        return ResolvedValue(used, f"model.memory_bytes, of {gib(free)} free")
+    return ResolvedValue(used, "free here, within the limits of the containers")
 
 
-def _device(settings: Settings, device: Device) -> Decided[str]:
+def _device(settings: Settings, device: HostDevice) -> ResolvedValue[str]:
     if settings.model.device == "auto":
-        return Decided(device.kind, "what this machine has")
-    return Decided(settings.model.device, "model.device")
+        return ResolvedValue(device.kind, "what this machine has")
+    return ResolvedValue(settings.model.device, "model.device")
 
 
-def _dtype(settings: Settings, card: ModelCard) -> Decided[Dtype]:
+def _dtype(settings: Settings, card: ModelCard) -> ResolvedValue[Dtype]:
     if settings.model.dtype is Dtype.AUTO:
-        return Decided(card.dtype, "the checkpoint's")
-    return Decided(settings.model.dtype, "model.dtype")
+        return ResolvedValue(card.dtype, "the checkpoint's")
+    return ResolvedValue(settings.model.dtype, "model.dtype")
 
 
-def _linear(settings: Settings, device: Device, dtype: Dtype) -> Decided[Linear]:
+def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedValue[LinearFormat]:
     said, lacking = settings.model.linear, device.lacking
     if lacking is None and dtype is Dtype.FLOAT16:
         lacking = "the CPU's own kernels do not compute in float16"
-    if said is Linear.AUTO and lacking is None:
-        return Decided(Linear.PACKED, "read at the speed of memory, and one copy")
-    if said is Linear.AUTO:
-        return Decided(Linear.PLAIN, lacking or "")
-    if said is not Linear.PLAIN and lacking is not None:
+    if said is LinearFormat.AUTO and lacking is None:
+        return ResolvedValue(LinearFormat.PACKED, "read at the speed of memory, and one copy")
+    if said is LinearFormat.AUTO:
+        return ResolvedValue(LinearFormat.PLAIN, lacking or "")
+    if said is not LinearFormat.PLAIN and lacking is not None:
         raise ConfigError(f"model.linear = {said}: {lacking}")
-    return Decided(said, "model.linear")
+    return ResolvedValue(said, "model.linear")
 
 
 def _cache_dtype(
-    settings: Settings, card: ModelCard, device: Device, dtype: Dtype
-) -> Decided[CacheDtype]:
+    settings: Settings, card: ModelCard, device: HostDevice, dtype: Dtype
+) -> ResolvedValue[CacheDtype]:
     said = settings.cache.dtype
     if said is CacheDtype.AUTO:
-        return Decided(CacheDtype(dtype.value), "what the model computes in")
+        return ResolvedValue(CacheDtype(dtype.value), "what the model computes in")
     if not said.eight_bits:
         if said.value != dtype.value:
             raise ConfigError(f"cache.dtype = {said}: the model computes in {dtype}")
-        return Decided(said, "cache.dtype, and what the model computes in")
+        return ResolvedValue(said, "cache.dtype, and what the model computes in")
     if not card.kv_bytes(dtype):
-        raise ConfigError(f"cache.dtype = {said}: {BOTH_WAYS}, and nothing is kept")
+        raise ConfigError(f"cache.dtype = {said}: {BIDIRECTIONAL}, and nothing is kept")
     lacking = device.lacking
     if lacking is None and dtype is Dtype.FLOAT16:
         lacking = "the CPU's own kernels do not compute in float16"
@@ -231,23 +241,25 @@ def _cache_dtype(
             f"cache.dtype = {said}: torch widens 0.1 to 0.2 billion numbers a second, a tenth of "
             f"what is read: {lacking}"
         )
-    return Decided(said, "cache.dtype; widened as attention reads it")
+    return ResolvedValue(said, "cache.dtype; widened as attention reads it")
 
 
-def _cache_scales(settings: Settings, kept: CacheDtype) -> Decided[str]:
+def _cache_scales(settings: Settings, kept: CacheDtype) -> ResolvedValue[str]:
     said = settings.cache.scales
     if said and not kept.eight_bits:
         raise ConfigError(f"cache.scales = {said}: the cache keeps {kept}, and only fp8 has scales")
     if said:
-        return Decided(said, "cache.scales")
+        return ResolvedValue(said, "cache.scales")
     if kept.eight_bits:
-        return Decided("", "the checkpoint's; 1.0 of layers without one")
-    return Decided("", "the cache is not in eight bits")
+        return ResolvedValue("", "the checkpoint's; 1.0 of layers without one")
+    return ResolvedValue("", "the cache is not in eight bits")
 
 
-def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard) -> Decided[bool]:
+def _deterministic(
+    settings: Settings, linear: ResolvedValue[LinearFormat], card: ModelCard
+) -> ResolvedValue[bool]:
     if not settings.model.deterministic:
-        return Decided(value=False, reason="model.deterministic")
+        return ResolvedValue(value=False, reason="model.deterministic")
     if card.states is not None:
         raise ConfigError(
             "model.deterministic: the recurrences of this model run in torch, which gives a row "
@@ -258,52 +270,61 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
             "model.deterministic: attention of this model runs in torch, which gives a row other "
             "bits in another batch"
         )
-    if linear.value is Linear.PLAIN:
+    if linear.value is LinearFormat.PLAIN:
         raise ConfigError(
             "model.deterministic: torch multiplies a row with other bits in another batch, and "
             f"model.linear is plain ({linear.reason})"
         )
     reason = "the CPU's own kernels give a row its bits whatever runs beside it"
-    return Decided(value=True, reason=reason)
+    return ResolvedValue(value=True, reason=reason)
 
 
-def _bits(
-    device: Device, card: ModelCard, dtype: Dtype, linear: Linear, kept: Kept, cache: CacheDtype
-) -> Decided[str]:
+def _numerics_digest(
+    device: HostDevice,
+    card: ModelCard,
+    dtype: Dtype,
+    linear: LinearFormat,
+    kept: WeightStorage,
+    cache: CacheDtype,
+) -> ResolvedValue[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
-    parts = {"dtype": str(dtype), "linear": str(linear), **kept.bits, **device.arithmetic}
+    parts = {"dtype": str(dtype), "linear": str(linear), **kept.numerics, **device.arithmetic}
     if cache.eight_bits:
         parts["cache"] = str(cache)
     if card.rope_factors is not None:
         parts["rope"] = card.rope_factors
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
-    return Decided(text, "what the bits of an answer depend on, beside the model")
+    return ResolvedValue(text, "what the bits of an answer depend on, beside the model")
 
 
 def _threads(
-    settings: Settings, device: Device, linear: Linear, weights_bytes: int
-) -> Decided[int]:
+    settings: Settings, device: HostDevice, linear: LinearFormat, weights_bytes: int
+) -> ResolvedValue[int]:
     if settings.model.threads is not None:
-        return Decided(settings.model.threads, "model.threads")
-    if linear is not Linear.PLAIN and weights_bytes >= CACHED_BYTES_MAX:
-        return Decided(device.cores, "all cores: the kernels wait for work, not for each other")
+        return ResolvedValue(settings.model.threads, "model.threads")
+    if linear is not LinearFormat.PLAIN and weights_bytes >= CACHED_BYTES_MAX:
+        return ResolvedValue(
+            device.cores, "all cores: the kernels wait for work, not for each other"
+        )
     threads = max(1, device.cores - 1)
-    if linear is Linear.PLAIN:
+    if linear is LinearFormat.PLAIN:
         # torch's threads spin at every barrier: beside busy neighbours, as many of them as there
         # are cores run up to 60 times slower than one fewer.
-        return Decided(threads, f"one fewer than the {device.cores} cores: torch's wait spinning")
-    return Decided(threads, f"one fewer than the {device.cores} cores: its steps are short")
+        return ResolvedValue(
+            threads, f"one fewer than the {device.cores} cores: torch's wait spinning"
+        )
+    return ResolvedValue(threads, f"one fewer than the {device.cores} cores: its steps are short")
 
 
-def _context(settings: Settings, card: ModelCard) -> Decided[int]:
+def _context(settings: Settings, card: ModelCard) -> ResolvedValue[int]:
     said = settings.model.context_tokens
     turned = "" if card.rope_factors is None else f", rotated by its {card.rope_factors} factors"
     if said is None:
         stretched = " times its rotation's factor" if card.rope_kind == "dynamic" else ""
         reason = f"max_position_embeddings of the model{stretched}{turned}"
-        return Decided(card.context_tokens, reason)
+        return ResolvedValue(card.context_tokens, reason)
     check_context(settings, card)
-    return Decided(said, f"model.context_tokens{turned}")
+    return ResolvedValue(said, f"model.context_tokens{turned}")
 
 
 def check_context(settings: Settings, card: ModelCard) -> None:
@@ -322,26 +343,28 @@ def check_context(settings: Settings, card: ModelCard) -> None:
         )
 
 
-def _fit(context: Decided[int], cache_tokens: int) -> Decided[int]:
+def _fit(context: ResolvedValue[int], cache_tokens: int) -> ResolvedValue[int]:
     if context.value <= cache_tokens:
         return context
-    return Decided(cache_tokens, f"the pool holds no more of {context.value} ({context.reason})")
+    return ResolvedValue(
+        cache_tokens, f"the pool holds no more of {context.value} ({context.reason})"
+    )
 
 
 def _memory(
     settings: Settings,
     card: ModelCard,
-    device: Device,
+    device: HostDevice,
     dtype: Dtype,
     weights: int,
     step_tokens: int,
-) -> Memory:
-    memory = Memory(
+) -> MemoryBudget:
+    memory = MemoryBudget(
         free=device.memory_bytes,
         weights=weights,
         activations=activation_bytes(card, dtype, step_tokens),
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
-        scored=scored_bytes(card, step_tokens),
+        scored=prompt_logits_bytes(card, step_tokens),
     )
     if memory.weights > memory.free:
         limit = settings.model.memory_bytes
@@ -351,16 +374,18 @@ def _memory(
 
 
 def _pages(
-    settings: Settings, memory: Memory, token_bytes: int, context_tokens: int, held: int
-) -> Decided[int]:
+    settings: Settings, memory: MemoryBudget, token_bytes: int, context_tokens: int, held: int
+) -> ResolvedValue[int]:
     """How many pages there are; `held` bytes of the pool are states."""
     page_tokens = settings.cluster.page_tokens
     page_bytes = page_tokens * token_bytes
     if settings.cache.tokens_max is not None:
-        return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
+        return _requested_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)
     if not page_bytes:
-        return Decided(enough, f"they only count tokens: {BOTH_WAYS}, and nothing is kept")
+        return ResolvedValue(
+            enough, f"they only count tokens: {BIDIRECTIONAL}, and nothing is kept"
+        )
     pool = _pool_bytes(settings, memory)
     pages = (pool.value - held) // page_bytes
     if pages < 1:
@@ -373,15 +398,15 @@ def _pages(
                 f"{gib(pool.value)} exceeds the {gib(memory.rest)} that weights and the largest "
                 f"step leave: {memory}"
             )
-        return Decided(pages, pool.reason)
+        return ResolvedValue(pages, pool.reason)
     if enough < pages:
-        return Decided(enough, f"{settings.batching.running_max} requests of full context")
-    return Decided(pages, pool.reason)
+        return ResolvedValue(enough, f"{settings.batching.running_max} requests of full context")
+    return ResolvedValue(pages, pool.reason)
 
 
-def _said_pages(
-    tokens_max: int, page_tokens: int, page_bytes: int, memory: Memory, held: int
-) -> Decided[int]:
+def _requested_pages(
+    tokens_max: int, page_tokens: int, page_bytes: int, memory: MemoryBudget, held: int
+) -> ResolvedValue[int]:
     """The operator's own size, which must fit all the same: found out now, not in mid-service."""
     pages = tokens_max // page_tokens
     if pages < 1:
@@ -390,10 +415,10 @@ def _said_pages(
         raise ConfigError(
             f"cache.tokens_max = {tokens_max}: its {gib(pages * page_bytes)} do not fit: {memory}"
         )
-    return Decided(pages, f"cache.tokens_max = {tokens_max}")
+    return ResolvedValue(pages, f"cache.tokens_max = {tokens_max}")
 
 
-def _pool_bytes(settings: Settings, memory: Memory) -> Decided[int]:
+def _pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:
     """Bytes for the pool: a share of what the rest leaves, or the rest of a share of all.
 
     The latter may exceed what there is.
@@ -402,59 +427,61 @@ def _pool_bytes(settings: Settings, memory: Memory) -> Decided[int]:
     if cache.static_ratio is not None:
         share = int(memory.free * cache.static_ratio) - memory.weights
         reason = f"cache.static_ratio = {cache.static_ratio} of {memory}"
-        return Decided(max(share, 0), reason)
+        return ResolvedValue(max(share, 0), reason)
     share = int(memory.rest * cache.memory_ratio)
     if share > cache.bytes_max:
-        return Decided(cache.bytes_max, f"cache.bytes_max = {gib(cache.bytes_max)}; {memory}")
-    return Decided(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {memory}")
+        return ResolvedValue(cache.bytes_max, f"cache.bytes_max = {gib(cache.bytes_max)}; {memory}")
+    return ResolvedValue(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {memory}")
 
 
-def _pooling(settings: Settings, pooling: Pooling | None) -> Decided[Pooling | None]:
+def _pooling(settings: Settings, pooling: Pooling | None) -> ResolvedValue[Pooling | None]:
     if pooling is None:
-        return Decided(None, "texts are answered")
+        return ResolvedValue(None, "texts are answered")
     if settings.model.embedding and pooling.task is Task.EMBED:
-        return Decided(pooling, "model.embedding, and the files of sentence-transformers if any")
-    return Decided(pooling, f"a model of the architecture can {pooling.task}")
+        return ResolvedValue(
+            pooling, "model.embedding, and the files of sentence-transformers if any"
+        )
+    return ResolvedValue(pooling, f"a model of the architecture can {pooling.task}")
 
 
-def _prefix(prefix: Decided[bool], pooling: Pooling | None) -> Decided[bool]:
+def _prefix(prefix: ResolvedValue[bool], pooling: Pooling | None) -> ResolvedValue[bool]:
     if prefix.value and pooling is not None and pooling.mode is not PoolMode.LAST:
         reason = f"the {pooling.mode} of a text takes the vectors of tokens that a cache leaves out"
-        return Decided(value=False, reason=reason)
+        return ResolvedValue(value=False, reason=reason)
     return prefix
 
 
-def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> Decided[str]:
+def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> ResolvedValue[str]:
     if pooling is not None:
-        return Decided("none", "nothing is generated")
+        return ResolvedValue("none", "nothing is generated")
     if not card.eos_ids:
-        return Decided("none", "the model names no token that ends an answer")
-    return Decided(settings.grammar.backend, "grammar.backend")
+        return ResolvedValue("none", "the model names no token that ends an answer")
+    return ResolvedValue(settings.grammar.backend, "grammar.backend")
 
 
-def _overlap(settings: Settings, device: Device) -> Decided[bool]:
+def _overlap(settings: Settings, device: HostDevice) -> ResolvedValue[bool]:
     if not settings.batching.overlap:
-        return Decided(value=False, reason="batching.overlap")
+        return ResolvedValue(value=False, reason="batching.overlap")
     if device.kind == "cpu":
         reason = "the CPU does not compute apart from the worker that plans"
-        return Decided(value=False, reason=reason)
-    return Decided(value=True, reason="batching.overlap")
+        return ResolvedValue(value=False, reason=reason)
+    return ResolvedValue(value=True, reason="batching.overlap")
 
 
 def _running(
     settings: Settings,
     pages: int,
     step_tokens: int,
-    states: Decided[int],
+    states: ResolvedValue[int],
     *,
     overlap: bool,
-) -> Decided[int]:
+) -> ResolvedValue[int]:
     """A running request holds at least a page and its states, and decodes a token in each step."""
     each = OVERLAPPED if overlap else RUNNING
     if states.value and settings.batching.running_max > states.value // each:
-        return Decided(min(pages, step_tokens, states.value // each), f"{each} states each")
+        return ResolvedValue(min(pages, step_tokens, states.value // each), f"{each} states each")
     if settings.batching.running_max > step_tokens:
-        return Decided(min(pages, step_tokens), "all of them fit in a step")
+        return ResolvedValue(min(pages, step_tokens), "all of them fit in a step")
     if settings.batching.running_max > pages:
-        return Decided(pages, "one page each")
-    return Decided(settings.batching.running_max, "batching.running_max")
+        return ResolvedValue(pages, "one page each")
+    return ResolvedValue(settings.batching.running_max, "batching.running_max")

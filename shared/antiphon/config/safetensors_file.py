@@ -17,7 +17,7 @@ HEADER_BYTES_MAX = 100 * 1000**2
 Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class SafetensorsEntry(msgspec.Struct, frozen=True):
     """One tensor, its offsets counted from the end of the header."""
 
     dtype: str
@@ -25,11 +25,11 @@ class Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Offset, Offset]
 
 
-class Header(msgspec.Struct, frozen=True):
+class SafetensorsHeader(msgspec.Struct, frozen=True):
     """What a file says of itself. `data_start` is where its tensors begin."""
 
     data_start: int
-    entries: dict[str, Entry]
+    entries: dict[str, SafetensorsEntry]
 
     @property
     def bytes_expected(self) -> int:
@@ -38,7 +38,7 @@ class Header(msgspec.Struct, frozen=True):
         return self.data_start + max(ends, default=0)
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> SafetensorsHeader:
     """Read a header; whether the tensors follow is not looked at.
 
     Raises:
@@ -54,9 +54,11 @@ def read_header(file: Path) -> Header:
             raise ConfigError(f"{file}: cut short: its header has {len(text)} of {length} bytes")
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
+        entries = {
+            name: msgspec.json.decode(entry, type=SafetensorsEntry) for name, entry in raw.items()
+        }
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-    return Header(8 + length, entries)
+    return SafetensorsHeader(8 + length, entries)

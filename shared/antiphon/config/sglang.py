@@ -27,7 +27,7 @@ PARTLY_HELD = frozenset({"remote_code"})
 """Entries of `HOLDS` that keep a part of what the argument promises."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class SglangArgument(msgspec.Struct, frozen=True):
     """One SGLang argument.
 
     Attributes:
@@ -95,7 +95,7 @@ class Row(msgspec.Struct, frozen=True):
         )
 
 
-class Argument(msgspec.Struct, frozen=True):
+class ArgumentStatus(msgspec.Struct, frozen=True):
     """One SGLang argument as `antiphon config arguments --json` lists it."""
 
     name: str
@@ -107,7 +107,7 @@ class Argument(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[SglangArgument, ...]:
     """Every SGLang argument, by concern."""
     return tuple(_row(*line) for line in _table("sglang_flags.tsv"))
 
@@ -122,11 +122,11 @@ def values() -> Mapping[str, Mapping[str, str]]:
     return refused
 
 
-def arguments() -> tuple[Argument, ...]:
+def arguments() -> tuple[ArgumentStatus, ...]:
     """Every SGLang argument with its status and the test that shows it."""
     tests = dict(_table("argument_tests.tsv"))
     return tuple(
-        Argument(
+        ArgumentStatus(
             name=row.name,
             flags=row.flags,
             status=row.status,
@@ -144,8 +144,10 @@ def _table(name: str) -> Iterator[list[str]]:
         yield line.split("\t")
 
 
-def _row(group: str, flags: str, takes: str, neutral: str, answer: str, would: str) -> Row:
-    return Row(
+def _row(
+    group: str, flags: str, takes: str, neutral: str, answer: str, would: str
+) -> SglangArgument:
+    return SglangArgument(
         group=group,
         flags=tuple(flags.split()),
         takes=takes,

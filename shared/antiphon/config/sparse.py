@@ -74,7 +74,7 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
     query: int | None
 
     @property
-    def kept(self) -> int:
+    def cached_width(self) -> int:
         """Numbers of a token in the cache, a layer."""
         return self.latent + self.position
 
@@ -85,7 +85,10 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
         if self.query is not None:
             queries = self.query * (hidden + heads * key)
         return (
-            queries + hidden * self.kept + self.up_parameters(heads) + heads * self.value * hidden
+            queries
+            + hidden * self.cached_width
+            + self.up_parameters(heads)
+            + heads * self.value * hidden
         )
 
     def up_parameters(self, heads: int) -> int:
@@ -94,7 +97,7 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
 
     def token_numbers(self, heads: int) -> int:
         """About what a token's queries and their results take in one layer."""
-        return heads * (2 * self.kept + 2 * (self.content + self.position) + 2 * self.value)
+        return heads * (2 * self.cached_width + 2 * (self.content + self.position) + 2 * self.value)
 
 
 def experts_of(fields: SparseFields, layers: int, dense_width: int) -> ExpertsCard | None:

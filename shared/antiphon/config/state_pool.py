@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.config.decided import Decided
 from antiphon.config.errors import ConfigError
 from antiphon.config.memory import gib
+from antiphon.config.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
-    from antiphon.config.memory import Memory
+    from antiphon.config.memory import MemoryBudget
     from antiphon.config.settings import Settings
 
 RUNNING = 2
@@ -20,8 +20,8 @@ may still read when nobody needs it any more."""
 
 
 def state_count(
-    settings: Settings, state_bytes: int, memory: Memory, pool: Decided[int]
-) -> Decided[int]:
+    settings: Settings, state_bytes: int, memory: MemoryBudget, pool: ResolvedValue[int]
+) -> ResolvedValue[int]:
     """Divide the pool between pages and states, those of running requests and checkpoints.
 
     Args:
@@ -35,7 +35,7 @@ def state_count(
             not fit.
     """
     if not state_bytes:
-        return Decided(0, "no layer keeps a state")
+        return ResolvedValue(0, "no layer keeps a state")
     cache = settings.cache
     if cache.checkpoint_tokens % settings.cluster.page_tokens:
         raise ConfigError(
@@ -48,8 +48,8 @@ def state_count(
                 f"cache.states_max = {cache.states_max}: a request has {RUNNING} states of"
                 f" {gib(state_bytes)}: {memory}"
             )
-        return Decided(cache.states_max, f"cache.states_max = {cache.states_max}")
+        return ResolvedValue(cache.states_max, f"cache.states_max = {cache.states_max}")
     count = int(pool.value * cache.states_ratio / (1 + cache.states_ratio)) // state_bytes
     if count < RUNNING:
         raise ConfigError(f"no memory for the {RUNNING} states of one request: {pool.reason}")
-    return Decided(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")
+    return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")

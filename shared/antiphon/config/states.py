@@ -7,7 +7,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 
 
-class States(msgspec.Struct, frozen=True):
+class RecurrentStates(msgspec.Struct, frozen=True):
     """The states of one sequence.
 
     Attributes:
@@ -37,7 +37,7 @@ class States(msgspec.Struct, frozen=True):
         return tokens * 16 * self.channels
 
 
-def read_states(architecture: str, config: bytes) -> States | None:
+def read_states(architecture: str, config: bytes) -> RecurrentStates | None:
     """The states of a model of this architecture; None: it has none.
 
     Raises:
@@ -61,12 +61,12 @@ class _FalconH1(msgspec.Struct):
     mamba_d_state: int = 256
     mamba_d_conv: int = 4
 
-    def states(self) -> States:
+    def states(self) -> RecurrentStates:
         """Every layer has attention and a state."""
         width = self.mamba_n_heads * self.mamba_d_head
         channels = width + 2 * self.mamba_n_groups * self.mamba_d_state
         projected = 2 * width + channels + self.mamba_n_heads
-        return States(
+        return RecurrentStates(
             layers=self.num_hidden_layers,
             attending=self.num_hidden_layers,
             convolved=(self.mamba_d_conv - 1) * channels,
@@ -87,7 +87,7 @@ class _Qwen3Next(msgspec.Struct):
     full_attention_interval: int = 4
     layer_types: tuple[str, ...] | None = None
 
-    def states(self) -> States:
+    def states(self) -> RecurrentStates:
         """A layer has attention or a state."""
         attending = self.num_hidden_layers // self.full_attention_interval
         if self.layer_types is not None:
@@ -95,7 +95,7 @@ class _Qwen3Next(msgspec.Struct):
         values = self.linear_num_value_heads * self.linear_value_head_dim
         channels = 2 * self.linear_num_key_heads * self.linear_key_head_dim + values
         projected = channels + 2 * values + 2 * self.linear_num_value_heads
-        return States(
+        return RecurrentStates(
             layers=self.num_hidden_layers - attending,
             attending=attending,
             convolved=(self.linear_conv_kernel_dim - 1) * channels,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from antiphon.config.text_part import BESIDE_TEXT, sees
+from antiphon.config.text_model import VISION_PREFIXES, is_multimodal
 
 
 class Task(StrEnum):
@@ -34,7 +34,7 @@ ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
 as wide as the stream before the last."""
 
 
-def looks_ahead(architecture: str) -> bool:
+def is_bidirectional(architecture: str) -> bool:
     """Whether a token sees what comes after it: a text is computed in one piece, and not cached."""
     return architecture.startswith(ENCODERS)
 
@@ -45,11 +45,11 @@ _OTHER_HEADS = (
 )
 
 
-def unread(architecture: str) -> tuple[str, ...]:
+def unused_prefixes(architecture: str) -> tuple[str, ...]:
     """How tensors of a checkpoint begin that were trained for another task than this one."""
-    if sees(architecture):
-        return (*BESIDE_TEXT, *(f"model.{name}" for name in BESIDE_TEXT))
-    if not looks_ahead(architecture) or task_of(architecture) is not Task.EMBED:
+    if is_multimodal(architecture):
+        return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+    if not is_bidirectional(architecture) or task_of(architecture) is not Task.EMBED:
         return ()
     return _OTHER_HEADS
 

@@ -29,7 +29,7 @@ KeyHash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 Rank = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
-_ANYBODY = "default"
+_DEFAULT_TENANT = "default"
 """The tenant of whoever needs no key of the file, and so needs none in it."""
 
 
@@ -75,7 +75,7 @@ class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}
         for name, tenant in self.tenants.items():
-            if not tenant.keys and name != _ANYBODY:
+            if not tenant.keys and name != _DEFAULT_TENANT:
                 raise ValueError(f"tenant {name} has no key")
             for key in tenant.keys:
                 if (other := owners.setdefault(key, name)) != name:

@@ -12,14 +12,14 @@ from antiphon.config.gguf_file import read_gguf
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.config.safetensors_file import read_header
-from antiphon.config.text_part import text_name
+from antiphon.config.text_model import text_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from antiphon.config.model_files import ModelFiles
-    from antiphon.config.quantization import Quantization
+    from antiphon.config.quantization import QuantizationConfig
 
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
@@ -47,7 +47,7 @@ class Weights(msgspec.Struct, frozen=True):
 def read_weights(
     files: ModelFiles,
     item_bytes: int,
-    quantization: Quantization | None = None,
+    quantization: QuantizationConfig | None = None,
     passed_over: tuple[str, ...] = (),
 ) -> Weights:
     """Add up the headers of what is there; no tensor is read, and a file that is missing is none.
@@ -74,8 +74,10 @@ def read_weights(
                 continue
             size_bytes += tensor_bytes
             if dtype is None and files.format is not LoadFormat.GGUF:
-                quantized += count if quantization is None else quantization.counted(name, count)
-            elif quantization is None or not quantization.beside(name):
+                quantized += (
+                    count if quantization is None else quantization.weight_count(name, count)
+                )
+            elif quantization is None or not quantization.is_auxiliary(name):
                 counts[dtype] += count
     common = counts.most_common(1)
     dtype = common[0][0] if common else None

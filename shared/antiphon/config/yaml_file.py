@@ -12,12 +12,12 @@ import yaml
 
 from antiphon.config.aliases import rows_by_key, translate
 from antiphon.config.errors import ConfigError
-from antiphon.config.fields import Field, fields, groups, value_at
-from antiphon.config.given import Given, Layer, nearest, parse, refusal
+from antiphon.config.fields import SettingField, fields, groups, value_at
+from antiphon.config.sourced_value import Layer, SourcedValue, nearest, parse, refusal
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
-    from antiphon.config.sglang import Row
+    from antiphon.config.sglang import SglangArgument
 
 
 def read_yaml(path: Path) -> Layer:
@@ -79,7 +79,7 @@ def yaml_text(settings: Settings) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def _flat(row: Row, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
+def _flat(row: SglangArgument, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
     """One of SGLang's keys: what it sets, and what that needs beside."""
     if value is None or value == [] or (value is False and row.takes == "switch"):
         return {}, {}
@@ -92,7 +92,7 @@ def _flat(row: Row, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
     return layer, implied
 
 
-def _text(value: object, row: Row) -> str:
+def _text(value: object, row: SglangArgument) -> str:
     """A value of YAML as it is typed on the command line."""
     if value is True and row.takes == "switch":
         return ""
@@ -116,17 +116,17 @@ def _mapping(tree: object, where: str) -> dict[str, object]:
         raise ConfigError(f"{where}: must be a mapping of names to values") from error
 
 
-def _field(path: str, file: Path) -> Field:
+def _field(path: str, file: Path) -> SettingField:
     known = fields()
     if path not in known:
         raise ConfigError(f"{file}: {path}: no such setting{nearest(path, known)}")
     return known[path]
 
 
-def _given(value: object, field: Field, file: Path) -> Given:
+def _given(value: object, field: SettingField, file: Path) -> SourcedValue:
     if field.secret:
         # Files are copied, mounted and committed.
         raise ConfigError(f"{file}: {field.path}: a secret comes by {field.variable} only")
     if value is None or isinstance(value, str | int | float | bool):
-        return Given(value, str(file))
+        return SourcedValue(value, str(file))
     raise refusal(field, value, str(file))

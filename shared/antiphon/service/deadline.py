@@ -20,7 +20,7 @@ def remaining_s(deadline_unix_ms: int, clock: Clock) -> float:
     return max(0.0, (deadline_unix_ms - clock.unix_ms()) / 1000)
 
 
-class Timed(Protocol):
+class HasDeadline(Protocol):
     """A call that says until when it is waited for."""
 
     @property
@@ -34,7 +34,7 @@ class Timed(Protocol):
         ...
 
 
-def time_left_s(call: Timed, clock: Clock) -> float:
+def time_left_s(call: HasDeadline, clock: Clock) -> float:
     """Time that is left of a call that has just come; 0 if none is.
 
     It counts from the receipt: the caller's clock may be seconds away from ours.
@@ -44,7 +44,7 @@ def time_left_s(call: Timed, clock: Clock) -> float:
     return max(0.0, call.left_ms / 1000)
 
 
-def check(call: Timed, clock: Clock) -> float:
+def check(call: HasDeadline, clock: Clock) -> float:
     """Time that is left of a call that has just come, and it is more than nothing.
 
     Raises:

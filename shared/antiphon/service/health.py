@@ -4,52 +4,52 @@ from __future__ import annotations
 
 import asyncio
 
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 
 
-class Health:
+class ProcessHealth:
     """The state of this process: starting, then ready, then draining; never back."""
 
     def __init__(self) -> None:
-        self._state = State.STARTING
+        self._state = ProcessState.STARTING
         self._changed = asyncio.Event()
-        self._untold: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     @property
-    def state(self) -> State:
+    def state(self) -> ProcessState:
         """What health checks and heartbeats say."""
         return self._state
 
     def ready(self) -> None:
         """Begin to take work."""
-        assert self._state is State.STARTING
-        self._move(State.READY)
+        assert self._state is ProcessState.STARTING
+        self._move(ProcessState.READY)
 
     def draining(self) -> None:
         """Take no new work; what was accepted goes on."""
-        self._move(State.DRAINING)
+        self._move(ProcessState.DRAINING)
 
     def changed(self) -> None:
         """Send a heartbeat at once: something that it says is news, such as who leads."""
         self._changed.set()
 
-    async def tell(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send a heartbeat at once, and return when it is out, or could not be sent."""
         told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._untold.append(told)
+        self._waiters.append(told)
         self.changed()
         await told
 
-    def take_untold(self) -> list[asyncio.Future[None]]:
+    def take_waiters(self) -> list[asyncio.Future[None]]:
         """Who waits for the heartbeat that is sent next. For the heartbeat only."""
-        untold, self._untold = self._untold, []
+        untold, self._waiters = self._waiters, []
         return untold
 
-    async def change(self) -> None:
+    async def wait_changed(self) -> None:
         """Wait for the next change. One waiter only: the heartbeat."""
         await self._changed.wait()
         self._changed.clear()
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: ProcessState) -> None:
         self._state = state
         self.changed()

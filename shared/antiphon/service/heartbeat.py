@@ -9,73 +9,77 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.digest import digest
 from antiphon.service.deadline import deadline_in
-from antiphon.service.endpoint import Follow
-from antiphon.service.peers import Change
+from antiphon.service.endpoint import StreamEndpoint
+from antiphon.service.peers import PeerChange
 from antiphon.service.service import Report, Runtime, Service
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat
-from antiphon.wire.routes import DISCOVER, HEARS, HEARTBEAT
+from antiphon.wire.routes import DISCOVER, HEARTBEAT, HEARTBEAT_SOURCES
 
 if TYPE_CHECKING:
-    from antiphon.service.name import Name
+    from antiphon.service.instance_name import InstanceName
     from antiphon.service.peers import Peer
 
 log = logging.getLogger(__name__)
 
-_ANSWER_PAUSE_S = 0.1
+_REPLY_JITTER_S = 0.1
 
 
-class Pulse:
+class Heartbeater:
     """Says that this process lives, asks who else does, and lets the table of peers judge."""
 
-    def __init__(self, service: Service, runtime: Runtime, name: Name, health_port: int) -> None:
+    def __init__(
+        self, service: Service, runtime: Runtime, name: InstanceName, health_port: int
+    ) -> None:
         self._service = service
         self._runtime = runtime
         self._name = name
         self._health_port = health_port
         self._config_digest = digest(runtime.settings.cluster)
-        self._answering = False
+        self._reply_pending = False
 
     async def listen(self) -> None:
         """Hear those heartbeats that the route table says our role does, and questions."""
-        self._runtime.peers.on_refuse(self._count_refused)
+        self._runtime.peers.on_reject(self._count_refused)
         role, instance = self._service.role, self._runtime.process.instance
-        heard = [{"role": str(other)} for other in HEARS.get(role, ())]
-        if role not in HEARS.get(role, ()):
+        heard = [{"role": str(other)} for other in HEARTBEAT_SOURCES.get(role, ())]
+        if role not in HEARTBEAT_SOURCES.get(role, ()):
             # Our own all the same: that they come back shows that the link is whole, and others
             # under our name show that we have lost it.
             heard.append({"role": str(role), "instance": instance})
         for address in heard:
-            await self._runtime.listen(Follow(route=HEARTBEAT, apply=self._hear, address=address))
-        await self._runtime.listen(Follow(route=DISCOVER, apply=self._asked))
-        self._runtime.bus.link.on_join(self._joined)
-        await self._joined()
+            await self._runtime.listen(
+                StreamEndpoint(route=HEARTBEAT, apply=self._on_heartbeat, address=address)
+            )
+        await self._runtime.listen(StreamEndpoint(route=DISCOVER, apply=self._on_discover))
+        self._runtime.bus.link.on_connect(self._on_connected)
+        await self._on_connected()
 
-    async def beat(self) -> None:
+    async def send_periodically(self) -> None:
         """Send a heartbeat each `heartbeat_s` and at each change, until cancelled."""
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
-            untold = self._runtime.health.take_untold()
+            untold = self._runtime.health.take_waiters()
             await self.send()
             for waits in untold:
                 if not waits.done():
                     waits.set_result(None)
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._runtime.health.change()
+                    await self._runtime.health.wait_changed()
             except TimeoutError:
                 continue
 
-    async def judge(self) -> None:
+    async def watch_peers(self) -> None:
         """Draw verdicts of the peers that we hear whenever one is due, until cancelled."""
-        if self._service.role not in HEARS:
+        if self._service.role not in HEARTBEAT_SOURCES:
             return
         peers, link = self._runtime.peers, self._runtime.bus.link
-        peers.watch(self._forget_age)
-        self._runtime.metrics.settle_with(self._tell_ages)
+        peers.watch(self._remove_peer_age)
+        self._runtime.metrics.before_collect(self._export_peer_ages)
         while True:
-            due_s = peers.judge(link_up=link.up, joins=link.joins)
+            due_s = peers.update_liveness(link_up=link.up, connect_count=link.connect_count)
             await asyncio.sleep(due_s)
 
     async def send(self) -> None:
@@ -95,7 +99,7 @@ class Pulse:
 
     def _heartbeat(self) -> Heartbeat:
         runtime = self._runtime
-        starting = runtime.health.state is State.STARTING
+        starting = runtime.health.state is ProcessState.STARTING
         report = Report(load=0) if starting else self._service.report()
         patience_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
         return Heartbeat(
@@ -114,7 +118,7 @@ class Pulse:
             not_after_unix_ms=deadline_in(patience_s, runtime.clock),
         )
 
-    async def _joined(self) -> None:
+    async def _on_connected(self) -> None:
         """Ask who is there: at the start, and whenever the broker is back."""
         self._runtime.health.changed()
         try:
@@ -122,32 +126,32 @@ class Pulse:
         except EngineError:
             self._runtime.metrics.bus_errors.labels("discover").inc()
 
-    def _hear(self, beat: Heartbeat) -> None:
-        self._runtime.peers.hear(beat)
-        if self._runtime.peers.take_rival() is not None:
-            self._name.doubt()
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self._runtime.peers.on_heartbeat(beat)
+        if self._runtime.peers.take_name_conflict() is not None:
+            self._name.recheck()
 
     def _count_refused(self, reason: str) -> None:
         self._runtime.metrics.peers_refused.labels(reason).inc()
 
-    def _asked(self, question: Discover) -> None:
+    def _on_discover(self, question: Discover) -> None:
         """Answer after a pause of our own: a whole cluster is asked at once."""
         if question.asker == self._runtime.process:
             return
-        if not self._answering:
-            self._answering = True
-            pause_s = random.uniform(0, _ANSWER_PAUSE_S)  # noqa: S311  # spreads load
-            asyncio.get_running_loop().call_later(pause_s, self._answer)
+        if not self._reply_pending:
+            self._reply_pending = True
+            pause_s = random.uniform(0, _REPLY_JITTER_S)  # noqa: S311  # spreads load
+            asyncio.get_running_loop().call_later(pause_s, self._reply_to_discover)
 
-    def _answer(self) -> None:
-        self._answering = False
+    def _reply_to_discover(self) -> None:
+        self._reply_pending = False
         self._runtime.health.changed()
 
-    def _tell_ages(self) -> None:
+    def _export_peer_ages(self) -> None:
         peers, age = self._runtime.peers, self._runtime.metrics.peer_age
         for peer in peers.all():
-            age.labels(peer.beat.role, peer.process.instance).set(peers.age_s(peer))
+            age.labels(peer.heartbeat.role, peer.process.instance).set(peers.age_s(peer))
 
-    def _forget_age(self, change: Change, peer: Peer) -> None:
-        if change is Change.DIED:
-            self._runtime.metrics.peer_age.remove(peer.beat.role, peer.process.instance)
+    def _remove_peer_age(self, change: PeerChange, peer: Peer) -> None:
+        if change is PeerChange.DIED:
+            self._runtime.metrics.peer_age.remove(peer.heartbeat.role, peer.process.instance)

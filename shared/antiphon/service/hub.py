@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.given import nearest
 from antiphon.config.memory import gib
 from antiphon.config.model_files import weight_names
 from antiphon.config.models import MODELS
+from antiphon.config.sourced_value import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
+METADATA_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Config, tokenizer, templates: what every process of a model reads."""
 
 DENSE = ("*_Dense/*",)
@@ -81,12 +81,14 @@ def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = 
     try:
         return _fetch(repo, load, weights=weights, endpoint=endpoint)
     except (errors.RepositoryNotFoundError, errors.LocalEntryNotFoundError) as error:
-        raise ConfigError(f"{repo}: {_said(error, load)}{nearest(repo, MODELS)}") from error
+        raise ConfigError(
+            f"{repo}: {_describe_error(error, load)}{nearest(repo, MODELS)}"
+        ) from error
     except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
-        raise ConfigError(f"{repo}: {_said(error, load)}") from error
+        raise ConfigError(f"{repo}: {_describe_error(error, load)}") from error
 
 
-def published(
+def list_published_files(
     repo: str, load: LoadConfig, *, endpoint: str | None = None
 ) -> dict[str, PublishedFile]:
     """Ask the hub for the files of a model's first folder.
@@ -101,7 +103,7 @@ def published(
     try:
         return _published(HfApi(endpoint=endpoint), repo, load.revision or None)
     except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
-        raise ConfigError(f"{repo}: {_said(error, load)}") from error
+        raise ConfigError(f"{repo}: {_describe_error(error, load)}") from error
 
 
 def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) -> Path:
@@ -120,7 +122,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
         )
         return Path(folder)
 
-    folder = have(DESCRIPTION)
+    folder = have(METADATA_PATTERNS)
     if not weights:
         return folder
     files = _known(HfApi(endpoint=endpoint), repo, folder, load)
@@ -129,7 +131,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
         size_bytes = sum(files[name].size_bytes for name in missing if name in files)
         _refuse_full_disk(repo, folder, size_bytes)
         log.info("fetching", extra={"model": repo, "files": len(missing), "bytes": size_bytes})
-    return have([*DESCRIPTION, *DENSE, *names])
+    return have([*METADATA_PATTERNS, *DENSE, *names])
 
 
 def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, PublishedFile]:
@@ -165,7 +167,7 @@ def _refuse_full_disk(repo: str, folder: Path, size_bytes: int) -> None:
         )
 
 
-def _said(error: Exception, load: LoadConfig) -> str:
+def _describe_error(error: Exception, load: LoadConfig) -> str:
     """What went wrong, in words of ours where an operator can do something."""
     from huggingface_hub import errors  # noqa: PLC0415
 

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.service.counts import OK, RouteCounts
-from antiphon.service.refusals import Refusals, SharedStateBroken
+from antiphon.service.dropped_messages import DroppedMessages, SharedStateBroken
+from antiphon.service.route_metrics import OK, RouteMetrics
 from antiphon.wire.codec import MalformedMessage
 from antiphon.wire.errors import (
     EngineError,
@@ -64,7 +64,7 @@ class InboxLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
+class _PendingCall:
     """A call that is owed an answer."""
 
     delivery: Delivery
@@ -86,34 +86,34 @@ class RequestInbox:
         *,
         calls: asyncio.TaskGroup,
         limits: InboxLimits,
-        counts: RouteCounts,
+        counts: RouteMetrics,
     ) -> None:
         self._route = route
         self._handler = handler
         self._calls = calls
         self._slots = asyncio.Semaphore(limits.slots)
-        self._places = limits.slots + limits.backlog
+        self._capacity = limits.slots + limits.backlog
         self._counts = counts
-        self._refusals = Refusals(route, counts)
-        self._taken: set[_Taken] = set()
+        self._refusals = DroppedMessages(route, counts)
+        self._pending: set[_PendingCall] = set()
         self._open = True
 
     @property
     def empty(self) -> bool:
         """Whether every call that was taken is answered."""
-        return not self._taken
+        return not self._pending
 
     def deliver(self, delivery: Delivery) -> None:
         """Take the call, or refuse it at once."""
         if not self._open:
             self._refuse(delivery, LEAVING)
-        elif len(self._taken) >= self._places:
-            text = f"{self._route} has {self._places} calls in flight, its limit"
+        elif len(self._pending) >= self._capacity:
+            text = f"{self._route} has {self._capacity} calls in flight, its limit"
             self._refuse(delivery, Overloaded(text, retry_after_s=OVERLOADED_RETRY_S))
         else:
-            call = _Taken(delivery, time.monotonic())
-            self._taken.add(call)
-            self._counts.open(len(self._taken))
+            call = _PendingCall(delivery, time.monotonic())
+            self._pending.add(call)
+            self._counts.open(len(self._pending))
             self._calls.create_task(self._run(call), name=self._route)
 
     def shut(self) -> None:
@@ -123,41 +123,41 @@ class RequestInbox:
     async def close(self) -> None:
         """Answer the calls whose task was cancelled before it began."""
         self.shut()
-        for call in list(self._taken):
-            self._settle(call, LEAVING)
+        for call in list(self._pending):
+            self._fail(call, LEAVING)
 
-    async def _run(self, call: _Taken) -> None:
+    async def _run(self, call: _PendingCall) -> None:
         try:
             async with self._slots:
                 reply = await self._handler(call.delivery)
             call.delivery.respond(reply)
         except asyncio.CancelledError:
-            self._settle(call, LEAVING)
+            self._fail(call, LEAVING)
             raise
         except EngineError as error:
-            self._settle(call, error)
+            self._fail(call, error)
         except Exception:
             log.exception("handler failed", extra={"route": self._route})
-            self._settle(call, Internal("internal error"))
+            self._fail(call, Internal("internal error"))
         else:
-            self._forget(call, OK)
+            self._finish(call, OK)
 
-    def _settle(self, call: _Taken, error: EngineError) -> None:
+    def _fail(self, call: _PendingCall, error: EngineError) -> None:
         if isinstance(error, MalformedMessage):
-            self._refusals.note(error)
+            self._refusals.record(error)
         elif isinstance(error, InvalidRequest):
             log.info("call refused", extra={"route": self._route, "reason": error.message})
-        answer(call.delivery, error, self._counts)
-        self._forget(call, error.code)
+        send_error(call.delivery, error, self._counts)
+        self._finish(call, error.code)
 
-    def _forget(self, call: _Taken, outcome: str) -> None:
-        self._taken.discard(call)
-        self._counts.open(len(self._taken))
+    def _finish(self, call: _PendingCall, outcome: str) -> None:
+        self._pending.discard(call)
+        self._counts.open(len(self._pending))
         self._counts.answered(time.monotonic() - call.since_s, outcome)
 
     def _refuse(self, delivery: Delivery, error: EngineError) -> None:
         self._counts.refused(error.code)
-        answer(delivery, error, self._counts)
+        send_error(delivery, error, self._counts)
 
 
 class StreamInbox:
@@ -174,13 +174,13 @@ class StreamInbox:
         apply: Callable[[Delivery], None],
         *,
         calls: asyncio.TaskGroup,
-        counts: RouteCounts,
+        counts: RouteMetrics,
     ) -> None:
         self._route = route
         self._apply = apply
         self._calls = calls
         self._counts = counts
-        self._refusals = Refusals(route, counts)
+        self._refusals = DroppedMessages(route, counts)
 
     @property
     def empty(self) -> bool:
@@ -197,7 +197,7 @@ class StreamInbox:
             log.exception("shared state is broken", extra={"route": self._route})
             self._calls.create_task(_fail(error), name=self._route)
         except Exception as error:  # noqa: BLE001  # logged there, with its traceback
-            self._counts.dropped(time.monotonic() - since_s, self._refusals.note(error))
+            self._counts.dropped(time.monotonic() - since_s, self._refusals.record(error))
         else:
             self._counts.applied(time.monotonic() - since_s)
 
@@ -212,7 +212,7 @@ async def _fail(error: SharedStateBroken) -> None:
     raise error
 
 
-def answer(delivery: Delivery, error: EngineError, counts: RouteCounts) -> None:
+def send_error(delivery: Delivery, error: EngineError, counts: RouteMetrics) -> None:
     """Send an error to whoever waits for one. Never raises: a reply must not end the service."""
     extra = {"subject": delivery.subject, "code": error.code}
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from antiphon.service.counts import RouteCounts
+from antiphon.service.route_metrics import RouteMetrics
 from antiphon.service.tasks import Tasks
 from antiphon.wire.errors import Unavailable
 
 if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
-    from antiphon.bus.discovery import Endpoint as Tally
+    from antiphon.bus.discovery import EndpointCounters as Tally
     from antiphon.bus.transport import Subscription
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.inbox import Inbox, InboxLimits
@@ -22,13 +22,13 @@ class Listener:
     """One endpoint that is listened to. A `Subscription`: draining it ends it."""
 
     def __init__(
-        self, subscription: Subscription, inbox: Inbox, tally: Tally, *, takes_work: bool
+        self, subscription: Subscription, inbox: Inbox, tally: Tally, *, accepts_work: bool
     ) -> None:
-        self.tally = tally
+        self.counters = tally
         self._subscription = subscription
         self._inbox = inbox
         self._drained = False
-        self.takes_work = takes_work
+        self.accepts_work = accepts_work
 
     @property
     def ended(self) -> bool:
@@ -60,7 +60,7 @@ class Listeners:
         self._calls = Tasks()
         self._listeners: list[Listener] = []
         self._draining = False
-        self.tallies: list[Tally] = []
+        self.counters: list[Tally] = []
         """What happened on each endpoint; the same list for ever, for the discovery verbs."""
 
     async def __aenter__(self) -> Self:
@@ -80,19 +80,19 @@ class Listeners:
         if self._draining:
             raise Unavailable("a draining process opens nothing", retry_after_s=0.0)
         self._listeners = [listener for listener in self._listeners if not listener.ended]
-        self.tallies[:] = [listener.tally for listener in self._listeners]
-        tally = endpoint.tally(self._bus)
-        inbox = endpoint.inbox(self._calls, self._limits, RouteCounts(self._metrics, tally))
+        self.counters[:] = [listener.counters for listener in self._listeners]
+        tally = endpoint.counters(self._bus)
+        inbox = endpoint.inbox(self._calls, self._limits, RouteMetrics(self._metrics, tally))
         subscription = await endpoint.listen(self._bus, inbox.deliver)
-        listener = Listener(subscription, inbox, tally, takes_work=endpoint.takes_work)
+        listener = Listener(subscription, inbox, tally, accepts_work=endpoint.accepts_work)
         self._listeners.append(listener)
-        self.tallies.append(tally)
+        self.counters.append(tally)
         return listener
 
     async def drain_work(self) -> None:
         """Stop listening to whatever brings new work, and wait for the calls that run."""
         self._draining = True
-        await self._drain([listener for listener in self._listeners if listener.takes_work])
+        await self._drain([listener for listener in self._listeners if listener.accepts_work])
 
     async def drain(self) -> None:
         """Stop listening to everything, and wait for the calls that run."""

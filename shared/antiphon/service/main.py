@@ -26,12 +26,12 @@ from antiphon.bus.nats import LinkErrors, NatsTransport
 from antiphon.config.digest import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
-from antiphon.service.name import Replaced
+from antiphon.service.instance_name import Replaced
 from antiphon.service.parent import die_with
-from antiphon.service.run import Surroundings, serve
+from antiphon.service.run import ProcessContext, serve
 from antiphon.service.sockets import CannotStart
 from antiphon.telemetry import log as logs
-from antiphon.wire.base import WIRE_VERSION, Process, Role, State
+from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
@@ -82,7 +82,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
     try:
         if arguments.parent_pid is not None:
             die_with(arguments.parent_pid)
-        around = _surroundings(Role(role), arguments)
+        around = _process_context(Role(role), arguments)
         service = build(arguments.settings)
     except (CannotStart, ConfigError, EngineError) as error:
         log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
@@ -102,22 +102,22 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
         return runner.run(_until_signal(service, around))
 
 
-def _surroundings(role: Role, arguments: ProcessArguments) -> Surroundings:
+def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
     settings = arguments.settings
     if not settings.bus.url:
         raise CannotStart("no NATS server is named; say --bus-url nats://host:port")
     process = Process(instance=InstanceId(arguments.instance), incarnation=new_incarnation())
     transport = NatsTransport(settings.bus, name=arguments.instance)
-    around = Surroundings(
+    around = ProcessContext(
         settings=settings,
         bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
-        on_started=_calm_collector,
+        on_started=tune_gc,
     )
-    _count(around.metrics, transport.errors)
+    _export_link_errors(around.metrics, transport.errors)
     return around
 
 
-def _calm_collector() -> None:
+def tune_gc() -> None:
     """Have the garbage collector look at what is made from here on, and less often.
 
     What the start has made stays: in a worker it took 0.2 s each time, in which no step began.
@@ -128,16 +128,16 @@ def _calm_collector() -> None:
     gc.set_threshold(_YOUNG_MAX, *older)
 
 
-def _count(metrics: Metrics, errors: LinkErrors) -> None:
+def _export_link_errors(metrics: Metrics, errors: LinkErrors) -> None:
     """Show what goes wrong out of anybody's sight: above all what a slow receiver lost."""
     metrics.link_errors.labels("dropped").set_function(lambda: errors.dropped)
     metrics.link_errors.labels("forbidden").set_function(lambda: errors.forbidden)
     metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
 
 
-async def _until_signal(service: Service, around: Surroundings) -> int:
+async def _until_signal(service: Service, context: ProcessContext) -> int:
     stop = asyncio.Event()
-    leave_s = around.settings.service.drain_timeout_s + _LEAVE_S
+    leave_s = context.settings.service.drain_timeout_s + _LEAVE_S
 
     def on_signal(number: int) -> None:
         if stop.is_set():
@@ -150,15 +150,15 @@ async def _until_signal(service: Service, around: Surroundings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     try:
-        await serve(service, around, stop)
+        await serve(service, context, stop)
     except Exception as error:  # noqa: BLE001  # here and in the inbox
-        code = _failed(error, starting=around.health.state is State.STARTING)
-        return _leave(code, quiet=code in (CANNOT_START, REPLACED))
+        code = _failed(error, starting=context.health.state is ProcessState.STARTING)
+        return _bound_exit(code, quiet=code in (CANNOT_START, REPLACED))
     else:
-        return _leave(0, quiet=False)
+        return _bound_exit(0, quiet=False)
 
 
-def _leave(code: int, *, quiet: bool) -> int:
+def _bound_exit(code: int, *, quiet: bool) -> int:
     """Bound what is left: to join threads, of which one that hangs must not keep the process.
 
     Args:
@@ -177,7 +177,7 @@ def _leave(code: int, *, quiet: bool) -> int:
 
 def _failed(error: Exception, *, starting: bool) -> int:
     """Say it: an operating condition at the start in a line, anything else with its traceback."""
-    causes = list(_leaves(error))
+    causes = list(_leaf_errors(error))
     if all(isinstance(cause, Replaced) for cause in causes):
         log.error("replaced", extra={"reason": str(causes[0])})
         return REPLACED
@@ -191,12 +191,12 @@ def _failed(error: Exception, *, starting: bool) -> int:
     return FAILED
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def _leaf_errors(error: BaseException) -> Iterator[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
     for member in cast("BaseExceptionGroup[BaseException]", error).exceptions:
-        yield from _leaves(member)
+        yield from _leaf_errors(member)
 
 
 @contextmanager

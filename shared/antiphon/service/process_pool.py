@@ -16,9 +16,9 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from antiphon.service.fair_queue import FairQueue, OwnerQuota
 from antiphon.service.parent import die_with
 from antiphon.service.tasks import Tasks, isolated
-from antiphon.service.turns import Admission, Turns
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Internal, Unavailable
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class ProcessPool:
         self._command = tuple(command)
         self._job_s = job_s
         self._start_s = start_s
-        self._turns = Turns(processes)
-        self._admission = Admission(jobs_max=jobs_max, bytes_max=bytes_max, owners_max=_OWNERS_MAX)
+        self._queue = FairQueue(processes)
+        self._quota = OwnerQuota(jobs_max=jobs_max, bytes_max=bytes_max, owners_max=_OWNERS_MAX)
         self._memory_bytes_max = memory_bytes_max
         self._children: set[Process] = set()
         self._idle: list[Process] = []
@@ -112,12 +112,12 @@ class ProcessPool:
             Internal: The child ended, as if the job needs more memory than it may have.
             Unavailable: The process is leaving, or a child does not start.
         """
-        with self._admission.admit(owner, len(job)):
+        with self._quota.admit(owner, len(job)):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._turns.take(owner)
+                    await self._queue.acquire(owner)
                     result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-                    self._tasks.create_task(isolated(self._do, job, result))
+                    self._tasks.create_task(isolated(self._run_job, job, result))
                     return await result
             except TimeoutError:
                 raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
@@ -125,7 +125,7 @@ class ProcessPool:
     async def close(self) -> None:
         """Kill every child, those that are starting too, and wait for them for a bounded time."""
         self._closed = True
-        self._turns.close()
+        self._queue.close()
         idle, self._idle = self._idle, []
         for child in self._children:
             _kill(child)
@@ -138,11 +138,11 @@ class ProcessPool:
         if self.pids:
             log.error("child processes do not end", extra={"pids": self.pids})
 
-    async def _do(self, job: bytes, result: asyncio.Future[bytes]) -> None:
+    async def _run_job(self, job: bytes, result: asyncio.Future[bytes]) -> None:
         """Have a child do a job to its end, whether or not its caller stays."""
         failure: EngineError = Internal("internal error")
         try:
-            made = await self._made(job, result)
+            made = await self._compute(job, result)
             if not result.done():
                 result.set_result(made)
         except EngineError as error:
@@ -152,9 +152,9 @@ class ProcessPool:
             if not result.done():
                 result.set_exception(_leaving() if self._closed else failure)
                 result.exception()  # its caller may be leaving at this moment
-            self._turns.give_back()
+            self._queue.release()
 
-    async def _made(self, job: bytes, result: asyncio.Future[bytes]) -> bytes:
+    async def _compute(self, job: bytes, result: asyncio.Future[bytes]) -> bytes:
         child = self._warm_child() or await self._start()
         reusable = False
         try:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from antiphon.bus.discovery import Discovery
 from antiphon.config.digest import digest
 from antiphon.service.clock import Clock, SystemClock
-from antiphon.service.health import Health
-from antiphon.service.heartbeat import Pulse
+from antiphon.service.health import ProcessHealth
+from antiphon.service.heartbeat import Heartbeater
 from antiphon.service.inbox import InboxLimits
+from antiphon.service.instance_name import InstanceName
 from antiphon.service.listeners import Listeners
-from antiphon.service.metrics_feed import MetricsFeed
-from antiphon.service.name import Name
-from antiphon.service.peers import Patience, Peers
+from antiphon.service.metrics_publisher import MetricsPublisher
+from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.service.probes import probe_server
 from antiphon.service.service import Runtime, Service
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ _LEAVE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class ProcessContext:
     """What a process brings to its service. The bus is not entered yet.
 
     Attributes:
@@ -47,7 +47,7 @@ class Surroundings:
     settings: Settings
     bus: Bus
     clock: Clock = field(default_factory=SystemClock)
-    health: Health = field(default_factory=Health)
+    health: ProcessHealth = field(default_factory=ProcessHealth)
     metrics: Metrics = field(default_factory=Metrics)
     on_started: Callable[[], None] = field(default=lambda: None)
 
@@ -56,7 +56,7 @@ class StoppedEarly(Exception):
     """`stop` came before the process was ready."""
 
 
-async def serve(service: Service, around: Surroundings, stop: asyncio.Event) -> None:
+async def serve(service: Service, context: ProcessContext, stop: asyncio.Event) -> None:
     """Serve until `stop`, then drain.
 
     Returns with every accepted call answered: done, or `Unavailable` if the deadline passed. The
@@ -66,59 +66,59 @@ async def serve(service: Service, around: Surroundings, stop: asyncio.Event) -> 
         ExceptionGroup: Of `CannotStart` and `EngineError` while starting, of `Replaced` when
             another process has its name, of anything later.
     """
-    settings, health = around.settings, around.health
+    settings, health = context.settings, context.health
     probes = probe_server(
-        health, around.metrics, host=settings.health.host, port=settings.health.port
+        health, context.metrics, host=settings.health.host, port=settings.health.port
     )
     try:
         async with asyncio.TaskGroup() as watch:
-            watch.create_task(_leave_if_starting(health, stop))
-            async with probes as health_port, around.bus:
-                await _live(service, around, stop, health_port)
+            watch.create_task(_abort_start_on_stop(health, stop))
+            async with probes as health_port, context.bus:
+                await _run(service, context, stop, health_port)
     except* StoppedEarly:
         log.info("stopped while starting")
 
 
-async def _leave_if_starting(health: Health, stop: asyncio.Event) -> None:
+async def _abort_start_on_stop(health: ProcessHealth, stop: asyncio.Event) -> None:
     """End the start, however long it would take, by failing beside it."""
     await stop.wait()
-    if health.state is State.STARTING:
+    if health.state is ProcessState.STARTING:
         raise StoppedEarly
 
 
-async def _live(
-    service: Service, around: Surroundings, stop: asyncio.Event, health_port: int
+async def _run(
+    service: Service, context: ProcessContext, stop: asyncio.Event, health_port: int
 ) -> None:
     limits = InboxLimits(
-        slots=around.settings.service.slots, backlog=around.settings.service.backlog
+        slots=context.settings.service.slots, backlog=context.settings.service.backlog
     )
-    async with Tasks() as group, Listeners(around.bus, limits, around.metrics) as listeners:
+    async with Tasks() as group, Listeners(context.bus, limits, context.metrics) as listeners:
         runtime = Runtime(
-            settings=around.settings,
-            process=around.bus.process,
-            bus=around.bus,
+            settings=context.settings,
+            process=context.bus.process,
+            bus=context.bus,
             group=group,
-            clock=around.clock,
-            peers=_peers(around),
-            health=around.health,
-            metrics=around.metrics,
+            clock=context.clock,
+            peers=_peers(context),
+            health=context.health,
+            metrics=context.metrics,
             listeners=listeners,
             metrics_port=health_port,
         )
         await _discovery(service, runtime).listen()
-        name = Name(runtime)
+        name = InstanceName(runtime)
         await name.claim()
-        pulse = Pulse(service, runtime, name, health_port)
+        pulse = Heartbeater(service, runtime, name, health_port)
         await pulse.listen()
-        group.create_task(name.keep(), name="name")
-        group.create_task(pulse.beat(), name="heartbeat")
-        group.create_task(pulse.judge(), name="peers")
-        feed = MetricsFeed(service, runtime)
+        group.create_task(name.watch(), name="name")
+        group.create_task(pulse.send_periodically(), name="heartbeat")
+        group.create_task(pulse.watch_peers(), name="peers")
+        feed = MetricsPublisher(service, runtime)
         group.create_task(feed.publish(), name="metrics")
         async with asyncio.timeout(None) as leaving, service.lifespan(runtime):
             try:
-                around.on_started()
-                await _work(service, runtime, pulse, stop)
+                context.on_started()
+                await _serve_until_stop(service, runtime, pulse, stop)
             finally:
                 await listeners.end()
                 await group.cancel(_CANCEL_S)
@@ -126,7 +126,9 @@ async def _live(
                 leaving.reschedule(asyncio.get_running_loop().time() + _LEAVE_S)
 
 
-async def _work(service: Service, runtime: Runtime, pulse: Pulse, stop: asyncio.Event) -> None:
+async def _serve_until_stop(
+    service: Service, runtime: Runtime, heartbeater: Heartbeater, stop: asyncio.Event
+) -> None:
     for endpoint in service.endpoints():
         await runtime.listen(endpoint)
     runtime.health.ready()
@@ -137,7 +139,9 @@ async def _work(service: Service, runtime: Runtime, pulse: Pulse, stop: asyncio.
     log.info("draining", extra={"drain_timeout_s": timeout_s})
     try:
         async with asyncio.timeout(timeout_s):
-            await pulse.send()  # so that peers know before we are deaf, however short the drain is
+            await (
+                heartbeater.send()
+            )  # so that peers know before we are deaf, however short the drain is
             await runtime.listeners.drain_work()
             await service.drain()
             await runtime.listeners.drain()
@@ -152,17 +156,17 @@ def _discovery(service: Service, runtime: Runtime) -> Discovery:
         process=runtime.process,
         version=metadata.version("antiphon"),
         description=f"Antiphon {service.role}",
-        endpoints=runtime.listeners.tallies,
+        endpoints=runtime.listeners.counters,
         metadata={"cluster": runtime.settings.cluster.name},
     )
 
 
-def _peers(around: Surroundings) -> Peers:
-    settings = around.settings
-    patience = Patience(
+def _peers(context: ProcessContext) -> PeerTable:
+    settings = context.settings
+    patience = LivenessConfig(
         heartbeat_s=settings.service.heartbeat_s,
         suspect_beats=settings.scheduler.suspect_beats,
         dead_beats=settings.scheduler.dead_beats,
         owner_s=settings.scheduler.owner_silence_s,
     )
-    return Peers(around.bus.process, digest(settings.cluster), around.clock, patience)
+    return PeerTable(context.bus.process, digest(settings.cluster), context.clock, patience)

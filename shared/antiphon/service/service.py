@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.service.clock import Clock
     from antiphon.service.endpoint import Endpoint
-    from antiphon.service.health import Health
+    from antiphon.service.health import ProcessHealth
     from antiphon.service.listeners import Listeners
-    from antiphon.service.peers import Peers
+    from antiphon.service.peers import PeerTable
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.base import Process, Role, Term
     from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
@@ -44,8 +44,8 @@ class Runtime:
     bus: Bus
     group: asyncio.TaskGroup
     clock: Clock
-    peers: Peers
-    health: Health
+    peers: PeerTable
+    health: ProcessHealth
     metrics: Metrics
     listeners: Listeners
     metrics_port: int = 0

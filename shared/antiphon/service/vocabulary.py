@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class TokenVocabulary(msgspec.Struct, frozen=True):
     """The tokens of a model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     tokens: tuple[bytes, ...]
 
 
-def read_vocabulary(folder: Path, size: int | None = None) -> Vocabulary:
+def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
     """Read the tokens of a tokenizer: as many as the model has logits for, or all that there are.
 
     Raises:
@@ -36,7 +36,7 @@ def read_vocabulary(folder: Path, size: int | None = None) -> Vocabulary:
     """
     file = folder / "tokenizer.json"
     try:
-        tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
+        tokenizer = msgspec.json.decode(file.read_bytes(), type=_VocabularyFile)
     except (OSError, msgspec.DecodeError) as error:
         raise Unsupported(f"the bytes of tokens need a tokenizer.json: {error}") from error
     spelling = _spelling(tokenizer.decoder)
@@ -51,16 +51,16 @@ def read_vocabulary(folder: Path, size: int | None = None) -> Vocabulary:
     for added in tokenizer.added_tokens:
         if added.id < size:
             tokens[added.id] = b"" if added.special else added.content.encode()
-    return Vocabulary(tuple(tokens))
+    return TokenVocabulary(tuple(tokens))
 
 
-class _Added(msgspec.Struct):
+class _AddedToken(msgspec.Struct):
     id: int
     content: str
     special: bool = False
 
 
-class _Model(msgspec.Struct):
+class _VocabularyModel(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
 
 
@@ -69,13 +69,13 @@ class _Decoder(msgspec.Struct):
     decoders: tuple[_Decoder, ...] = ()
 
 
-class _Tokenizer(msgspec.Struct):
-    model: _Model
+class _VocabularyFile(msgspec.Struct):
+    model: _VocabularyModel
     decoder: _Decoder | None = None
-    added_tokens: tuple[_Added, ...] = ()
+    added_tokens: tuple[_AddedToken, ...] = ()
 
 
-def _entries(model: _Model) -> Iterator[tuple[str, int]]:
+def _entries(model: _VocabularyModel) -> Iterator[tuple[str, int]]:
     if isinstance(model.vocab, dict):
         yield from model.vocab.items()
     else:  # a unigram model: each token with its score

@@ -75,7 +75,7 @@ class Broker:
         assert port is not None, self._running.url
         self._settings = replace(self._settings, port=port)
 
-    async def keep(self) -> None:
+    async def keep_running(self) -> None:
         """Start it again whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:

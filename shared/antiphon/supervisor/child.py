@@ -80,7 +80,7 @@ class Child:
         Raises:
             OSError: The machine has no room for one more process, or no free port for it.
         """
-        port = self.ports.take(self.instance)
+        port = self.ports.allocate(self.instance)
         with ExitStack() as opened:
             config, descriptors = self._find_settings(opened)
             output = self._open_log(opened)
@@ -149,7 +149,7 @@ class Child:
         assert self.process is not None, "watched before it was started"
         await self.process.wait()
 
-    async def keep(self) -> None:
+    async def keep_running(self) -> None:
         """Start it again whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:

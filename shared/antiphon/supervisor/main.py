@@ -15,8 +15,8 @@ from rich.console import Console
 
 from antiphon.bus.server import ServerFailed, ServerMissing
 from antiphon.config.errors import ConfigError
-from antiphon.supervisor.fetching import fetched
-from antiphon.supervisor.stack import CannotServe, Stack
+from antiphon.supervisor.fetch_models import fetch_models
+from antiphon.supervisor.stack import CannotServe, ServiceStack
 from antiphon.telemetry import log as logs
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def serve(settings: Settings, console: Console | None = None) -> int:
     telemetry = settings.telemetry
     logs.set_up(level="warning", form=telemetry.log_format, instance="supervisor")
     try:
-        asyncio.run(_serve(fetched(settings, console), console))
+        asyncio.run(_serve(fetch_models(settings, console), console))
     except KeyboardInterrupt:
         return INTERRUPTED  # while it fetched: once it serves, signals are handled
     except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
@@ -61,7 +61,7 @@ async def _serve(settings: Settings, console: Console) -> None:
     for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     with _run_folder(settings) as folder:
-        await Stack(settings, folder, console).run(stop, now)
+        await ServiceStack(settings, folder, console).run(stop, now)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

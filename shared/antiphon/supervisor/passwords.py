@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from antiphon.bus.discovery import OPERATOR
-from antiphon.bus.permissions import anybody, user, users_text
+from antiphon.bus.permissions import anonymous_user, user, users_text
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.bus.permissions import User
+    from antiphon.bus.permissions import NatsUser
     from antiphon.wire.ids import ClusterName
     from antiphon.wire.routes import Party
 
@@ -31,7 +31,7 @@ class Passwords:
 
     def server_text(self) -> str:
         """What the server is told."""
-        stranger = anybody(self._cluster)
+        stranger = anonymous_user(self._cluster)
         users = [*(self._user(party) for party in self._passwords), stranger]
         return users_text(users) + f"no_auth_user: {stranger.name}\n"
 
@@ -47,5 +47,5 @@ class Passwords:
         """The supervisor's own."""
         return self._passwords[OPERATOR]
 
-    def _user(self, party: Party) -> User:
+    def _user(self, party: Party) -> NatsUser:
         return replace(user(self._cluster, party), password=f'"{self._passwords[party]}"')

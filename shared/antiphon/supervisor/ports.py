@@ -37,9 +37,9 @@ class PortRange:
     def __init__(self, host: str, first: int) -> None:
         self._host = host
         self._first = first
-        self._given: dict[str, int] = {}
+        self._allocated: dict[str, int] = {}
 
-    def take(self, name: str) -> int:
+    def allocate(self, name: str) -> int:
         """Give a name a port: the one that it had, if nothing else has it now. 0 is any.
 
         Raises:
@@ -47,11 +47,11 @@ class PortRange:
         """
         if not self._first:
             return 0
-        taken = {port for other, port in self._given.items() if other != name}
-        had = [self._given[name]] if name in self._given else []
+        taken = {port for other, port in self._allocated.items() if other != name}
+        had = [self._allocated[name]] if name in self._allocated else []
         for port in (*had, *range(self._first, min(self._first + _RANGE, _LAST + 1))):
             if port not in taken and is_free(self._host, port):
-                self._given[name] = port
+                self._allocated[name] = port
                 return port
         raise OSError(f"no port is free from {self._first} to {self._first + _RANGE - 1}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.routes import HEARTBEAT
 
@@ -53,7 +53,7 @@ class Readiness:
             return  # another version's; it says nothing about our processes
         instance = heartbeat.process.instance
         self.heartbeats[instance] = heartbeat
-        if heartbeat.state is State.READY and instance in self._waiting:
+        if heartbeat.state is ProcessState.READY and instance in self._waiting:
             self._waiting.remove(instance)
             self._on_ready(heartbeat)
         if not self._waiting:

@@ -12,7 +12,7 @@ from antiphon.wire.ids import InstanceId
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.config.device import Device
+    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
 
 _FLAGS = {
@@ -27,7 +27,7 @@ def instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
     return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
 
 
-def check_counts(settings: Settings, device: Device) -> None:
+def check_counts(settings: Settings, device: HostDevice) -> None:
     """Compare the numbers of processes with what they share.
 
     Raises:
@@ -47,7 +47,7 @@ def check_counts(settings: Settings, device: Device) -> None:
         )
 
 
-def share(settings: Settings, role: Role, device: Device) -> Mapping[str, str]:
+def share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, str]:
     """The environment in which a process is one of several of its service.
 
     Memory is that of `device`, read before any process was started: one that is started again

@@ -14,7 +14,7 @@ from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.card import read_card
-from antiphon.config.device import this_device
+from antiphon.config.device import detect_device
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
 from antiphon.config.resolve import check_context
@@ -23,7 +23,7 @@ from antiphon.service.model import check_template, model_files, tokenizer_folder
 from antiphon.service.tls import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
 from antiphon.supervisor.child import Child
-from antiphon.supervisor.hangs import HangWatch
+from antiphon.supervisor.hang_detector import HangDetector
 from antiphon.supervisor.passwords import Passwords
 from antiphon.supervisor.ports import PortRange, free_port, is_free
 from antiphon.supervisor.progress import StartProgress
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from antiphon.config.device import Device
+    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
 
 START_ORDER = (
@@ -78,7 +78,7 @@ class CannotServe(Exception):
     """Something did not come up. The text says what, why, and where to look."""
 
 
-class Stack:
+class ServiceStack:
     """One machine's NATS and services.
 
     Args:
@@ -89,10 +89,10 @@ class Stack:
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, console: Console, device: Device | None = None
+        self, settings: Settings, folder: Path, console: Console, device: HostDevice | None = None
     ) -> None:
         self._settings = _with_port(settings)
-        self._device = device or this_device()
+        self._device = device or detect_device()
         self._folder = folder
         self._console = console
         access = settings.access
@@ -120,7 +120,7 @@ class Stack:
             if not stop.is_set():
                 self._announce(url, readiness)
                 async with self._listening(url, readiness):
-                    await self._keep(stop, readiness)
+                    await self._supervise(stop, readiness)
         finally:
             await self._stop(now)
 
@@ -223,7 +223,7 @@ class Stack:
         with StartProgress(self._console, names, worker.log_tail) as progress:
             readiness = Readiness(names, lambda beat: progress.ready(beat.process.instance))
             async with self._listening(url, readiness):
-                await self._settle(readiness, stop)
+                await self._wait_for_first(readiness, stop)
         if not stop.is_set():
             self._refuse_if_late(readiness)
         return readiness
@@ -248,7 +248,7 @@ class Stack:
         except BusDown as error:
             raise CannotServe(f"no NATS server answers at {url}: {error}") from error
 
-    async def _settle(self, readiness: Readiness, stop: asyncio.Event) -> None:
+    async def _wait_for_first(self, readiness: Readiness, stop: asyncio.Event) -> None:
         """Return when all are ready, `stop` is set, one has died, or time is up."""
         settled = asyncio.Event()
         deaths = [child.died for child in self._children]
@@ -287,17 +287,17 @@ class Stack:
         example = EXAMPLE.format(scheme=scheme, host=host, port=port, key=key)
         self._console.print(example, highlight=False, soft_wrap=True)
 
-    async def _keep(self, stop: asyncio.Event, readiness: Readiness) -> None:
+    async def _supervise(self, stop: asyncio.Event, readiness: Readiness) -> None:
         """Keep everything running until `stop`."""
-        hangs = HangWatch(
+        hangs = HangDetector(
             self._children,
             readiness.health_port,
             self._settings.health,
             self._settings.supervisor.hang_timeout_s,
         )
-        keeps = [self._trim_logs, hangs.keep, *(child.keep for child in self._children)]
+        keeps = [self._trim_logs, hangs.run, *(child.keep_running for child in self._children)]
         if self._broker is not None:
-            keeps.append(self._broker.keep)
+            keeps.append(self._broker.keep_running)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(keep()) for keep in keeps]
             await stop.wait()

@@ -42,7 +42,7 @@ class Side(StrEnum):
     """None but the metric's own."""
 
 
-class Sglang(msgspec.Struct, frozen=True, kw_only=True):
+class SglangMetric(msgspec.Struct, frozen=True, kw_only=True):
     """A metric as SGLang has it, counted from ours.
 
     Attributes:
@@ -62,7 +62,7 @@ class Sglang(msgspec.Struct, frozen=True, kw_only=True):
     only: tuple[str, str] | None = None
 
 
-class Family(msgspec.Struct, frozen=True, kw_only=True):
+class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of a model.
 
     Attributes:
@@ -81,7 +81,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     merge: Merge = Merge.SUM
     custom: bool = False
     private: bool = False
-    sglang: tuple[Sglang, ...] = ()
+    sglang: tuple[SglangMetric, ...] = ()
 
     @property
     def full_name(self) -> str:
@@ -121,10 +121,10 @@ def _counter(
     side: Side | None = None,
     custom: bool = False,
     private: bool = False,
-) -> Family:
+) -> MetricSpec:
     """Make a counter; with a `side` SGLang has it by the same name and labels."""
-    sglang = () if side is None else (Sglang(name=name, side=side, labels=labels),)
-    return Family(
+    sglang = () if side is None else (SglangMetric(name=name, side=side, labels=labels),)
+    return MetricSpec(
         name=name,
         kind=Kind.COUNTER,
         help=help_,
@@ -141,10 +141,10 @@ def _gauge(
     *labels: str,
     merge: Merge = Merge.SUM,
     side: Side | None = _SCHEDULER,
-    others: tuple[Sglang, ...] = (),
-) -> Family:
-    sglang = () if side is None else (Sglang(name=name, side=side, labels=labels),)
-    return Family(
+    others: tuple[SglangMetric, ...] = (),
+) -> MetricSpec:
+    sglang = () if side is None else (SglangMetric(name=name, side=side, labels=labels),)
+    return MetricSpec(
         name=name,
         kind=Kind.GAUGE,
         help=help_,
@@ -160,22 +160,22 @@ def _histogram(
     buckets: tuple[float, ...],
     side: Side | None = None,
     sglangs_name: str = "",
-) -> Family:
-    sglang = () if side is None else (Sglang(name=sglangs_name or name, side=side),)
+) -> MetricSpec:
+    sglang = () if side is None else (SglangMetric(name=sglangs_name or name, side=side),)
     custom = side is _REQUEST
-    return Family(
+    return MetricSpec(
         name=name, kind=Kind.HISTOGRAM, help=help_, buckets=buckets, custom=custom, sglang=sglang
     )
 
 
 # Requests, counted by gateways.
-NUM_REQUESTS = Family(
+NUM_REQUESTS = MetricSpec(
     name="num_requests_total",
     kind=Kind.COUNTER,
     help="Requests that have ended, by outcome.",
     labels=("outcome",),
     custom=True,
-    sglang=(Sglang(name="num_requests_total", side=_REQUEST),),
+    sglang=(SglangMetric(name="num_requests_total", side=_REQUEST),),
 )
 NUM_REJECTED_REQUESTS = _counter(
     "num_rejected_requests_total", "Requests refused before they were queued, by error.", "code"
@@ -234,14 +234,16 @@ E2E_REQUEST_LATENCY = _histogram(
     _REQUEST_S,
     _REQUEST,
 )
-PER_STAGE_LATENCY = Family(
+PER_STAGE_LATENCY = MetricSpec(
     name="per_stage_req_latency_seconds",
     kind=Kind.HISTOGRAM,
     help="Time of a request in a stage: tokenize, api_server_dispatch (until the scheduler has "
     "accepted it), request_process (from then until its end).",
     labels=("stage",),
     buckets=_STAGE_S,
-    sglang=(Sglang(name="per_stage_req_latency_seconds", side=_SCHEDULER, labels=("stage",)),),
+    sglang=(
+        SglangMetric(name="per_stage_req_latency_seconds", side=_SCHEDULER, labels=("stage",)),
+    ),
 )
 PROMPT_TOKENS_HISTOGRAM = _histogram(
     "request_prompt_tokens",
@@ -271,12 +273,12 @@ HTTP_RESPONSES = _counter(
 HTTP_REQUESTS_ACTIVE = _gauge(
     "http_requests_active", "HTTP requests under way.", "endpoint", "method", side=_PLAIN
 )
-GET_LOADS = Family(
+GET_LOADS = MetricSpec(
     name="get_loads_duration_seconds",
     kind=Kind.HISTOGRAM,
     help="Time to answer /v1/loads.",
     buckets=_LOADS_S,
-    sglang=(Sglang(name="get_loads_duration_seconds", side=_REQUEST),),
+    sglang=(SglangMetric(name="get_loads_duration_seconds", side=_REQUEST),),
 )
 
 # The queue, counted by the scheduler; a worker adds what it has not started.
@@ -355,12 +357,12 @@ TOKEN_USAGE = _gauge(
     "token_usage",
     "Share of the KV cache that requests hold.",
     merge=Merge.MEAN,
-    others=(Sglang(name="full_token_usage", side=_SCHEDULER),),
+    others=(SglangMetric(name="full_token_usage", side=_SCHEDULER),),
 )
 KV_USED_TOKENS = _gauge(
     "kv_used_tokens",
     "Tokens of KV cache that requests hold, in whole pages.",
-    others=(Sglang(name="num_used_tokens", side=_SCHEDULER),),
+    others=(SglangMetric(name="num_used_tokens", side=_SCHEDULER),),
 )
 KV_AVAILABLE_TOKENS = _gauge("kv_available_tokens", "Tokens of KV cache that are free.")
 KV_EVICTABLE_TOKENS = _gauge(
@@ -413,13 +415,13 @@ WEIGHT_BYTES = _gauge(
     "weight_memory_usage_bytes",
     "Memory of the weights.",
     side=None,
-    others=(Sglang(name="weight_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
+    others=(SglangMetric(name="weight_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
 )
 KV_CACHE_BYTES = _gauge(
     "kv_cache_memory_usage_bytes",
     "Memory of the KV cache.",
     side=None,
-    others=(Sglang(name="kv_cache_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
+    others=(SglangMetric(name="kv_cache_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
 )
 REALTIME_TOKENS = _counter(
     "realtime_tokens_total",
@@ -512,19 +514,19 @@ ENCODER_CACHE_BYTES = _gauge(
     "encoder_cache_bytes",
     "Memory of cached embeddings.",
     side=None,
-    others=(Sglang(name="encoder_cache_size_mb", side=_SCHEDULER, scale=1 / MB),),
+    others=(SglangMetric(name="encoder_cache_size_mb", side=_SCHEDULER, scale=1 / MB),),
 )
 
 # Every process.
-PROCESS_CPU = Family(
+PROCESS_CPU = MetricSpec(
     name="component_cpu_seconds_total",
     kind=Kind.COUNTER,
     help="Processor time of a service's processes.",
     labels=("component",),
     sglang=(
-        Sglang(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),
+        SglangMetric(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),
         # The process that SGLang calls a scheduler runs the model, as a worker here.
-        Sglang(
+        SglangMetric(
             name="scheduler_process_cpu_seconds_total",
             side=_SCHEDULER,
             only=("component", "worker"),
@@ -537,5 +539,5 @@ MESSAGES_REFUSED = _counter(
 )
 BUS_ERRORS = _counter("bus_errors_total", "Messages that were not sent.", "kind")
 
-FAMILIES = {one.name: one for one in tuple(globals().values()) if isinstance(one, Family)}
+FAMILIES = {one.name: one for one in tuple(globals().values()) if isinstance(one, MetricSpec)}
 """All of them, by name."""

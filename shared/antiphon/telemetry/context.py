@@ -14,7 +14,7 @@ traceparent_var: ContextVar[str | None] = ContextVar("traceparent", default=None
 
 
 @contextmanager
-def working_on(request_id: str | None) -> Generator[None]:
+def request_context(request_id: str | None) -> Generator[None]:
     """Put a request's id into each record that is logged inside."""
     before = request_id_var.get()
     request_id_var.set(request_id)

@@ -22,7 +22,7 @@ _GRPC_PORT, _HTTP_PORT = 4317, 4318
 """The ports that OTLP has for its two transports."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class OtlpTarget(msgspec.Struct, frozen=True):
     """A collector: its address as the exporter of its transport takes it."""
 
     grpc: bool
@@ -30,7 +30,7 @@ class Target(msgspec.Struct, frozen=True):
     insecure: bool = False
 
     @classmethod
-    def of(cls, endpoint: str) -> Target:
+    def parse(cls, endpoint: str) -> OtlpTarget:
         """Read an endpoint: `host:4317`, `grpc://host`, `grpcs://host`, `http://host:4318/path`.
 
         Without a scheme it is gRPC, as for SGLang, unless the port is HTTP's. With `http` it is
@@ -56,16 +56,16 @@ def start(*, endpoint: str, service: str, instance: str, ratio: float) -> Tracer
     Gives what `stop` takes. Spans that the collector does not take in time are dropped.
 
     Args:
-        endpoint: As `Target.of` reads it.
+        endpoint: As `OtlpTarget.of` reads it.
         service: `service.name` of the spans.
         instance: `service.instance.id` of the spans.
         ratio: Share of traces kept, of those that begin here; a parent's own decision holds.
     """
-    exporter = _exporter(Target.of(endpoint))
+    exporter = _exporter(OtlpTarget.parse(endpoint))
     return start_with(exporter, service=service, instance=instance, ratio=ratio)
 
 
-def _exporter(target: Target) -> SpanExporter:
+def _exporter(target: OtlpTarget) -> SpanExporter:
     """Open an exporter. Each transport is imported only where it is used: gRPC takes 0.3 s."""
     if target.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415

@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 from antiphon.telemetry import catalog
-from antiphon.telemetry.catalog import Family, Kind
+from antiphon.telemetry.catalog import Kind, MetricSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 class Published(NamedTuple):
     """A metric of the catalog as this process has it."""
 
-    family: Family
+    family: MetricSpec
     labels: tuple[str, ...]
     """Those of the catalog, and the custom ones."""
     bounds: tuple[float, ...]
@@ -62,8 +62,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._settling = _Settling()
-        self.registry.register(self._settling)  # first, so that what follows is read settled
+        self._collect_hooks = _CollectHooks()
+        self.registry.register(self._collect_hooks)  # first, so that what follows is read settled
         self._shared: dict[str, _Shared] = {}
         self._model_view: Callable[[bool], Iterable[Metric]] | None = None
         self.calls = self._counter("calls", "Calls answered.", "route", "outcome")
@@ -96,20 +96,22 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def counter(self, family: Family, *custom: str) -> Counter:
+    def counter(self, family: MetricSpec, *custom: str) -> Counter:
         """Register a counter of the catalog, with these labels beside its own."""
         labels = (*family.labels, *custom)
         made = Counter(family.full_name, family.help, labels, registry=self.registry)
         self._shared[family.name] = _Shared(family, labels, (), made)
         return made
 
-    def gauge(self, family: Family) -> Gauge:
+    def gauge(self, family: MetricSpec) -> Gauge:
         """Register a gauge of the catalog."""
         made = Gauge(family.full_name, family.help, family.labels, registry=self.registry)
         self._shared[family.name] = _Shared(family, family.labels, (), made)
         return made
 
-    def histogram(self, family: Family, *custom: str, buckets: tuple[float, ...] = ()) -> Histogram:
+    def histogram(
+        self, family: MetricSpec, *custom: str, buckets: tuple[float, ...] = ()
+    ) -> Histogram:
         """Register a histogram of the catalog, with other buckets than its own if any are given."""
         labels, bounds = (*family.labels, *custom), buckets or family.buckets
         made = Histogram(
@@ -118,16 +120,16 @@ class Metrics:
         self._shared[family.name] = _Shared(family, labels, bounds, made)
         return made
 
-    def settle_with(self, settle: Callable[[], None]) -> None:
+    def before_collect(self, settle: Callable[[], None]) -> None:
         """Call `settle` whenever the numbers are read, to show what was only noted until then.
 
         To count for Prometheus takes ten calls and a lock: too much for each message or tick.
         """
-        self._settling.calls.append(settle)
+        self._collect_hooks.calls.append(settle)
 
     def published(self) -> list[Published]:
         """Read the metrics of the catalog that this process has counted something in."""
-        self._settling.collect()
+        self._collect_hooks.collect()
         read = (shared.read() for shared in self._shared.values())
         return [each for each in read if each.series]
 
@@ -161,7 +163,7 @@ class Metrics:
 
 
 class _Shared(NamedTuple):
-    family: Family
+    family: MetricSpec
     labels: tuple[str, ...]
     bounds: tuple[float, ...]
     metric: Counter | Gauge | Histogram
@@ -196,7 +198,7 @@ class _Page:
         return self._families
 
 
-class _Settling(Collector):
+class _CollectHooks(Collector):
     """Has no numbers of its own."""
 
     def __init__(self) -> None:

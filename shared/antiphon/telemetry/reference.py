@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.telemetry.catalog import FAMILIES, Kind
 
 if TYPE_CHECKING:
-    from antiphon.telemetry.catalog import Family
+    from antiphon.telemetry.catalog import MetricSpec
 
 PAGE = Path("docs/metrics.md")
 MARK = "## The metrics of a model\n"
@@ -26,7 +26,7 @@ def page(text: str) -> str:
     return before + HEAD + "".join(map(_row, FAMILIES.values()))
 
 
-def _row(family: Family) -> str:
+def _row(family: MetricSpec) -> str:
     kind = f"gauge, {family.merge}" if family.kind is Kind.GAUGE else str(family.kind)
     sglang = " ".join(f"`sglang:{view.name}`" for view in family.sglang)
     labels = " ".join(f"`{label}`" for label in family.labels)

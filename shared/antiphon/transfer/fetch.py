@@ -9,7 +9,14 @@ import hmac
 import socket
 from typing import TYPE_CHECKING
 
-from antiphon.transfer.protocol import GONE, HELLO, SIZE_BYTES, Hangup, read_exactly, write
+from antiphon.transfer.protocol import (
+    GONE,
+    HELLO,
+    SIZE_BYTES,
+    ConnectionClosed,
+    read_exactly,
+    write,
+)
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
@@ -56,7 +63,7 @@ async def fetch_all(
     return blobs
 
 
-async def fetch_while(
+async def fetch_prefix(
     claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
 ) -> list[bytearray]:
     """Fetch as `fetch_all` does, up to the first claim that cannot be had.
@@ -87,7 +94,7 @@ async def _fetch_into(
     try:
         async with asyncio.timeout(timeout_s):
             await _fetch(host, port, claims, tokens, blobs)
-    except (Hangup, TimeoutError, OSError) as error:
+    except (ConnectionClosed, TimeoutError, OSError) as error:
         raise BlobGone(f"{address} did not send what it claimed to hold") from error
 
 

@@ -16,7 +16,7 @@ GONE: Final = b"\xff" * SIZE_BYTES
 """In place of a size: the bytes are not here, or not any more."""
 
 
-class Hangup(Exception):
+class ConnectionClosed(Exception):
     """The other side closed the connection in the middle of a piece, or before it."""
 
 
@@ -37,7 +37,7 @@ async def read_exactly(connection: socket.socket, size: int) -> bytearray:
     while rest:
         count = await loop.sock_recv_into(connection, rest)
         if count == 0:
-            raise Hangup
+            raise ConnectionClosed
         rest = rest[count:]
     return data
 

@@ -13,13 +13,13 @@ from antiphon.transfer.protocol import (
     HELLO,
     SIZE_BYTES,
     TOKEN_BYTES,
-    Hangup,
+    ConnectionClosed,
     read_exactly,
     write,
 )
 
 if TYPE_CHECKING:
-    from antiphon.transfer.shelf import BlobSource
+    from antiphon.transfer.blob_store import BlobSource
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class BlobServer:
                     return
                 while True:
                     await self._answer(connection)
-        except (Hangup, TimeoutError, OSError):
+        except (ConnectionClosed, TimeoutError, OSError):
             return  # the fetcher sees it too, and it alone knows whether it matters
         except Exception:
             log.exception("fetch failed")  # the connections beside it go on

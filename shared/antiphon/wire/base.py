@@ -49,7 +49,7 @@ class Role(StrEnum):
     KV_STORAGE = "kv_storage"
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     """Where a process is in its life, as health and heartbeats say it."""
 
     STARTING = "starting"

@@ -22,7 +22,7 @@ API = "$JS.API.STREAM"
 
 
 @dataclass(frozen=True)
-class Bucket:
+class KeyValueBucket:
     """What is kept, and by whom: nobody else reads or writes it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Bucket:
         """The subject of a key, each part of it escaped; of no key, the beginning of all."""
         return ".".join((f"$KV.{escape(cluster)}_{self.name}", *map(escape, key)))
 
-    def published(self, cluster: ClusterName) -> Iterator[str]:
+    def publish_subjects(self, cluster: ClusterName) -> Iterator[str]:
         """What its owner publishes to."""
         stream = self.stream(cluster)
         yield f"{self.subject(cluster)}.>"
@@ -51,18 +51,18 @@ class Bucket:
             yield f"{API}.{verb}.{stream}"
 
 
-RESPONSES = Bucket(
+RESPONSES = KeyValueBucket(
     name="responses",
     owner=Role.GATEWAY,
     keys="tenant, id of the response",
     holds="a response of `/v1/responses`, and the conversation that it was made from",
 )
 
-SESSIONS = Bucket(
+SESSIONS = KeyValueBucket(
     name="sessions",
     owner=Role.GATEWAY,
     keys="tenant, session; and below it, name of the request",
     holds="which requests a session of `/generate` has; and what was said in each",
 )
 
-BUCKETS: Sequence[Bucket] = (RESPONSES, SESSIONS)
+BUCKETS: Sequence[KeyValueBucket] = (RESPONSES, SESSIONS)

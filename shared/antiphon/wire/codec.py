@@ -43,7 +43,7 @@ def encode_json(message: Message) -> bytes:
     return _JSON_ENCODER.encode(message)
 
 
-def speaks_json(payload: bytes) -> bool:
+def is_json(payload: bytes) -> bool:
     """Whether a payload is JSON: no MessagePack map of ours begins with `{`."""
     return payload[:1] == b"{"
 
@@ -55,7 +55,7 @@ def decode(payload: bytes, types: tuple[type[M], ...]) -> M:
         MalformedMessage: The payload is none of them; the text names the path of the field.
     """
     try:
-        if speaks_json(payload):
+        if is_json(payload):
             return _json_decoder(types).decode(payload)
         return _decoder(types).decode(payload)
     except _MALFORMED as error:

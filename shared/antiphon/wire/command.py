@@ -18,11 +18,11 @@ from antiphon.wire.bounds import (
     UnixMs,
     check_ids,
 )
-from antiphon.wire.details import TokenDetails
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import DEFAULT_TENANT, InstanceId, RequestId, TenantId
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
+from antiphon.wire.token_outputs import TokenOutputs
 
 
 class ChoiceOutput(Value):
@@ -33,7 +33,7 @@ class ChoiceOutput(Value):
 
     choice: ChoiceIndex
     output_ids: bytes = b""
-    details: TokenDetails | None = None
+    details: TokenOutputs | None = None
 
     def __post_init__(self) -> None:
         check_ids(self.output_ids)
@@ -115,7 +115,7 @@ class StopChoice(Message):
     offset: TokenOffset = 0
 
 
-class TokenPlace(Value):
+class TokenCursor(Value):
     """The next offset that a detokenizer waits for, of one choice."""
 
     request_id: RequestId
@@ -131,7 +131,7 @@ class ResendTokens(Message):
 
     worker: Process
     detokenizer: Process
-    places: tuple[TokenPlace, ...] = ()
+    places: tuple[TokenCursor, ...] = ()
 
 
 class DrainWorker(Message):

@@ -23,7 +23,6 @@ from antiphon.wire.bounds import (
     TextOffset,
     TokenOffset,
 )
-from antiphon.wire.details import DetailPiece
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.grammar import Grammar
@@ -32,7 +31,6 @@ from antiphon.wire.processors import LogitProcessors, TokenId
 from antiphon.wire.sampling import (
     BIASES_MAX,
     AdditivePenalty,
-    DetailParams,
     MinP,
     Priority,
     RepetitionPenalty,
@@ -41,8 +39,10 @@ from antiphon.wire.sampling import (
     StopStringList,
     Temperature,
     TokenIds,
+    TokenOutputParams,
     TopP,
 )
+from antiphon.wire.token_outputs import TokenOutputsChunk
 from antiphon.wire.tokenize import Messages
 
 IDS_MAX = 2**19
@@ -106,7 +106,7 @@ class GenerateRequest(Message):
     chat_template_kwargs: str | None = None
     priority: Priority | None = None
     cache_salt: CacheSaltText = ""
-    details: DetailParams | None = None
+    details: TokenOutputParams | None = None
     token_texts: bool = False
     stream: bool = True
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
@@ -138,7 +138,7 @@ class GenerateText(Message):
     choice: ChoiceIndex
     text_offset: TextOffset
     text: str
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
 
 
 class ChoiceEnd(Value):
@@ -151,7 +151,7 @@ class ChoiceEnd(Value):
     finish_reason: FinishReason
     text_bytes: TextOffset
     text: str | None = None
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
     details_end: TokenOffset = 0
     matched_stop: str | Signed | None = None
 
@@ -165,7 +165,7 @@ class GenerateEnd(Message):
     error: ErrorReply | None = None
 
 
-class TextPlace(Value):
+class TextCursor(Value):
     """How much of a choice somebody has: text in bytes, details up to a token offset.
 
     `token_offset` unset stands for the beginning of the details.
@@ -180,7 +180,7 @@ class GenerateResume(Message):
     """Say again what lies beyond these places, and the terminal if there is one."""
 
     request_id: RequestId
-    places: Annotated[tuple[TextPlace, ...], Meta(max_length=CHOICES_MAX)] = ()
+    places: Annotated[tuple[TextCursor, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
 class GenerateCancel(Message):

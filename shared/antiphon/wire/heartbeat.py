@@ -7,7 +7,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.wire.base import WIRE_VERSION, Attempt, Message, Process, Role, State, Term, Value
+from antiphon.wire.base import (
+    WIRE_VERSION,
+    Attempt,
+    Message,
+    Process,
+    ProcessState,
+    Role,
+    Term,
+    Value,
+)
 from antiphon.wire.bounds import Count, Finite, Number, Port, Positive, ShortText, Signed, UnixMs
 from antiphon.wire.ids import InstanceId, ModelName, RequestId
 
@@ -39,7 +48,7 @@ class RunningRequest(Value):
     returned: bool = False
 
 
-class WorkerFigures(Value):
+class WorkerStats(Value):
     """What a worker has done lately and is made of. Nobody places by it.
 
     Attributes:
@@ -67,7 +76,7 @@ class WorkerFigures(Value):
     retracted: Count = 0
 
 
-class Refusal(StrEnum):
+class RefusalReason(StrEnum):
     """Why a worker has not obeyed a leader."""
 
     LATE = "late"
@@ -87,7 +96,7 @@ class RefusedCommands(Value):
 
     leader: Term
     seq: Number
-    reason: Refusal
+    reason: RefusalReason
 
 
 class WorkerLoad(Value):
@@ -127,7 +136,7 @@ class WorkerLoad(Value):
     pages_promised: Signed = 0
     pages_returning: Signed = 0
     kv_seq: Number | None = None
-    figures: WorkerFigures = WorkerFigures()
+    figures: WorkerStats = WorkerStats()
     refused: RefusedCommands | None = None
 
 
@@ -149,7 +158,7 @@ class Heartbeat(Message):
 
     role: Role
     process: Process
-    state: State
+    state: ProcessState
     model: ModelName | None = None
     wire_version: Number = WIRE_VERSION
     config_digest: ShortText

@@ -39,29 +39,29 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Concatenation:
     """One after the other."""
 
-    parts: tuple[Node, ...]
+    parts: tuple[PatternNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class Alternation:
     """One of several."""
 
-    parts: tuple[Node, ...]
+    parts: tuple[PatternNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class Repetition:
     """From `least` times to `most`; None: without end."""
 
-    part: Node
+    part: PatternNode
     least: int
     most: int | None
 
 
-Node = Atom | Row | Either | Repeat
+PatternNode = Atom | Concatenation | Alternation | Repetition
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Automaton:
         return self._reach[state]
 
 
-class Follower:
+class StopPatternMatcher:
     """Follows one text. The earliest match to be complete counts, and of these the longest.
 
     Attributes:
@@ -117,7 +117,7 @@ class Follower:
         """Where the earliest match that may yet come true begins, counted from the beginning."""
         return min(self._threads.values(), default=self._at)
 
-    def push(self, text: str) -> tuple[int, int] | None:
+    def feed(self, text: str) -> tuple[int, int] | None:
         """Take more text; return where a match begins and ends, once there is one."""
         for letter in text:
             begun = self._step(letter)
@@ -143,7 +143,7 @@ class Follower:
 
 
 @lru_cache(maxsize=256)
-def automaton(pattern: str) -> Automaton:
+def compile_pattern(pattern: str) -> Automaton:
     """Read a pattern.
 
     Raises:
@@ -152,9 +152,9 @@ def automaton(pattern: str) -> Automaton:
     """
     if len(pattern.encode(errors="replace")) > PATTERN_BYTES_MAX:
         raise InvalidRequest(f"a stop_regex has at most {PATTERN_BYTES_MAX} bytes", param=_FIELD)
-    node = _Reader(pattern).read()
+    node = _PatternParser(pattern).read()
     made = Automaton(letters=[None], following=[()])
-    made.start = _Builder(made).build(node, made.accept)
+    made.start = _AutomatonBuilder(made).build(node, made.accept)
     if made.accept in made.reach(made.start):
         raise _refusal(pattern, "it matches the empty text")
     return made
@@ -166,7 +166,7 @@ def check_patterns(patterns: Sequence[str], choices: int) -> None:
     Raises:
         InvalidRequest: One is malformed, or all of them have too many states in all choices.
     """
-    states = sum(automaton(pattern).size for pattern in patterns)
+    states = sum(compile_pattern(pattern).size for pattern in patterns)
     if states * choices > STATES_MAX:
         text = (
             f"stop_regex: {states} states in {choices} answers are {states * choices}; "
@@ -182,14 +182,14 @@ def _refusal(pattern: str, reason: str) -> InvalidRequest:
     return InvalidRequest(f"stop_regex {pattern!r}: {reason}", param=_FIELD)
 
 
-class _Builder:
+class _AutomatonBuilder:
     """Writes a tree as states, from its end to its beginning."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self._work = 0
 
-    def build(self, node: Node, after: int) -> int:
+    def build(self, node: PatternNode, after: int) -> int:
         """Return the state where `node` begins, if what follows it begins at `after`."""
         self._work += 1
         if self._work > _WORK_MAX:
@@ -197,16 +197,16 @@ class _Builder:
         match node:
             case Atom(letters=letters):
                 return self._state(letters, (after,))
-            case Row(parts=parts):
+            case Concatenation(parts=parts):
                 for part in reversed(parts):
                     after = self.build(part, after)
                 return after
-            case Either(parts=parts):
+            case Alternation(parts=parts):
                 return self._state(None, tuple(self.build(part, after) for part in parts))
-            case Repeat():
+            case Repetition():
                 return self._repeat(node, after)
 
-    def _repeat(self, node: Repeat, after: int) -> int:
+    def _repeat(self, node: Repetition, after: int) -> int:
         here = after
         if node.most is None:
             here = self._state(None, ())
@@ -226,7 +226,7 @@ class _Builder:
         return len(self._automaton.letters) - 1
 
 
-class _Reader:
+class _PatternParser:
     """Reads a pattern by recursive descent. What one letter may be is left to `re`."""
 
     def __init__(self, pattern: str) -> None:
@@ -234,7 +234,7 @@ class _Reader:
         self._at = 0
         self._depth = 0
 
-    def read(self) -> Node:
+    def read(self) -> PatternNode:
         node = self._either()
         if self._at < len(self._pattern):
             raise self._error("unbalanced parenthesis")
@@ -252,21 +252,21 @@ class _Reader:
         self._at += len(text) if found else 0
         return found
 
-    def _either(self) -> Node:
+    def _either(self) -> PatternNode:
         self._depth += 1
         if self._depth > _DEPTH_MAX:
             raise self._error("nested too deep")
-        parts = [Row(tuple(self._parts()))]
+        parts = [Concatenation(tuple(self._parts()))]
         while self._takes("|"):
-            parts.append(Row(tuple(self._parts())))
+            parts.append(Concatenation(tuple(self._parts())))
         self._depth -= 1
-        return parts[0] if len(parts) == 1 else Either(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
-    def _parts(self) -> Iterator[Node]:
+    def _parts(self) -> Iterator[PatternNode]:
         while self._rest and self._rest[0] not in "|)":
             yield self._repeated(self._part())
 
-    def _part(self) -> Node:
+    def _part(self) -> PatternNode:
         if self._takes("("):
             if self._rest.startswith("?") and not self._takes("?:"):
                 raise self._error("groups are (...) and (?:...) only")
@@ -298,14 +298,14 @@ class _Reader:
         self._at += found.end()
         return Atom(letters)
 
-    def _repeated(self, node: Node) -> Node:
+    def _repeated(self, node: PatternNode) -> PatternNode:
         while self._rest and self._rest[0] in "*+?{":
             if self._takes("*"):
-                node = Repeat(node, 0, None)
+                node = Repetition(node, 0, None)
             elif self._takes("+"):
-                node = Repeat(node, 1, None)
+                node = Repetition(node, 1, None)
             elif self._takes("?"):
-                node = Repeat(node, 0, 1)
+                node = Repetition(node, 0, 1)
             else:
                 node = self._bounded(node)
             if self._takes("+"):
@@ -313,7 +313,7 @@ class _Reader:
             self._takes("?")  # the shortest match is taken anyway
         return node
 
-    def _bounded(self, node: Node) -> Node:
+    def _bounded(self, node: PatternNode) -> PatternNode:
         found = _BOUNDS.match(self._rest)
         if found is None or not (found[1] or found[3]):
             raise self._error("a brace that is no repeat is written \\{")
@@ -322,7 +322,7 @@ class _Reader:
         most = (int(found[3]) if found[3] else None) if found[2] else least
         if most is not None and most < least:
             raise self._error("the bounds are the wrong way round")
-        return Repeat(node, least, most)
+        return Repetition(node, least, most)
 
 
 @lru_cache(maxsize=1024)

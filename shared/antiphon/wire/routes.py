@@ -1,8 +1,8 @@
 """Every subject of the bus, and nowhere else: what travels on it, from whom to whom.
 
-A `Call` is answered; a `Feed` is not. Subjects here lack the `<cluster>.v<major>` prefix, which the
-bus puts before them. The table in the docs, the permissions of the NATS users and the golden files
-are all made from `ROUTES`.
+A `RequestRoute` has replies; a plain `Route` has none. Subjects here lack the `<cluster>.v<major>`
+prefix, which the bus puts before them. The table in the docs, the permissions of the NATS users and
+the golden files are all made from `ROUTES`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from antiphon.wire.generate import (
 )
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
+from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.metrics import MetricsReport
-from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import NoticeBatch
 from antiphon.wire.storage import (
     GetPages,
@@ -79,7 +79,7 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
-class Spread(StrEnum):
+class DeliveryMode(StrEnum):
     """Who of several listeners gets a message."""
 
     DIRECT = "direct"
@@ -91,7 +91,7 @@ class Spread(StrEnum):
 
 CLIENT = "client"
 """The sender or listener outside: a NATS client with a tenant of its own."""
-ANYBODY = tuple(Role)
+ALL_ROLES = tuple(Role)
 
 Party = Role | str
 
@@ -102,7 +102,7 @@ def inbox(party: Party, tenant: TenantId = DEFAULT_TENANT) -> str:
 
 
 @dataclass(frozen=True)
-class Feed(Generic[Q]):
+class Route(Generic[Q]):
     """A subject that is published to and not answered.
 
     Attributes:
@@ -115,21 +115,21 @@ class Feed(Generic[Q]):
     carries: tuple[type[Q], ...]
     senders: tuple[Party, ...]
     listeners: tuple[Party, ...]
-    spread: Spread = Spread.DIRECT
+    delivery: DeliveryMode = DeliveryMode.DIRECT
     ordered: bool = False
 
-    def at(self, **parts: str) -> str:
+    def subject_for(self, **parts: str) -> str:
         """Fill in the subject, escaping each part."""
         return _filled(self.subject, tuple(parts.items()))
 
-    def listening(self, **parts: str) -> str:
+    def subject_filter(self, **parts: str) -> str:
         """Fill in the subject, with a wildcard for each part that is left out."""
         wildcards = re.sub(r"\{(\w+)\}", lambda p: p[0] if p[1] in parts else "*", self.subject)
         return fill(wildcards, parts)
 
 
 @dataclass(frozen=True)
-class Call(Feed[Q], Generic[Q, R]):
+class RequestRoute(Route[Q], Generic[Q, R]):
     """A subject whose messages are each answered with one of `replies`, or an `ErrorReply`."""
 
     replies: tuple[type[R], ...] = field(default=())
@@ -160,25 +160,25 @@ def fill(subject: str, parts: dict[str, str]) -> str:
     return subject.format(**{name: escape(value) for name, value in parts.items()})
 
 
-GENERATE = Call(
+GENERATE = RequestRoute(
     name="gateway.generate",
     subject="generate.{model}",
     carries=(GenerateRequest,),
     replies=(GenerateAccepted,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
-    spread=Spread.QUEUE,
+    delivery=DeliveryMode.QUEUE,
 )
-EMBED = Call(
+EMBED = RequestRoute(
     name="gateway.embed",
     subject="embed.{model}",
     carries=(EmbedRequest,),
     replies=(EmbedReply,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
-    spread=Spread.QUEUE,
+    delivery=DeliveryMode.QUEUE,
 )
-CLIENT_TEXT = Feed(
+CLIENT_TEXT = Route(
     name="client.text",
     subject="client.{tenant}.{inbox}",
     carries=(GenerateAccepted, GenerateText, GenerateEnd, ErrorReply),
@@ -186,7 +186,7 @@ CLIENT_TEXT = Feed(
     listeners=(CLIENT,),
     ordered=True,
 )
-GATEWAY_CONTROL = Call(
+GATEWAY_CONTROL = RequestRoute(
     name="gateway.control",
     subject="gateway.{gateway}.control",
     carries=(GenerateResume, GenerateCancel),
@@ -194,42 +194,42 @@ GATEWAY_CONTROL = Call(
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
 )
-TOKENIZE = Call(
+TOKENIZE = RequestRoute(
     name="tokenizer.encode",
     subject="tokenizer.{model}.encode",
     carries=(EncodeRequest,),
     replies=(EncodeReply,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
-    spread=Spread.QUEUE,
+    delivery=DeliveryMode.QUEUE,
 )
-CANCEL_ENCODE = Feed(
+CANCEL_ENCODE = Route(
     name="tokenizer.cancel",
     subject="tokenizer.{model}.cancel",
     carries=(CancelEncode,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
-    spread=Spread.ALL,
+    delivery=DeliveryMode.ALL,
 )
-DECODE = Call(
+DECODE = RequestRoute(
     name="tokenizer.decode",
     subject="tokenizer.{model}.decode",
     carries=(DecodeRequest,),
     replies=(DecodeReply,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
-    spread=Spread.QUEUE,
+    delivery=DeliveryMode.QUEUE,
 )
-ENCODE_IMAGE = Call(
+ENCODE_IMAGE = RequestRoute(
     name="encoder.encode",
     subject="encoder.{model}.encode",
     carries=(EncodeImage,),
     replies=(ImageEmbedding,),
     senders=(Role.GATEWAY,),
     listeners=(Role.ENCODER,),
-    spread=Spread.QUEUE,
+    delivery=DeliveryMode.QUEUE,
 )
-SUBMIT = Call(
+SUBMIT = RequestRoute(
     name="scheduler.submit",
     subject="scheduler.{model}.submit",
     carries=(SubmitRequest,),
@@ -237,7 +237,7 @@ SUBMIT = Call(
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER,),
 )
-CANCEL = Call(
+CANCEL = RequestRoute(
     name="scheduler.cancel",
     subject="scheduler.{model}.cancel",
     carries=(CancelRequest,),
@@ -245,16 +245,16 @@ CANCEL = Call(
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER,),
 )
-OPEN = Feed(
+OPEN = Route(
     name="scheduler.open",
     subject="scheduler.{model}.open",
     carries=(OpenList,),
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER),
-    spread=Spread.ALL,
+    delivery=DeliveryMode.ALL,
     ordered=True,
 )
-COMMAND = Feed(
+COMMAND = Route(
     name="worker.command",
     subject="worker.{worker}.command",
     carries=(CommandBatch,),
@@ -262,7 +262,7 @@ COMMAND = Feed(
     listeners=(Role.WORKER,),
     ordered=True,
 )
-STOP = Feed(
+STOP = Route(
     name="worker.stop",
     subject="worker.{worker}.stop",
     carries=(StopChoice, ResendTokens),
@@ -270,7 +270,7 @@ STOP = Feed(
     listeners=(Role.WORKER,),
     ordered=True,
 )
-WORKER_CONTROL = Call(
+WORKER_CONTROL = RequestRoute(
     name="worker.control",
     subject="worker.{worker}.control",
     carries=(
@@ -285,16 +285,16 @@ WORKER_CONTROL = Call(
     senders=(Role.SCHEDULER, Role.GATEWAY),
     listeners=(Role.WORKER,),
 )
-KV_EVENTS = Feed(
+KV_EVENTS = Route(
     name="events.kv",
     subject="events.kv.{model}.{worker}",
     carries=(KvEvents,),
     senders=(Role.WORKER,),
     listeners=(Role.SCHEDULER,),
-    spread=Spread.ALL,
+    delivery=DeliveryMode.ALL,
     ordered=True,
 )
-KV_REPLAY = Call(
+KV_REPLAY = RequestRoute(
     name="worker.events",
     subject="worker.{worker}.events",
     carries=(ReplayKv,),
@@ -302,7 +302,7 @@ KV_REPLAY = Call(
     senders=(Role.SCHEDULER,),
     listeners=(Role.WORKER,),
 )
-TOKENS = Feed(
+TOKENS = Route(
     name="detokenizer.tokens",
     subject="detokenizer.{detokenizer}.tokens",
     carries=(TokenBatch, TokenStep),
@@ -310,7 +310,7 @@ TOKENS = Feed(
     listeners=(Role.DETOKENIZER,),
     ordered=True,
 )
-DETOKENIZER_CONTROL = Call(
+DETOKENIZER_CONTROL = RequestRoute(
     name="detokenizer.control",
     subject="detokenizer.{detokenizer}.control",
     carries=(ResumeText,),
@@ -318,7 +318,7 @@ DETOKENIZER_CONTROL = Call(
     senders=(Role.GATEWAY,),
     listeners=(Role.DETOKENIZER,),
 )
-TEXT = Feed(
+TEXT = Route(
     name="gateway.text",
     subject="gateway.{gateway}.text",
     carries=(TextBatch,),
@@ -326,22 +326,22 @@ TEXT = Feed(
     listeners=(Role.GATEWAY,),
     ordered=True,
 )
-NOTICE = Feed(
+NOTICE = Route(
     name="gateway.notice",
     subject="gateway.{gateway}.notice",
     carries=(NoticeBatch,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.GATEWAY,),
 )
-ABORT = Feed(
+ABORT = Route(
     name="gateways.abort",
     subject="gateways.{model}.abort",
     carries=(AbortRequests,),
     senders=(Role.GATEWAY,),
     listeners=(Role.GATEWAY,),
-    spread=Spread.ALL,
+    delivery=DeliveryMode.ALL,
 )
-KV_CONTROL = Call(
+KV_CONTROL = RequestRoute(
     name="kv_storage.control",
     subject="kv_storage.{node}.control",
     carries=(PutPages, LookupPages, GetPages, ReleaseLease),
@@ -349,7 +349,7 @@ KV_CONTROL = Call(
     senders=(Role.WORKER,),
     listeners=(Role.KV_STORAGE,),
 )
-HEARS = {
+HEARTBEAT_SOURCES = {
     Role.SCHEDULER: (Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
     Role.GATEWAY: (
         Role.SCHEDULER,
@@ -363,40 +363,40 @@ HEARS = {
 }
 """Whose heartbeats a role hears: of those by whose word or silence it does something. To be woken
 by the others would cost each process as much as all else that it does while nothing is asked."""
-HEARTBEAT = Feed(
+HEARTBEAT = Route(
     name="heartbeat",
     subject="heartbeat.{role}.{instance}",
     carries=(Heartbeat,),
-    senders=ANYBODY,
-    listeners=ANYBODY,  # each receives those of its own name, if no others
-    spread=Spread.ALL,
+    senders=ALL_ROLES,
+    listeners=ALL_ROLES,  # each receives those of its own name, if no others
+    delivery=DeliveryMode.ALL,
 )
-NAME = Call(
+NAME = RequestRoute(
     name="process.name",
     subject="process.{instance}.name",
     carries=(ClaimName,),
     replies=(NameTaken,),
-    senders=ANYBODY,
-    listeners=ANYBODY,
+    senders=ALL_ROLES,
+    listeners=ALL_ROLES,
 )
-DISCOVER = Feed(
+DISCOVER = Route(
     name="discover",
     subject="discover",
     carries=(Discover,),
-    senders=ANYBODY,
-    listeners=ANYBODY,
-    spread=Spread.ALL,
+    senders=ALL_ROLES,
+    listeners=ALL_ROLES,
+    delivery=DeliveryMode.ALL,
 )
-METRICS = Feed(
+METRICS = Route(
     name="metrics",
     subject="metrics.{role}.{instance}",
     carries=(MetricsReport,),
-    senders=ANYBODY,
+    senders=ALL_ROLES,
     listeners=(Role.GATEWAY,),
-    spread=Spread.ALL,
+    delivery=DeliveryMode.ALL,
 )
 
-ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
+ROUTES: Sequence[Route[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
     GENERATE,
     EMBED,
     CLIENT_TEXT,

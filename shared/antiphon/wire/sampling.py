@@ -55,7 +55,7 @@ class LogitBias(Value):
     values: Annotated[bytes, Meta(max_length=4 * BIASES_MAX)]
 
 
-class DetailParams(Value):
+class TokenOutputParams(Value):
     """What is told of each token beside its text.
 
     Attributes:
@@ -125,7 +125,7 @@ class SamplingParams(Value):
     seed: Seed = 0
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
-    details: DetailParams | None = None
+    details: TokenOutputParams | None = None
     pool: PoolParams | None = None
 
     def details_from(self, prompt_tokens: int) -> int | None:

@@ -12,9 +12,9 @@ from antiphon.wire.bounds import (
     TextOffset,
     TokenOffset,
 )
-from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class Origin(Value):
@@ -53,7 +53,7 @@ class TextRow(Value):
     continues: Attempt | None = None
     text_offset: TextOffset
     text: str = ""
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | Signed | None = None
     usage: Usage | None = None
@@ -70,7 +70,7 @@ class TextBatch(Message):
     rows: tuple[TextRow, ...]
 
 
-class ChoicePlace(Value):
+class ChoiceCursor(Value):
     """How much of a choice the gateway has: text in UTF-8 bytes, details up to a token offset.
 
     `token_offset` unset stands for the beginning of the details.
@@ -90,7 +90,7 @@ class ResumeText(Message):
 
     detokenizer: Process
     gateway: Process
-    places: tuple[ChoicePlace, ...] = ()
+    places: tuple[ChoiceCursor, ...] = ()
 
 
 class TextResumed(Message):

@@ -14,10 +14,10 @@ from antiphon.wire.bounds import (
     TokenOffset,
     UnixMs,
 )
-from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
+from antiphon.wire.token_outputs import TokenOutputs
 
 
 class TokenStream(Value):
@@ -61,7 +61,7 @@ class TokenRow(Value):
     attempt: Attempt
     offset: TokenOffset
     token_ids: bytes = b""
-    details: TokenDetails | None = None
+    details: TokenOutputs | None = None
     stream: TokenStream | None = None
     weights: ShortText | None = None
     retractions: Count = 0

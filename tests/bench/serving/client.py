@@ -115,7 +115,7 @@ class HttpTarget:
         await self._session.close()
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        """As `Target.ask`."""
+        """As `OtlpTarget.ask`."""
         body = msgspec.json.encode(self._body(said, output_tokens))
         reads: list[tuple[float, bytes]] = []
         sent_s = time.perf_counter()

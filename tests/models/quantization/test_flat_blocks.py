@@ -10,9 +10,9 @@ from tests.models.quantization.made import bits_and_bytes
 from tests.models.quantization.rows import ROWS, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 
-from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
 from antiphon.layers.quantization.assemble import quantized_sources
-from antiphon.layers.quantization.storage import WeightSlice, LoadedWeight, dequantized
+from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
+from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequantized
 from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ def test_inputs_need_not_be_whole_blocks(
             into[row : row + len(piece)] = dequantized(piece)
 
         storage = BitsAndBytesStorage(kind, nested)
-        for source in quantized_sources("a", storage, (outputs, inputs), WeightSlice(rows, columns), take):
+        for source in quantized_sources(
+            "a", storage, (outputs, inputs), WeightSlice(rows, columns), take
+        ):
             tensor = made.stored[source.name.removeprefix("a")]
             assert source.shape in (tuple(tensor.shape), (-1,)), source.name
             source.load(tensor)

@@ -15,14 +15,14 @@ from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from torch import Tensor
 
 from antiphon.config.card import read_card
-from antiphon.config.device import Device
+from antiphon.config.device import HostDevice
 from antiphon.config.load import load as settings_of
 from antiphon.config.model_files import find_files
-from antiphon.config.quantization import Quantize, Scheme, chosen
+from antiphon.config.quantization import QuantizationMethod, QuantizationScheme, choose_quantization
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.resolve import resolve
 from antiphon.kernels.cpu import extension
-from antiphon.layers.linear import RowLinear, CheckpointLayout
+from antiphon.layers.linear import CheckpointLayout, RowLinear
 from antiphon.layers.methods import METHODS
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.quantization.assemble import quantized_sources
@@ -59,8 +59,8 @@ def written(row: Row, folders: Folders, tmp_path_factory: pytest.TempPathFactory
 
 
 def quantization(folder: Path, row: Row):
-    said = None if row.said is None else Quantize(row.said)
-    found = chosen(read_card(folder).quantization, said)
+    said = None if row.said is None else QuantizationMethod(row.said)
+    found = choose_quantization(read_card(folder).quantization, said)
     assert found is not None
     return found
 
@@ -85,7 +85,9 @@ class Wrong:
     def fields(self, outputs: int, inputs: int) -> parts.WeightFields:
         return self.right.fields(outputs, inputs)
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> parts.LoadedWeight:
+    def dequantize(
+        self, stored: Mapping[str, Tensor], outputs: int, inputs: int
+    ) -> parts.LoadedWeight:
         same = dict(stored)
         changed = {suffix: change(same[suffix]) for suffix, change in self.changes.items()}
         return self.right.dequantize(same | changed, outputs, inputs)
@@ -183,10 +185,10 @@ def test_a_part_of_a_weight_is_that_part_wherever_it_is_cut(
     assert_weights(*read(written, row, part=cut))
 
 
-def row_scheme(row: Row) -> Scheme:
-    said = None if row.said is None else Quantize(row.said)
+def row_scheme(row: Row) -> QuantizationScheme:
+    said = None if row.said is None else QuantizationMethod(row.said)
     config = json.dumps({"quantization_config": row.config}).encode()
-    found = chosen(read_quantization(config), said)
+    found = choose_quantization(read_quantization(config), said)
     assert found is not None
     return found.rules[0].scheme
 
@@ -286,7 +288,7 @@ def test_each_rank_has_its_part_of_every_weight(row: Row, written, ranks: int) -
             assert torch.equal(found, expected)
 
 
-DEVICE = Device(kind="cpu", cores=2, memory_bytes=1 << 30)
+DEVICE = HostDevice(kind="cpu", cores=2, memory_bytes=1 << 30)
 
 
 @ALL
@@ -351,7 +353,10 @@ class Everywhere:
         return self.one
 
 
-FUSED = CheckpointLayout(run=96, first=32, runs=2), CheckpointLayout(run=64, runs=3, interleaved_size=32, head_size=64)
+FUSED = (
+    CheckpointLayout(run=96, first=32, runs=2),
+    CheckpointLayout(run=64, runs=3, interleaved_size=32, head_size=64),
+)
 
 
 @ALL
@@ -363,7 +368,9 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     made = row.make(weight)
     scheme = storage_of(row_scheme(row))
-    build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN))
+    build = BuildContext(
+        SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN)
+    )
     linear = RowLinear("a", 256, outputs, bias=False, build=build, method=PLAIN, stored=stored)
     suffixes = {".weight_scale": ".weight_scale_inv"}
     for source in linear.sources():

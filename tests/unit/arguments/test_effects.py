@@ -19,8 +19,8 @@ from antiphon import embedded
 from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.pooling import read_pooling
-from antiphon.config.resolve import Plan, resolve
-from antiphon.config.states import States
+from antiphon.config.resolve import ResolvedConfig, resolve
+from antiphon.config.states import RecurrentStates
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.parsing.formats import formats_of
@@ -32,7 +32,7 @@ from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.model import model_files, served_name, tokenizer_place
+from antiphon.service.model import model_files, served_name, tokenizer_path
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
@@ -49,11 +49,13 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore
 
 HI = [{"role": "user", "content": "hi"}]
-STATES = States(layers=2, attending=2, convolved=10, matrices=1000, channels=10, parameters=10)
+STATES = RecurrentStates(
+    layers=2, attending=2, convolved=10, matrices=1000, channels=10, parameters=10
+)
 RECURRENT = msgspec.structs.replace(CARD, states=STATES)
 
 
-def plan(settings: Settings) -> Plan:
+def plan(settings: Settings) -> ResolvedConfig:
     return resolve(settings, CARD, DEVICE)
 
 
@@ -243,7 +245,7 @@ def test_model_path_is_where_the_files_are(tmp_path: Path) -> None:
 
 @pytest.mark.argument("--tokenizer-path")
 def test_tokenizer_path_is_where_the_tokenizer_is(tmp_path: Path) -> None:
-    assert compare("--tokenizer-path", str(tmp_path), observe=tokenizer_place) == (
+    assert compare("--tokenizer-path", str(tmp_path), observe=tokenizer_path) == (
         tmp_path,
         embedded.path(),
     )
@@ -308,7 +310,9 @@ def test_chat_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
 
     def rendered(settings: Settings) -> str:
-        read = vocabulary.read_model_tokenizer(tokenizer_place(settings), settings.model.chat_template)
+        read = vocabulary.read_model_tokenizer(
+            tokenizer_path(settings), settings.model.chat_template
+        )
         assert read.template is not None
         turn = ChatMessage(role="user", content="hi")
         return read.template.render((turn,), continue_final=False)
@@ -399,9 +403,13 @@ def test_argument_bounds_white_space_of_json(flag: str, value: str | None, most:
 @pytest.mark.argument("--completion-template")
 def test_completion_template_needs_its_marks() -> None:
     def read(settings: Settings) -> str:
-        folder = tokenizer_place(settings)
+        folder = tokenizer_path(settings)
         try:
-            return str(vocabulary.read_model_tokenizer(folder, "", settings.model.completion_template).completion)
+            return str(
+                vocabulary.read_model_tokenizer(
+                    folder, "", settings.model.completion_template
+                ).completion
+            )
         except ConfigError as error:
             return str(error)
 

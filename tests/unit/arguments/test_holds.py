@@ -431,7 +431,9 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
     encode, model = TextEncoder.encode, ModelName("toy")
     sizes: list[int] = []
 
-    def noted(encoder: TextEncoder, texts: Sequence[EncodeInput]) -> Sequence[EncodedPrompt | Exception]:
+    def noted(
+        encoder: TextEncoder, texts: Sequence[EncodeInput]
+    ) -> Sequence[EncodedPrompt | Exception]:
         sizes.append(len(texts))
         if len(sizes) == 1:
             assert first.wait(TIMEOUT_S)

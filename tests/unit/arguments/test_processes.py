@@ -11,9 +11,9 @@ from tests.arguments import compare, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 
 from antiphon.config.load import load
-from antiphon.config.resolve import Plan, resolve
+from antiphon.config.resolve import ResolvedConfig, resolve
 from antiphon.config.yaml_file import write_yaml
-from antiphon.supervisor.stack import Stack
+from antiphon.supervisor.stack import ServiceStack
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MACHINE = msgspec.structs.replace(DEVICE, memory_bytes=12 * GIB)
 
 def children(settings: Settings, role: Role, folder: Path) -> list[Child]:
     """The processes of a service that `serve` starts on the machine."""
-    stack = Stack(settings, folder, Console(quiet=True), MACHINE)
+    stack = ServiceStack(settings, folder, Console(quiet=True), MACHINE)
     return [child for child in stack.children("nats://127.0.0.1:1") if child.role is role]
 
 
@@ -39,7 +39,7 @@ def settings_in(child: Child) -> Settings:
     return load(child.config, environ=own).settings
 
 
-def plan_of(settings: Settings, folder: Path) -> Plan:
+def plan_of(settings: Settings, folder: Path) -> ResolvedConfig:
     """What the last worker decides."""
     worker = children(settings, Role.WORKER, folder)[-1]
     return resolve(settings_in(worker), CARD, MACHINE)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from antiphon.cli.chat import server_url
-from antiphon.cli.completion import Ask, ChatFailed, Turn, complete, first_model
+from antiphon.cli.completion import ChatFailed, ChatRequest, ChatTurn, complete, first_model
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Server:
     def __init__(self) -> None:
         self.answer = [chunk("Good "), chunk("day."), "[DONE]"]
         self.hangs = False
-        self.asked: list[Ask] = []
+        self.asked: list[ChatRequest] = []
         self.left = asyncio.Event()
         self.url = ""
 
@@ -38,7 +38,7 @@ class Server:
         return web.json_response({"object": "list", "data": [{"id": "small", "object": "model"}]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        ask = msgspec.json.decode(await request.read(), type=Ask)
+        ask = msgspec.json.decode(await request.read(), type=ChatRequest)
         self.asked.append(ask)
         if ask.model != "small":
             body = {"error": {"message": f"no model {ask.model}", "type": "invalid_request_error"}}
@@ -74,8 +74,8 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-def ask(text: str, model: str = "small") -> Ask:
-    return Ask(model=model, messages=(Turn("user", text),), stream=True)
+def ask(text: str, model: str = "small") -> ChatRequest:
+    return ChatRequest(model=model, messages=(ChatTurn("user", text),), stream=True)
 
 
 async def answer(server: Server, model: str = "small") -> str:
@@ -153,7 +153,7 @@ async def test_one_message_prints_the_answer_and_leaves(server: Server) -> None:
         out, err = await process.communicate()
     assert (out.decode(), err.decode(), process.returncode) == ("Good day.\n", "", 0)
     asked = server.asked[0]
-    assert asked.messages == (Turn("system", "Be kind."), Turn("user", "hello"))
+    assert asked.messages == (ChatTurn("system", "Be kind."), ChatTurn("user", "hello"))
     assert (asked.stream, asked.max_tokens, asked.temperature) == (True, 5, 0)
 
 
@@ -164,9 +164,13 @@ async def test_a_conversation_remembers_until_it_is_reset(server: Server) -> Non
     assert b"small at http://" in out
     assert b"no such command" in out
     first, second, third = (ask.messages for ask in server.asked)
-    assert first == (Turn("user", "one"),)
-    assert second == (Turn("user", "one"), Turn("assistant", "Good day."), Turn("user", "two"))
-    assert third == (Turn("user", "three"),)
+    assert first == (ChatTurn("user", "one"),)
+    assert second == (
+        ChatTurn("user", "one"),
+        ChatTurn("assistant", "Good day."),
+        ChatTurn("user", "two"),
+    )
+    assert third == (ChatTurn("user", "three"),)
 
 
 async def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: Server) -> None:
@@ -183,9 +187,9 @@ async def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: Server) 
     assert process.returncode == 0, err
     assert b"stopped" in out
     assert server.asked[1].messages == (
-        Turn("user", "one"),
-        Turn("assistant", "Go"),
-        Turn("user", "two"),
+        ChatTurn("user", "one"),
+        ChatTurn("assistant", "Go"),
+        ChatTurn("user", "two"),
     )
 
 

@@ -12,7 +12,7 @@ from tests.support.services import CLUSTER
 from tests.support.wait import until
 from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Request, gateway
 
-from antiphon.bus.errors import NobodyListens
+from antiphon.bus.errors import NoResponders
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.wire.base import FinishReason
@@ -45,7 +45,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again soon, so that tests need not wait as clients do."""
     monkeypatch.setattr(stream, "SILENCE_S", 0.03)
     monkeypatch.setattr(stream, "CALL_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(stream, "GONE_S", 0.3)
+    monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 0.3)
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ async def client(link: MemoryTransport) -> AsyncGenerator[Client]:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
-    """Let a list grow by one for each call of a method of `Stream`."""
+    """Let a list grow by one for each call of a method of `GenerationStream`."""
     calls: list[None] = []
-    method = getattr(stream.Stream, name)
+    method = getattr(stream.GenerationStream, name)
 
-    def counted(self: stream.Stream, *given: object) -> object:
+    def counted(self: stream.GenerationStream, *given: object) -> object:
         calls.append(None)
         return method(self, *given)
 
-    monkeypatch.setattr(stream.Stream, name, counted)
+    monkeypatch.setattr(stream.GenerationStream, name, counted)
     return calls
 
 
@@ -119,7 +119,7 @@ async def test_a_whole_answer_is_asked_for_without_a_stream(
     broker: MemoryBroker, client: Client
 ) -> None:
     async with gateway(broker, script=SCRIPT) as fake:
-        answer = await client.ask(MODEL, [("system", "Be brief."), ("user", "hi")])
+        answer = await client.complete(MODEL, [("system", "Be brief."), ("user", "hi")])
     (request,) = fake.requests
     assert (answer.text, answer.finish_reason, answer.usage) == (TEXT, FinishReason.STOP, USAGE)
     assert answer.request_id == request.id
@@ -135,7 +135,7 @@ async def test_turns_with_calls_are_asked_as_they_are(broker: MemoryBroker, clie
         ChatMessage(role="tool", content="2", tool_call_id="1"),
     ]
     async with gateway(broker, script=SCRIPT) as fake:
-        await client.ask(MODEL, turns)
+        await client.complete(MODEL, turns)
     (request,) = fake.requests
     assert request.request.messages == (ChatMessage(role="user", content="hi"), *turns[1:])
 
@@ -149,7 +149,7 @@ async def test_whatever_is_lost_repeated_and_reordered_the_text_is_whole(
     script = tuple("".join(chance.choices("aé日🌍", k=chance.randrange(5))) for _ in range(30))
     async with gateway(broker, script=script, mischief=Mischief(seed, *shares)):
         assert await read(client) == "".join(script), f"seed {seed}, shares {shares}"
-        assert (await client.ask(MODEL, "hi", timeout_s=5)).text == "".join(script)
+        assert (await client.complete(MODEL, "hi", timeout_s=5)).text == "".join(script)
 
 
 @pytest.mark.parametrize(
@@ -252,12 +252,12 @@ async def test_nobody_listening_fails_at_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "SILENCE_S", 60.0)
-    monkeypatch.setattr(stream, "GONE_S", 60.0)
+    monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 60.0)
     async with asyncio.timeout(1):
-        with pytest.raises(NobodyListens):
+        with pytest.raises(NoResponders):
             await read(client)
-        with pytest.raises(NobodyListens):
-            await client.ask(MODEL, "hi")
+        with pytest.raises(NoResponders):
+            await client.complete(MODEL, "hi")
 
 
 async def test_a_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Client) -> None:
@@ -267,7 +267,7 @@ async def test_a_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Cli
             await read(client)
         assert caught.value.retry_after_s == 3.0
     with pytest.raises(InvalidRequest, match="temperature"):
-        await client.ask(MODEL, "hi", temperature=-1)
+        await client.complete(MODEL, "hi", temperature=-1)
 
 
 async def test_an_error_as_the_end_is_raised_after_the_text(
@@ -319,8 +319,8 @@ async def test_a_request_made_while_the_link_is_down_is_sent_when_it_is_up(
 async def test_a_gateway_that_finds_the_broker_later_than_we_is_waited_for(
     broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "GONE_S", 5.0)
-    found_nobody = count_calls(monkeypatch, "_bear")
+    monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 5.0)
+    found_nobody = count_calls(monkeypatch, "_on_no_responders")
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
         reading = group.create_task(read(client))
         request = await first_request(fake)

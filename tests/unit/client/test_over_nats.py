@@ -44,4 +44,4 @@ async def test_nobody_listening_fails_at_once() -> None:
     async with NatsServer() as server, Client(server.url, cluster=CLUSTER) as client:
         async with asyncio.timeout(1):
             with pytest.raises(Unavailable, match="no gateway serves this model"):
-                await client.ask(MODEL, "hi")
+                await client.complete(MODEL, "hi")

@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.client.placing import Placing
+from antiphon.client.assembler import TextAssembler
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import DetailPiece, TokenDetails, join_pieces
 from antiphon.wire.generate import GenerateText
 from antiphon.wire.ids import RequestId
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, join_chunks
 
 TEXT = "aé日🙂" * 4
 BYTES = len(TEXT.encode())
@@ -17,13 +17,13 @@ FIRST, LAST = -3, 12
 
 def piece(start: int, stop: int, told: int, end: int) -> GenerateText:
     """Text from one border to another, with the details of so many tokens."""
-    details = TokenDetails(count=end - told, token_ids=pack_ids(range(100 + told, 100 + end)))
+    details = TokenOutputs(count=end - told, token_ids=pack_ids(range(100 + told, 100 + end)))
     return GenerateText(
         request_id=RequestId("r"),
         choice=0,
         text_offset=start,
         text=TEXT.encode()[start:stop].decode(),
-        details=DetailPiece(offset=told, details=details),
+        details=TokenOutputsChunk(offset=told, details=details),
     )
 
 
@@ -34,23 +34,23 @@ TOKENS = st.tuples(st.integers(FIRST, LAST), st.integers(FIRST, LAST)).map(sorte
 
 @given(st.lists(st.tuples(STRETCH, TOKENS), max_size=30))
 def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
-    placing, text = Placing(FIRST), ""
-    told: list[DetailPiece | None] = []
+    placing, text = TextAssembler(FIRST), ""
+    told: list[TokenOutputsChunk | None] = []
     for (start, stop), (first, end) in [*pieces, ((0, BYTES), (FIRST, LAST))]:
-        have, known = placing.have(0), placing.told(0)
-        new = placing.place(piece(start, stop, first, end))
+        have, known = placing.text_offset(0), placing.token_offset(0)
+        new = placing.add(piece(start, stop, first, end))
         assert (new is None) == (start > have or first > known)
         if new is not None:
             assert new.text_offset == have
             text += new.text
             told.append(new.details)
-        assert placing.have(0) == len(text.encode())
+        assert placing.text_offset(0) == len(text.encode())
     assert text == TEXT
-    whole = join_pieces(told)
+    whole = join_chunks(told)
     assert whole is not None
     assert whole.offset == FIRST
-    assert [detail.token_id for detail in whole.details.each()] == list(
+    assert [detail.token_id for detail in whole.details.iter_tokens()] == list(
         range(100 + FIRST, 100 + LAST)
     )
-    (place,) = placing.places
+    (place,) = placing.cursors
     assert (place.text_offset, place.token_offset) == (BYTES, LAST)

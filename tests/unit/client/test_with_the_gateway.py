@@ -13,7 +13,7 @@ from antiphon.bus.faulty import Faults, FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.service.tasks import Tasks
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 
 TEXT = "".join(SCRIPT)
 AT_A_TIME = 8
@@ -46,18 +46,18 @@ async def test_every_answer_is_whole_over_a_bad_link(
         if n % 3 == 0:
             return await told(client)
         if n % 2:
-            return (await client.ask(MODEL, "hi", timeout_s=10)).text
+            return (await client.complete(MODEL, "hi", timeout_s=10)).text
         return "".join([p.text async for p in client.generate(MODEL, "hi", timeout_s=10)])
 
     async def told(client: Client) -> str:
         """An answer of which every token is told of, and of two tokens of its prompt."""
-        wanted = DetailParams(logprobs=True, top=1, prompt_start=0)
-        answer = await client.ask(
+        wanted = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
+        answer = await client.complete(
             MODEL, "abc", timeout_s=10, details=wanted, token_texts=True, logit_bias={7: -1.5}
         )
         assert answer.details is not None
         assert answer.details.offset == -2
-        tokens = [detail.token_id for detail in answer.details.details.each()]
+        tokens = [detail.token_id for detail in answer.details.details.iter_tokens()]
         assert tokens == [5, 5, *range(10, 10 + len(SCRIPT))]
         return "".join(answer.details.texts[token] for token in tokens[2:])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.config.device import this_device
+from antiphon.config.device import detect_device
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def limit(folder: Path, *, limit_bytes: str, used_bytes: int, reclaimable_bytes:
 
 
 def memory_bytes(machine: Path) -> int:
-    return this_device(machine / "proc", machine / "groups").memory_bytes
+    return detect_device(machine / "proc", machine / "groups").memory_bytes
 
 
 def test_without_limits_what_is_available_counts(machine: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_container_over_its_limit_has_nothing_left(machine: Path) -> None:
 
 def test_cores_are_those_that_this_process_may_use(machine: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert this_device(machine / "proc", machine / "groups").cores == cores
+    assert detect_device(machine / "proc", machine / "groups").cores == cores
     (machine / "groups" / "outer" / "cpu.max").write_text("50000 100000\n")
-    assert this_device(machine / "proc", machine / "groups").cores == 1
+    assert detect_device(machine / "proc", machine / "groups").cores == 1
 
 
 @pytest.fixture
@@ -107,11 +107,11 @@ def test_a_quota_of_version_1_limits_the_cores(
     cpu = old_machine / "groups" / "cpu,cpuacct"
     (cpu / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
     (cpu / "cpu.cfs_period_us").write_text("100000\n")
-    cores = this_device(old_machine / "proc", old_machine / "groups").cores
+    cores = detect_device(old_machine / "proc", old_machine / "groups").cores
     assert cores == (1 if limited else len(os.sched_getaffinity(0)))
 
 
 def test_this_machine_has_something() -> None:
-    device = this_device()
+    device = detect_device()
     assert device.cores >= 1
     assert device.memory_bytes > 0

@@ -18,7 +18,7 @@ from antiphon.config.yaml_file import write_yaml
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.config.given import Layer
+    from antiphon.config.sourced_value import Layer
 
 
 def flags(line: str) -> Layer:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from antiphon.config.long_rotation import factors_of, with_factors
+from antiphon.config.longrope import longrope_factors, with_factors
 
 if TYPE_CHECKING:
-    from antiphon.config.long_rotation import Factors
+    from antiphon.config.longrope import Factors
 
 LISTS = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
 NEW = {"rope_parameters": LISTS | {"original_max_position_embeddings": 64}}
@@ -33,14 +33,14 @@ def test_served_context_chooses_one_list_for_both(
     config: dict[str, object], context_tokens: int | None, factors: Factors
 ) -> None:
     made = fields({"max_position_embeddings": 256} | config)
-    assert factors_of(made, context_tokens) == factors
+    assert longrope_factors(made, context_tokens) == factors
     (place,) = [name for name in config if name.startswith("rope_")]
     rope = msgspec.json.decode(with_factors(made, factors)[place])
     assert rope["short_factor"] == rope["long_factor"] == LISTS[f"{factors}_factor"]
 
 
 def test_model_that_was_not_stretched_has_short_factors() -> None:
-    assert factors_of(fields({"max_position_embeddings": 64} | NEW), None) == "short"
+    assert longrope_factors(fields({"max_position_embeddings": 64} | NEW), None) == "short"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_model_that_was_not_stretched_has_short_factors() -> None:
 )
 def test_other_and_malformed_configs_stay_as_they_are(config: dict[str, object]) -> None:
     made = fields({"max_position_embeddings": 256} | config)
-    assert factors_of(made, 8) is None
+    assert longrope_factors(made, 8) is None
     assert with_factors(made, None) is made
 
 

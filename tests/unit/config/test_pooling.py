@@ -10,7 +10,7 @@ from tests.models.tiny import CONFIG, write_llama
 
 from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
-from antiphon.config.pooling import Dense, Pooling, PoolMode, Squash, read_pooling
+from antiphon.config.pooling import Dense, Pooling, PoolingActivation, PoolMode, read_pooling
 from antiphon.config.tasks import Task
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ def test_modules_say_how_a_text_is_pooled(folder: Path, tmp_path: Path) -> None:
     assert pooling(at) == Pooling(
         task=Task.EMBED,
         mode=PoolMode.MEAN,
-        dense=(Dense(folder="2_Dense", inputs=48, outputs=8, bias=False, squash=Squash.TANH),),
+        dense=(
+            Dense(
+                folder="2_Dense", inputs=48, outputs=8, bias=False, squash=PoolingActivation.TANH
+            ),
+        ),
         normalize=True,
         width=8,
     )

@@ -15,17 +15,22 @@ from tests.unit.config.test_sglang import serve
 from antiphon.config.card import ModelCard, read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
-from antiphon.config.model import Dtype, Linear
-from antiphon.config.quantization import Pattern, Quantization, Quantize, chosen
+from antiphon.config.model import Dtype, LinearFormat
+from antiphon.config.quantization import (
+    Pattern,
+    QuantizationConfig,
+    QuantizationMethod,
+    choose_quantization,
+)
 from antiphon.config.quantization_file import read_quantization
-from antiphon.config.resolve import Plan, resolve
+from antiphon.config.resolve import ResolvedConfig, resolve
 from antiphon.config.weights import Weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def said(**config: object) -> Quantization:
+def said(**config: object) -> QuantizationConfig:
     text = json.dumps({"quantization_config": config}).encode()
     found = read_quantization(text)
     assert found is not None
@@ -149,7 +154,7 @@ def test_groups_of_linears_have_schemes_of_their_own() -> None:
     assert found.scheme("model.layers.0.mlp.down_proj") is found.rules[0].scheme
     assert found.scheme("model.layers.0.mlp.up_proj") is found.rules[1].scheme
     assert found.scheme("lm_head") is None
-    assert found.steps is False
+    assert found.int8_exact is False
 
 
 def test_gptq_says_which_linears_of_a_layer_it_rounded() -> None:
@@ -170,46 +175,53 @@ def test_gptq_says_which_linears_of_a_layer_it_rounded() -> None:
     [
         (None, None, None),
         (AWQ, None, AWQ),
-        (AWQ, Quantize.AWQ, AWQ),
-        (AWQ, Quantize.AWQ_MARLIN, AWQ),
-        (AWQ, Quantize.MARLIN, AWQ),
-        (GPTQ, Quantize.GPTQ_MARLIN, GPTQ),
-        (GPTQ, Quantize.MARLIN, GPTQ),
-        (W8A8, Quantize.W8A8_INT8, W8A8),
+        (AWQ, QuantizationMethod.AWQ, AWQ),
+        (AWQ, QuantizationMethod.AWQ_MARLIN, AWQ),
+        (AWQ, QuantizationMethod.MARLIN, AWQ),
+        (GPTQ, QuantizationMethod.GPTQ_MARLIN, GPTQ),
+        (GPTQ, QuantizationMethod.MARLIN, GPTQ),
+        (W8A8, QuantizationMethod.W8A8_INT8, W8A8),
     ],
 )
 def test_what_is_said_agrees_with_the_checkpoint(
-    stored: Quantization | None, method: Quantize | None, expected: Quantization | None
+    stored: QuantizationConfig | None,
+    method: QuantizationMethod | None,
+    expected: QuantizationConfig | None,
 ) -> None:
-    assert chosen(stored, method) is expected
+    assert choose_quantization(stored, method) is expected
 
 
 @pytest.mark.parametrize(
     ("stored", "method", "gguf", "message"),
     [
-        (AWQ, Quantize.GPTQ, False, "the checkpoint's is awq"),
-        (AWQ, Quantize.GPTQ_MARLIN, False, "the checkpoint's is awq"),
-        (AWQ, Quantize.FP8, False, "the checkpoint's is awq"),
-        (AWQ, Quantize.W8A8_INT8, False, "the checkpoint's is awq"),
-        (None, Quantize.AWQ, False, "plain numbers, which only fp8 and torchao's methods round"),
-        (None, Quantize.GGUF, False, "the checkpoint is none"),
-        (None, Quantize.FP8, True, "the checkpoint is a GGUF file"),
+        (AWQ, QuantizationMethod.GPTQ, False, "the checkpoint's is awq"),
+        (AWQ, QuantizationMethod.GPTQ_MARLIN, False, "the checkpoint's is awq"),
+        (AWQ, QuantizationMethod.FP8, False, "the checkpoint's is awq"),
+        (AWQ, QuantizationMethod.W8A8_INT8, False, "the checkpoint's is awq"),
+        (
+            None,
+            QuantizationMethod.AWQ,
+            False,
+            "plain numbers, which only fp8 and torchao's methods round",
+        ),
+        (None, QuantizationMethod.GGUF, False, "the checkpoint is none"),
+        (None, QuantizationMethod.FP8, True, "the checkpoint is a GGUF file"),
     ],
 )
 def test_what_is_said_against_the_checkpoint_is_refused(
-    stored: Quantization | None, method: Quantize, gguf: bool, message: str
+    stored: QuantizationConfig | None, method: QuantizationMethod, gguf: bool, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        chosen(stored, method, gguf=gguf)
+        choose_quantization(stored, method, gguf=gguf)
 
 
 def test_plain_checkpoints_are_rounded_at_loading_where_that_was_asked_for() -> None:
-    found = chosen(None, Quantize.FP8)
+    found = choose_quantization(None, QuantizationMethod.FP8)
     assert found is not None
     assert found.online
     assert found.scheme("model.layers.0.mlp.gate_proj") is not None
     assert found.scheme("model.layers.0.mlp.gate") is None
-    assert chosen(None, Quantize.GGUF, gguf=True) is None
+    assert choose_quantization(None, QuantizationMethod.GGUF, gguf=True) is None
 
 
 def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
@@ -230,7 +242,7 @@ def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
 # The plan
 
 
-def plan(quantization: Quantization | None, **environ: str) -> Plan:
+def plan(quantization: QuantizationConfig | None, **environ: str) -> ResolvedConfig:
     card = msgspec.structs.replace(
         CARD,
         quantization=quantization,
@@ -243,7 +255,7 @@ def plan(quantization: Quantization | None, **environ: str) -> Plan:
 def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> None:
     found = plan(AWQ)
     assert (found.quantization.value, found.quantization.reason) == ("awq", "config.json")
-    assert (found.linear.value, found.quantized.value) == (Linear.PACKED, Linear.PACKED)
+    assert (found.linear.value, found.quantized.value) == (LinearFormat.PACKED, LinearFormat.PACKED)
     assert "converted once, 0.50 GiB; in int8, rounded again, 0.25 GiB" in found.quantized.reason
     assert found.weight_bytes.value == GIB
     assert ",quantized:awq as packed" in found.bits.value
@@ -253,18 +265,21 @@ def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> No
 
 def test_bytes_are_kept_as_bytes_and_the_rest_as_numbers() -> None:
     found = plan(W8A8)
-    assert (found.linear.value, found.quantized.value) == (Linear.PACKED, Linear.INT8_DYNAMIC)
+    assert (found.linear.value, found.quantized.value) == (
+        LinearFormat.PACKED,
+        LinearFormat.INT8_DYNAMIC,
+    )
     assert found.weight_bytes.value == GIB // 4 + GIB // 2
 
 
 def test_the_operator_may_keep_it_otherwise() -> None:
     found = plan(AWQ, model__linear="int8")
-    assert (found.linear.value, found.quantized.value) == (Linear.INT8, Linear.INT8)
+    assert (found.linear.value, found.quantized.value) == (LinearFormat.INT8, LinearFormat.INT8)
     looked_up = 0 if CARD.tied else CARD.vocabulary_size * CARD.hidden_size
     assert found.weight_bytes.value == GIB // 2 + looked_up
-    assert plan(W8A8, model__linear="plain").quantized.value is Linear.PLAIN
+    assert plan(W8A8, model__linear="plain").quantized.value is LinearFormat.PLAIN
     float16 = plan(W8A8, model__dtype="float16").quantized
-    assert (float16.value, "float16" in float16.reason) == (Linear.PLAIN, True)
+    assert (float16.value, "float16" in float16.reason) == (LinearFormat.PLAIN, True)
 
 
 def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:
@@ -276,7 +291,7 @@ def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:
 
 
 def test_without_quantization_the_plan_is_what_it_was() -> None:
-    assert (decide().quantization.value, decide().quantized.value) == ("none", Linear.PACKED)
+    assert (decide().quantization.value, decide().quantized.value) == ("none", LinearFormat.PACKED)
     assert decide_on(DEVICE, model__quantization="fp8").quantization.value == "fp8"
     assert decide().weight_bytes.value == GIB
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from antiphon.config.card import ModelCard, Sampling, Weights
-from antiphon.config.decided import Decided
-from antiphon.config.device import Device
+from antiphon.config.card import GenerationDefaults, ModelCard, Weights
+from antiphon.config.device import HostDevice
 from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
-from antiphon.config.memory import SCORED_BYTES_MAX
-from antiphon.config.model import CacheDtype, Dtype, Linear
+from antiphon.config.memory import PROMPT_LOGITS_BYTES_MAX
+from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.config.pooling import Pooling, PoolMode
-from antiphon.config.resolve import Plan, resolve, table
-from antiphon.config.states import States
+from antiphon.config.resolve import ResolvedConfig, resolve, table
+from antiphon.config.resolved_value import ResolvedValue
+from antiphon.config.states import RecurrentStates
 from antiphon.config.tasks import Task
 
 GIB = 1024**3
@@ -34,20 +34,20 @@ CARD = ModelCard(
     rope_theta=1e4,
     rope_kind="default",
     tied=True,
-    sampling=Sampling(),
+    sampling=GenerationDefaults(),
     weights=Weights(count=GIB // 2, bytes=GIB, dtype=Dtype.BFLOAT16),
 )
-DEVICE = Device(kind="cpu", cores=6, memory_bytes=5 * GIB)
+DEVICE = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB)
 PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 2
 STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
 """Activations of a step of the default size."""
 
 
-def decide(**said: str) -> Plan:
+def decide(**said: str) -> ResolvedConfig:
     return decide_on(DEVICE, **said)
 
 
-def decide_on(device: Device, **said: str) -> Plan:
+def decide_on(device: HostDevice, **said: str) -> ResolvedConfig:
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, CARD, device)
 
@@ -85,10 +85,10 @@ def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() ->
 
 
 def test_linears_are_packed_where_the_kernels_run() -> None:
-    assert decide().linear.value is Linear.PACKED
-    missing = Device(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
+    assert decide().linear.value is LinearFormat.PACKED
+    missing = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
     plain = decide_on(missing).linear
-    assert (plain.value, plain.reason) == (Linear.PLAIN, "there is no compiler")
+    assert (plain.value, plain.reason) == (LinearFormat.PLAIN, "there is no compiler")
     with pytest.raises(ConfigError, match="int8: there is no compiler"):
         decide_on(missing, model__linear="int8")
     assert decide_on(missing, model__linear="plain").linear.reason == "model.linear"
@@ -102,7 +102,7 @@ def test_what_bits_depend_on_is_named_part_by_part() -> None:
 
 
 def test_linears_in_float16_are_left_to_torch() -> None:
-    assert decide(model__dtype="float16").linear.value is Linear.PLAIN
+    assert decide(model__dtype="float16").linear.value is LinearFormat.PLAIN
     with pytest.raises(ConfigError, match=r"packed: .* float16"):
         decide(model__dtype="float16", model__linear="packed")
 
@@ -111,7 +111,7 @@ def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
     assert decide().deterministic.value is False
     assert decide(model__deterministic="true").deterministic.value is True
     assert decide(model__deterministic="true", model__linear="int8").deterministic.value is True
-    missing = Device(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
+    missing = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
     for device, said, reason in (
         (DEVICE, {"model__linear": "plain"}, "model.linear"),
         (DEVICE, {"model__dtype": "float16"}, "float16"),
@@ -200,7 +200,7 @@ def test_a_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
     device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
     card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
     scored = resolve(load(environ={}).settings, card, device).scored_bytes.value
-    assert scored == 3 * SCORED_BYTES_MAX == 96 * 1024**2
+    assert scored == 3 * PROMPT_LOGITS_BYTES_MAX == 96 * 1024**2
 
 
 def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused(said: dict[str, str], message: str) -> None:
 
 def test_weights_larger_than_memory_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"too little memory .* 0\.50 GiB free, 1\.00 GiB of w"):
-        decide_on(Device(kind="cpu", cores=1, memory_bytes=GIB // 2))
+        decide_on(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
 def test_a_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
@@ -272,7 +272,9 @@ def test_the_table_gives_each_value_a_line_and_a_reason() -> None:
     assert by_name["dtype"].endswith("bfloat16  the checkpoint's")
 
 
-STATES = States(layers=3, attending=1, convolved=96, matrices=1000, channels=32, parameters=5000)
+STATES = RecurrentStates(
+    layers=3, attending=1, convolved=96, matrices=1000, channels=32, parameters=5000
+)
 HYBRID = msgspec.structs.replace(CARD, layers=4, states=STATES)
 STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
 
@@ -283,7 +285,7 @@ def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
     wide, plan = decide(**room), decide(**room, cache__dtype=dtype)
     assert (wide.cache_dtype.value, wide.cache_pages.value) == (CacheDtype.BFLOAT16, 40)
     assert (plan.cache_dtype.value, plan.cache_pages.value) == (dtype, 80)
-    assert plan.cache_bytes == Decided(40 * PAGE_BYTES, "256 bytes a token")
+    assert plan.cache_bytes == ResolvedValue(40 * PAGE_BYTES, "256 bytes a token")
     assert plan.cache_dtype.reason == "cache.dtype; widened as attention reads it"
     assert plan.cache_scales.reason == "the checkpoint's; 1.0 of layers without one"
     assert f",cache:{dtype}" in plan.bits.value
@@ -322,7 +324,7 @@ def test_scales_of_no_cache_in_eight_bits_are_refused() -> None:
         decide(cache__scales="s.json")
 
 
-def decide_hybrid(**said: str) -> Plan:
+def decide_hybrid(**said: str) -> ResolvedConfig:
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, HYBRID, DEVICE)
 
@@ -344,7 +346,7 @@ def test_pages_and_states_share_the_pool() -> None:
 
 def test_the_operator_may_say_how_many_states_there_are() -> None:
     plan = decide_hybrid(cache__states_max="9")
-    assert plan.cache_states == Decided(9, "cache.states_max = 9")
+    assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
 
 
@@ -384,7 +386,7 @@ def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> Non
 
 
 def test_a_prefix_cache_is_what_the_operator_says() -> None:
-    assert decide().prefix == Decided(value=True, reason="cache.prefix")
+    assert decide().prefix == ResolvedValue(value=True, reason="cache.prefix")
     assert not decide(cache__prefix="0").prefix.value
 
 
@@ -394,9 +396,9 @@ def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cac
     plan = resolve(load(environ={}).settings, CARD, DEVICE, pooling)
     assert plan.prefix.value is cached
     assert plan.pooling.value == pooling
-    assert plan.grammar == Decided("none", "nothing is generated")
+    assert plan.grammar == ResolvedValue("none", "nothing is generated")
     assert f"{mode}, normalised" in table(plan)
 
 
 def test_a_model_that_answers_pools_nothing() -> None:
-    assert decide().pooling == Decided(None, "texts are answered")
+    assert decide().pooling == ResolvedValue(None, "texts are answered")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.config.fields import Field, fields, group_of, groups, value_at
+from antiphon.config.fields import SettingField, fields, group_of, groups, value_at
 from antiphon.config.flags import Parser, add_settings
 from antiphon.config.load import load, load_process
 from antiphon.config.schema import Config, Help
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-    from antiphon.config.given import Value
+    from antiphon.config.sourced_value import Value
 
 PARSER = Parser()
 add_settings(PARSER)
@@ -68,7 +68,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
 """Fields with bounds of their own."""
 
 
-def values(field: Field) -> SearchStrategy[Value]:
+def values(field: SettingField) -> SearchStrategy[Value]:
     """Good values of a field, as YAML writes them."""
     if field.path in NARROW:
         return NARROW[field.path]
@@ -87,7 +87,7 @@ def text(value: Value) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def typed_flag(field: Field, value: Value) -> str:
+def typed_flag(field: SettingField, value: Value) -> str:
     """How a value is said on the command line: a boolean is a flag or its negation."""
     if field.kind == "boolean":
         return field.flag if value else f"--no-{field.flag[2:]}"
@@ -100,7 +100,7 @@ OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 @pytest.mark.parametrize("field", OPEN_FIELDS, ids=lambda field: field.path)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_flag_and_variable_set_what_they_say(field: Field, data: st.DataObject) -> None:
+def test_flag_and_variable_set_what_they_say(field: SettingField, data: st.DataObject) -> None:
     value = data.draw(values(field))
     typed = PARSER.parse([typed_flag(field, value)])
     by_flag = load(flags=typed.layer(), environ={}).settings

@@ -15,8 +15,8 @@ from antiphon.config.load import Loaded, child_environment, load
 from antiphon.config.reasons import HOLDS
 from antiphon.config.reasons import REFUSED as WHY_REFUSED
 from antiphon.config.settings import Settings
-from antiphon.config.sglang import Row, rows, values
-from antiphon.config.spellings import SPELLINGS
+from antiphon.config.sglang import SglangArgument, rows, values
+from antiphon.config.sglang_values import TRANSLATIONS
 from antiphon.config.yaml_file import write_yaml
 from antiphon.wire.base import Role
 
@@ -60,7 +60,7 @@ SETTLED = [row for row in rows() if row.verdict == "settled"]
 REFUSED = [row for row in rows() if row.verdict == "refused"]
 
 
-def by_flag(row: Row) -> str:
+def by_flag(row: SglangArgument) -> str:
     return row.flags[0]
 
 
@@ -70,7 +70,7 @@ def serve(line: str | list[str]) -> Loaded:
     return load(typed.config_file(), typed.layer(), implied=typed.implied_layer(), environ={})
 
 
-def typed_values(row: Row) -> list[str]:
+def typed_values(row: SglangArgument) -> list[str]:
     if row.takes == "switch":
         return []
     sample = SAMPLES[row.takes.rstrip("+*?")]
@@ -86,7 +86,7 @@ def test_the_map_is_total() -> None:
     )
     assert len(TARGETS) + len(SETTLED) + len(REFUSED) == len(rows())
     for row in TARGETS:
-        assert row.detail in SPELLINGS
+        assert row.detail in TRANSLATIONS
     for row in (*SETTLED, *REFUSED):
         assert row.reason
     flags = [flag for row in rows() for flag in row.flags]
@@ -134,7 +134,7 @@ NEEDED = {"--export-metrics-to-file": ("--export-metrics-to-file-dir", "folder")
 
 
 @pytest.mark.parametrize("row", TARGETS, ids=by_flag)
-def test_an_alias_sets_its_setting(row: Row) -> None:
+def test_an_alias_sets_its_setting(row: SglangArgument) -> None:
     path = row.path
     assert path is not None
     sample = SETTABLE.get(row.flags[0], SETTABLE.get(path, "1"))
@@ -145,7 +145,7 @@ def test_an_alias_sets_its_setting(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=by_flag)
-def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: Row) -> None:
+def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: SglangArgument) -> None:
     for flag in row.flags:
         with pytest.raises(ConfigError) as caught:
             serve([flag, *typed_values(row)])
@@ -171,7 +171,7 @@ def test_services_named_by_the_reason_of_a_service_name_are_the_roles() -> None:
 
 
 @pytest.mark.parametrize("row", SETTLED, ids=by_flag)
-def test_a_settled_flag_changes_nothing(row: Row) -> None:
+def test_a_settled_flag_changes_nothing(row: SglangArgument) -> None:
     if row.flags[0] != "--config":  # ours: a file, see the tests of load
         assert serve([row.flags[0], *typed_values(row)]).settings == Settings()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.config.tasks import Task, head_parameters, looks_ahead, task_of, unread
+from antiphon.config.tasks import Task, head_parameters, is_bidirectional, task_of, unused_prefixes
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ def test_a_name_ends_in_its_task(architecture: str, task: Task) -> None:
 
 def test_a_name_begins_with_how_tokens_see() -> None:
     encoders = ("BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel")
-    assert all(map(looks_ahead, encoders))
-    assert not looks_ahead("LlamaForSequenceClassification")
+    assert all(map(is_bidirectional, encoders))
+    assert not is_bidirectional("LlamaForSequenceClassification")
 
 
 def test_what_another_task_trained_is_not_read() -> None:
-    assert "pooler." in unread("BertModel")
-    assert unread("BertForSequenceClassification") == ()
-    assert unread("LlamaModel") == ()
+    assert "pooler." in unused_prefixes("BertModel")
+    assert unused_prefixes("BertForSequenceClassification") == ()
+    assert unused_prefixes("LlamaModel") == ()
 
 
 def test_matrices_of_heads() -> None:

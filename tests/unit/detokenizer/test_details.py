@@ -13,10 +13,10 @@ from antiphon.detokenizer.choice import PIECE_BYTES
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import DetailPiece, TokenDetails, join_pieces, pack_floats
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.text import ChoicePlace, ResumeText, TextRow
+from antiphon.wire.text import ChoiceCursor, ResumeText, TextRow
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, join_chunks, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Bench:
         )
         self.seq = 0
 
-    def details(self, start: int, stop: int) -> TokenDetails:
-        return TokenDetails(
+    def details(self, start: int, stop: int) -> TokenOutputs:
+        return TokenOutputs(
             count=stop - start,
             token_ids=pack_ids([self.token(at) for at in range(start, stop)]),
             logprobs=pack_floats(-float(at) for at in range(start, stop)),
@@ -76,7 +76,7 @@ class Bench:
             attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
             offset=start,
             token_ids=pack_ids(list(self.answer[max(0, start) : max(0, stop)])),
-            details=self.details(start, stop) if start < stop else TokenDetails(),
+            details=self.details(start, stop) if start < stop else TokenOutputs(),
             stream=self.stream,
             finish_reason=finish,
         )
@@ -84,7 +84,7 @@ class Bench:
         return rows(self.machine.on_tokens(batch, 0.0))
 
     def resume(self, text_offset: int, token_offset: int | None) -> list[TextRow]:
-        place = ChoicePlace(
+        place = ChoiceCursor(
             request_id=REQUEST, choice=0, text_offset=text_offset, token_offset=token_offset
         )
         resume = ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,))
@@ -102,7 +102,7 @@ def told(said: Sequence[TextRow]) -> tuple[int, int]:
         assert one is not None
         assert other is not None
         assert one.end == other.offset
-    whole = join_pieces(pieces)
+    whole = join_chunks(pieces)
     assert whole is not None
     return whole.offset, whole.end
 
@@ -153,7 +153,7 @@ def test_an_end_says_how_far_the_details_go() -> None:
     bench = Bench("ab", NO_STOP)
     bench.push(0, 2)
     (row,) = bench.push(2, 2, FinishReason.LENGTH)
-    assert row.details == DetailPiece(offset=2, details=TokenDetails())
+    assert row.details == TokenOutputsChunk(offset=2, details=TokenOutputs())
 
 
 def test_what_would_follow_a_prompt_is_told_of_and_is_no_token() -> None:
@@ -165,7 +165,7 @@ def test_what_would_follow_a_prompt_is_told_of_and_is_no_token() -> None:
         choice=0,
         attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
         offset=0,
-        details=TokenDetails(count=1, token_ids=pack_ids([-1])),
+        details=TokenOutputs(count=1, token_ids=pack_ids([-1])),
         finish_reason=FinishReason.LENGTH,
     )
     batch = TokenBatch(worker=WORKER, seq=bench.seq, step=1, rows=(follow,))

@@ -15,7 +15,7 @@ from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextRow
+from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextRow
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def test_a_resume_says_everything_beyond_the_places_and_the_end():
     m = machine()
     m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
     m.on_tokens(batch(2, row("xy", request_id=RequestId("s"))), 0.0)
-    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=1)
+    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=1)
     rows, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
     said = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in texts(actions)}
     assert rows == 2
@@ -213,7 +213,7 @@ def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
 def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_request():
     m = machine()
     m.on_tokens(batch(1, row("€", n=2), row("xy", request_id=RequestId("s"))), 0.0)
-    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=1)
+    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=1)
     _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
     assert [r.request_id for r in texts(actions)] == ["s"]
 
@@ -398,7 +398,7 @@ def test_an_owner_is_told_where_tokens_come_from_when_that_is_news():
     # What is sent again says nothing new.
     m.on_tokens(batch(4, row("ab", weights="v1", first=False)), 0.0)
     m.on_tokens(batch(5, row("cd", 2, weights="v1")), 0.0)
-    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=2)
+    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=2)
     _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
     (again,) = texts(actions)
     assert (again.text, again.origins) == ("cd", renamed.origins)

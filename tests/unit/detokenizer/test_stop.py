@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from antiphon.detokenizer.stop import StopMatch, StopScanner
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.patterns import Follower, automaton, check_patterns
+from antiphon.wire.patterns import StopPatternMatcher, check_patterns, compile_pattern
 
 
 def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
@@ -127,7 +127,7 @@ def test_a_string_and_a_pattern_at_one_place_end_as_the_string_says():
 )  # fmt: skip
 def test_a_pattern_that_cannot_be_followed_is_refused(pattern: str):
     with pytest.raises(InvalidRequest) as refused:
-        automaton(pattern)
+        compile_pattern(pattern)
     assert refused.value.param == "stop_regex"
 
 
@@ -144,10 +144,10 @@ def test_patterns_that_together_have_too_many_states_are_refused(patterns: list[
 
 @given(st.text("ab", max_size=60))
 def test_no_text_makes_more_threads_than_there_are_states(text: str):
-    made = automaton("(a|b|ab)*(a?){30}c")
-    follower = Follower(made)
+    made = compile_pattern("(a|b|ab)*(a?){30}c")
+    follower = StopPatternMatcher(made)
     for letter in text:
-        follower.push(letter)
+        follower.feed(letter)
         assert len(follower._threads) <= made.size
 
 
@@ -159,7 +159,7 @@ def test_a_pattern_ends_where_the_standard_library_says(pattern: str, text: str)
     """The first end of any match decides; of the matches that end there, the longest."""
     source = pattern.replace("(:", "(?:").replace("\\", "")
     try:
-        automaton(source)
+        compile_pattern(source)
     except InvalidRequest:
         return
     expected = next(

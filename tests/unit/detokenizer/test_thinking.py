@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.detokenizer.choice import ChoiceState, ChoiceResult
+from antiphon.detokenizer.choice import ChoiceResult, ChoiceState
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format

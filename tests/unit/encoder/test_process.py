@@ -19,7 +19,7 @@ from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.transfer.fetch import fetch
-from antiphon.wire.base import Process, State
+from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.encode import EncodeImage
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, ModelName, new_request_id
@@ -73,7 +73,7 @@ async def encoder(
     process = await spawn(server.url, *flags)
     try:
         async with asyncio.timeout(20):
-            while (await heard.get()).state is not State.READY:
+            while (await heard.get()).state is not ProcessState.READY:
                 pass
         yield process
         process.send_signal(signal.SIGTERM)

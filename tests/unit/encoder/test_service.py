@@ -21,9 +21,9 @@ from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
+from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import Shelf
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -112,7 +112,7 @@ async def started(chosen: Settings) -> AsyncGenerator[World]:
 async def holding(data: bytes) -> AsyncGenerator[Claim]:
     """Let an image wait to be fetched, as a gateway does."""
     with bind("127.0.0.1", 0) as bound:
-        shelf = Shelf(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, CLOCK.unix_ms)
+        shelf = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, CLOCK.unix_ms)
         async with asyncio.TaskGroup() as group:
             server = group.create_task(BlobServer(bound, shelf).run())
             yield shelf.put(data, 60)

@@ -19,13 +19,12 @@ from antiphon.config.sessions import SessionsConfig
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
-from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
+from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term, Usage
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone, FlushCache
-from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.digests import block_digests
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
-from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerFigures, WorkerLoad
+from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad, WorkerStats
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
     CANCEL,
@@ -41,6 +40,7 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
 from antiphon.wire.text import Origin, TextBatch, TextResumed, TextRow
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 from antiphon.wire.tokenize import DecodeReply, EncodeReply, PoolingCard, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Cluster:
         self.cancelled: list[str] = []
         self.orders: list[Message] = []
         self.waiting = 0
-        self.figures = WorkerFigures()
+        self.figures = WorkerStats()
         self.draining: set[Role] = set()
         self.beats = 0
         self.open: set[RequestId] = set()
@@ -237,7 +237,7 @@ class Cluster:
     def _vector_row(self, request: SubmitRequest) -> TextRow:
         prompt = bytes(list(unpack_ids(request.prompt_ids)))
         failed = self.row_error is not None
-        details = TokenDetails(
+        details = TokenOutputs(
             count=1, token_ids=pack_ids([-1]), pooled=pack_floats(self.vector(prompt))
         )
         return TextRow(
@@ -245,13 +245,13 @@ class Cluster:
             choice=0,
             attempt=Attempt(term=TERM, n=1),
             text_offset=0,
-            details=None if failed else DetailPiece(offset=0, details=details),
+            details=None if failed else TokenOutputsChunk(offset=0, details=details),
             finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
             usage=Usage(prompt_tokens=len(prompt)),
             error=encode_error(self.row_error) if self.row_error else None,
         )
 
-    def _details(self, request: SubmitRequest, step: int) -> DetailPiece | None:
+    def _details(self, request: SubmitRequest, step: int) -> TokenOutputsChunk | None:
         """Token n of the script has the id 10 + n and n to the power of two; the prompt id 5."""
         params = request.sampling.details
         first = request.sampling.details_from(id_count(request.prompt_ids))
@@ -261,7 +261,7 @@ class Cluster:
         tops = [10 + offset + other for offset in offsets for other in range(params.top)]
         ids = [10 + offset if offset >= 0 else 5 for offset in offsets]
         texts = dict(enumerate(self.script, 10)) | {5: "p"}
-        details = TokenDetails(
+        details = TokenOutputs(
             count=len(offsets),
             token_ids=pack_ids(ids),
             logprobs=pack_floats(-0.5 * (offset + 1) for offset in offsets),
@@ -273,7 +273,7 @@ class Cluster:
             hidden=pack_floats([0.5, 1.5] * len(offsets) if params.hidden else ()),
         )
         spoken_of = details.ids() if request.stop.token_texts else ()
-        return DetailPiece(
+        return TokenOutputsChunk(
             offset=offsets.start,
             details=details,
             texts={token: texts.get(token, "?") for token in spoken_of},
@@ -337,7 +337,7 @@ class Cluster:
         return Heartbeat(
             role=role,
             process=process,
-            state=State.DRAINING if role in self.draining else State.READY,
+            state=ProcessState.DRAINING if role in self.draining else ProcessState.READY,
             model=MODEL,
             config_digest=digest(ClusterConfig(name="test", model=self.names)),
             health_port=0,
@@ -376,7 +376,7 @@ class House:
 
     @property
     def workers(self) -> list[Peer]:
-        return [peer for peer in self._of(Role.WORKER) if peer.takes_work]
+        return [peer for peer in self._of(Role.WORKER) if peer.accepts_work]
 
     async def worker_leaves(self) -> None:
         """Let the worker say that it drains, and fall silent once the gateway heard that.
@@ -384,11 +384,13 @@ class House:
         Silence alone would not do: heartbeats of before may still be under way to the gateway.
         """
         self.cluster.draining.add(Role.WORKER)
-        await until(lambda: State.DRAINING in {p.beat.state for p in self._of(Role.WORKER)})
+        await until(
+            lambda: ProcessState.DRAINING in {p.heartbeat.state for p in self._of(Role.WORKER)}
+        )
         self.cluster.roles = self.cluster.roles - {Role.WORKER}
 
     def _of(self, role: Role) -> list[Peer]:
-        return [peer for peer in self.peers if peer.beat.role is role]
+        return [peer for peer in self.peers if peer.heartbeat.role is role]
 
 
 def tokenizer(number: int, life: str = "1") -> Process:

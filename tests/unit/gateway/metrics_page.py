@@ -13,7 +13,7 @@ from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.metrics import GatewayMetrics
 from antiphon.gateway.owner.actions import Accepted, Ended, TextDelta
 from antiphon.gateway.stream.stream import RequestStream
-from antiphon.service.metrics_feed import families
+from antiphon.service.metrics_publisher import families
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
 from antiphon.telemetry.tracing import span
@@ -45,7 +45,7 @@ class Door:
         self.now = 100.0
         self.metrics = Metrics()
         self.counted = GatewayMetrics(self.metrics, settings.metrics)
-        self.metrics.settle_with(self.counted.flush_inter_token_latencies)
+        self.metrics.before_collect(self.counted.flush_inter_token_latencies)
         self.page = Exposition.of(
             settings.metrics, MODEL, GATEWAY, lambda: self.now, lambda: report(self.metrics)
         )

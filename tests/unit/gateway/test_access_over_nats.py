@@ -64,7 +64,7 @@ def client(nats: NatsServer, tenant: str = "default", key: str = "") -> Client:
 async def refusal(asker: Client, **options: object) -> EngineError:
     """Ask and be refused."""
     with pytest.raises(EngineError) as caught:
-        await asker.ask(MODEL, "hi", timeout_s=10, **options)  # pyright: ignore[reportArgumentType]
+        await asker.complete(MODEL, "hi", timeout_s=10, **options)  # pyright: ignore[reportArgumentType]
     return caught.value
 
 
@@ -86,7 +86,7 @@ async def test_a_client_shows_the_key_of_its_tenant(
         for tenant, key, error in cases:
             async with client(nats, tenant, key) as asker:
                 if error is None:
-                    assert (await asker.ask(MODEL, "hi", timeout_s=10)).text == TEXT
+                    assert (await asker.complete(MODEL, "hi", timeout_s=10)).text == TEXT
                 else:
                     assert isinstance(await refusal(asker), error), (tenant, key)
         assert [submit.tenant for submit in at.cluster.submits] == ["acme", "default"]
@@ -97,7 +97,7 @@ async def test_the_server_key_is_asked_for_over_nats_too(nats: NatsServer) -> No
         async with client(nats) as without:
             assert isinstance(await refusal(without), Unauthorized)
         async with client(nats, key=API) as shown:
-            assert (await shown.ask(MODEL, "hi", timeout_s=10)).text == TEXT
+            assert (await shown.complete(MODEL, "hi", timeout_s=10)).text == TEXT
 
 
 async def test_both_doors_count_as_one(
@@ -111,7 +111,7 @@ async def test_both_doors_count_as_one(
             body = {"prompt": "hi", "max_tokens": 4}
             async with session.post(f"{at.url}/v1/completions", json=body) as reply:
                 assert reply.status == 200
-            assert (await asker.ask(MODEL, "hi", timeout_s=10)).text == TEXT
+            assert (await asker.complete(MODEL, "hi", timeout_s=10)).text == TEXT
             error = await refusal(asker)
             assert isinstance(error, RateLimited)
             assert 0 < (error.retry_after_s or 0) <= 10
@@ -132,7 +132,7 @@ async def test_tokens_places_models_and_priorities_are_the_same(
     access = keyed(tmp_path_factory.mktemp("keys"), tenants)
     async with at_nats(nats, access) as at:
         async with client(nats, "tokens", key_of("tokens")) as asker:
-            await asker.ask(MODEL, "hi", timeout_s=10, max_tokens=38)
+            await asker.complete(MODEL, "hi", timeout_s=10, max_tokens=38)
             error = await refusal(asker, max_tokens=38)
             assert (type(error), error.details) == (RateLimited, {"limit": "tokens_per_minute"})
             error = await refusal(asker, max_tokens=39)
@@ -140,15 +140,15 @@ async def test_tokens_places_models_and_priorities_are_the_same(
         async with client(nats, "models", key_of("models")) as asker:
             assert isinstance(await refusal(asker), Forbidden)
         async with client(nats, "ranks", key_of("ranks")) as asker:
-            await asker.ask(MODEL, "hi", timeout_s=10)
-            await asker.ask(MODEL, "hi", timeout_s=10, priority=0)
+            await asker.complete(MODEL, "hi", timeout_s=10)
+            await asker.complete(MODEL, "hi", timeout_s=10, priority=0)
             error = await refusal(asker, priority=4)
             assert (type(error), error.param) == (InvalidRequest, "priority")
             assert [submit.priority for submit in at.cluster.submits[-2:]] == [2, 0]
         at.cluster.hold_at = 1
         async with client(nats, "places", key_of("places")) as asker:
             async with asyncio.TaskGroup() as group:
-                running = group.create_task(asker.ask(MODEL, "hi", timeout_s=10))
+                running = group.create_task(asker.complete(MODEL, "hi", timeout_s=10))
                 await until(lambda: at.service._driver.open_count == 1)
                 assert isinstance(await refusal(asker), RateLimited)
                 at.cluster.go.set()
@@ -179,7 +179,7 @@ async def test_a_bare_client_says_its_key_in_json_and_a_retry_costs_nothing(
 
         async def ask(**fields: object) -> None:
             data = encode_json(msgspec.structs.replace(request, **fields))
-            subject = PREFIX + GENERATE.at(model=MODEL)
+            subject = PREFIX + GENERATE.subject_for(model=MODEL)
             bus.transport.publish(subject, data, f"{PREFIX}client.acme.mine")
 
         await ask(api_key=key_of("acme"))

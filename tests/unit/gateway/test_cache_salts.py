@@ -104,9 +104,9 @@ async def test_what_is_too_long_is_refused(at: House, path: str, field: str) -> 
 async def test_a_client_over_nats_shares_with_those_who_come_over_http(at: House) -> None:
     await post(at, CHAT, {"messages": HI} | MINE)
     async with Client(at.transport(), cluster="test") as client:
-        await client.ask(MODEL, "hi", cache_salt="mine")
+        await client.complete(MODEL, "hi", cache_salt="mine")
         with pytest.raises(InvalidRequest):
-            await client.ask(MODEL, "hi", cache_salt="x" * 257)
+            await client.complete(MODEL, "hi", cache_salt="x" * 257)
     http, nats = at.cluster.submits
     assert http.cache_salt == nats.cache_salt == cache_salt("mine")
 

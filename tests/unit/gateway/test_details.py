@@ -13,7 +13,7 @@ from antiphon.gateway.requests.token_output_budget import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -104,7 +104,7 @@ async def test_the_other_door_refuses_it_too(at: House) -> None:
         model=MODEL,
         prompt="ab",
         max_tokens=1 + MAX // (4 * HIDDEN_SIZE),
-        details=DetailParams(hidden=True),
+        details=TokenOutputParams(hidden=True),
     )
     async with visiting(at) as client:
         await client.ask(request)

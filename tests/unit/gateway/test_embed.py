@@ -15,12 +15,12 @@ from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.client import Client, vectors
-from antiphon.client.vectors import BATCH, CALLS_MAX
+from antiphon.client import Client
+from antiphon.client import embeddings as vectors
+from antiphon.client.embeddings import BATCH, CALLS_MAX
 from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
-from antiphon.wire.details import pack_floats, unpack_floats
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.embed import TEXTS_MAX, EmbedReply, EmbedRequest
 from antiphon.wire.errors import (
@@ -38,6 +38,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.routes import EMBED
+from antiphon.wire.token_outputs import pack_floats, unpack_floats
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def client(at: House) -> AsyncIterator[Client]:
         yield opened
 
 
-def lists(told: vectors.Vectors) -> list[list[float]]:
+def lists(told: vectors.EmbedResult) -> list[list[float]]:
     return [list(vector) for vector in told.vectors]
 
 
@@ -105,7 +106,7 @@ async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
         await bus.transport.subscribe(f"{PREFIX}client.default.mine", hear)
         request = EmbedRequest(model=MODEL, prompt_ids=((97, 98), (99,)))
         data = encode_json(request) if json_ else encode(request)
-        subject = PREFIX + EMBED.at(model=MODEL)
+        subject = PREFIX + EMBED.subject_for(model=MODEL)
         bus.transport.publish(subject, data, f"{PREFIX}client.default.mine")
         await until(lambda: bool(heard))
     reply = decode(heard[0], EMBED.replies)
@@ -130,7 +131,7 @@ async def refused(
     async with client_bus(at.transport(), "c") as bus:
         await bus.transport.subscribe(PREFIX + reply_to, hear)
         body = json.dumps({"type": "EmbedRequest", "model": MODEL} | said).encode()
-        bus.transport.publish(PREFIX + EMBED.at(model=MODEL), body, PREFIX + reply_to)
+        bus.transport.publish(PREFIX + EMBED.subject_for(model=MODEL), body, PREFIX + reply_to)
         await until(lambda: bool(heard))
     return decode(heard[0], (ErrorReply,))
 

@@ -9,7 +9,7 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import House, house, tokenizer
 from tests.unit.gateway.test_http import COMPLETE, post
 
-from antiphon.service.peers import Verdict
+from antiphon.service.peers import Liveness
 from antiphon.wire.base import Role
 
 
@@ -61,7 +61,7 @@ async def test_a_busy_tokenizer_is_called_once_however_long_it_is_silent() -> No
             await until(lambda: cluster.encodes != [])
             (busy,) = cluster.tokenizers
             cluster.tokenizers.clear()  # it beats no more, as if it held its interpreter
-            await until(lambda: _verdict(at) is not Verdict.ALIVE)
+            await until(lambda: _verdict(at) is not Liveness.ALIVE)
             after = cluster.beats + 10
             await until(lambda: cluster.beats > after)
             assert len(cluster.encodes) == 1
@@ -70,8 +70,8 @@ async def test_a_busy_tokenizer_is_called_once_however_long_it_is_silent() -> No
         assert asked.result()[0] == 200
 
 
-def _verdict(at: House) -> Verdict | None:
-    return next((peer.verdict for peer in at.peers if peer.beat.role is Role.TOKENIZER), None)
+def _verdict(at: House) -> Liveness | None:
+    return next((peer.liveness for peer in at.peers if peer.heartbeat.role is Role.TOKENIZER), None)
 
 
 async def test_tokenizers_stop_work_for_a_caller_that_left() -> None:

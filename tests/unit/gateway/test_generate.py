@@ -17,8 +17,7 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.gateway.nats import generate
 from antiphon.wire.base import Message
-from antiphon.wire.codec import decode, encode, encode_json, pack_ids, speaks_json
-from antiphon.wire.details import join_pieces, pack_floats
+from antiphon.wire.codec import decode, encode, encode_json, is_json, pack_ids
 from antiphon.wire.errors import ErrorReply, InvalidRequest, Overloaded, WorkerLost
 from antiphon.wire.generate import (
     GenerateAccepted,
@@ -28,12 +27,13 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
-    TextPlace,
+    TextCursor,
 )
 from antiphon.wire.ids import ClientKey, RequestId
 from antiphon.wire.processors import AllowRange, DisallowTokens
 from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
-from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams, StopStrings
+from antiphon.wire.sampling import LogitBias, SamplingParams, StopStrings, TokenOutputParams
+from antiphon.wire.token_outputs import join_chunks, pack_floats
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Client:
     ) -> None:
         """Publish a request."""
         data = encode_json(request) if json else encode(request)
-        self.bus.transport.publish(PREFIX + GENERATE.at(model=MODEL), data, inbox)
+        self.bus.transport.publish(PREFIX + GENERATE.subject_for(model=MODEL), data, inbox)
 
     async def first(self, kind: type[M], count: int = 1) -> M:
         """Wait for so many messages of a kind and return the last."""
@@ -97,7 +97,7 @@ class Client:
 
     async def _hear(self, delivery: Delivery) -> None:
         self.heard.append(decode(delivery.data, CLIENT_TEXT.carries))
-        self.as_json.append(speaks_json(delivery.data))
+        self.as_json.append(is_json(delivery.data))
 
 
 @asynccontextmanager
@@ -186,7 +186,7 @@ async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) 
         ({"logit_bias": {5: float("nan")}}, "invalid_request"),
         ({"logit_bias": {5: 3e38}}, "invalid_request"),
         ({"processors": (DisallowTokens(token_ids=(256,)),)}, "invalid_request"),
-        ({"details": DetailParams(named_ids=(256,))}, "invalid_request"),
+        ({"details": TokenOutputParams(named_ids=(256,))}, "invalid_request"),
         ({"max_tokens": 1000}, "invalid_request"),
         ({"messages": (ChatMessage(role="user", content="x" * 64),)}, "prompt_too_long"),
     ],
@@ -201,7 +201,7 @@ async def test_bad_request_is_refused_in_place_of_accepting(
 
 async def test_everything_a_request_may_say_reaches_the_leader(at: House, client: Client) -> None:
     processors = (DisallowTokens(token_ids=(5,)), AllowRange(first=0, last=99))
-    details = DetailParams(logprobs=True, top=3, named_ids=(9,), prompt_start=1)
+    details = TokenOutputParams(logprobs=True, top=3, named_ids=(9,), prompt_start=1)
     await client.ask(
         request(
             n=3,
@@ -257,7 +257,7 @@ async def test_everything_a_request_may_say_reaches_the_leader(at: House, client
 async def test_details_come_once_and_in_order_and_again_from_any_place(
     client: Client, stream: bool
 ) -> None:
-    asked = DetailParams(logprobs=True, top=1, prompt_start=0)
+    asked = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
     await client.ask(request(stream=stream, details=asked, token_texts=True, n=2))
     end = await client.first(GenerateEnd)
     accepted = client.all(GenerateAccepted)[0]
@@ -265,23 +265,23 @@ async def test_details_come_once_and_in_order_and_again_from_any_place(
     assert [choice.details_end for choice in end.choices] == [len(SCRIPT)] * 2
     if stream:
         pieces = [text.details for text in client.all(GenerateText) if text.choice == 1]
-        whole = join_pieces(pieces)
+        whole = join_chunks(pieces)
     else:
         whole = end.choices[1].details
     assert whole is not None
     assert (whole.offset, whole.end) == (-1, len(SCRIPT))
-    assert [detail.token_id for detail in whole.details.each()] == [5, 10, 11, 12, 13]
+    assert [detail.token_id for detail in whole.details.iter_tokens()] == [5, 10, 11, 12, 13]
     assert whole.texts[5] == "p"
     assert [whole.texts[10 + n] for n in range(len(SCRIPT))] == list(SCRIPT)
     if not stream:
         return
     client.heard.clear()
-    place = TextPlace(choice=1, text_offset=0, token_offset=2)
+    place = TextCursor(choice=1, text_offset=0, token_offset=2)
     await client.control(GenerateResume(request_id=end.request_id, places=(place,)))
     again = await client.first(GenerateEnd)
     assert again == end
     told = {
-        c: join_pieces(t.details for t in client.all(GenerateText) if t.choice == c) for c in (0, 1)
+        c: join_chunks(t.details for t in client.all(GenerateText) if t.choice == c) for c in (0, 1)
     }
     assert told[0] is not None
     assert (told[0].offset, told[0].end) == (-1, len(SCRIPT))
@@ -351,7 +351,7 @@ async def test_lost_text_is_said_again_from_where_the_client_is(at: House, clien
     first = client.all(GenerateText)[0]
     client.heard[:] = [first]
     request_id = first.request_id
-    place = TextPlace(choice=0, text_offset=len(first.text.encode()))
+    place = TextCursor(choice=0, text_offset=len(first.text.encode()))
     await client.control(GenerateResume(request_id=request_id, places=(place,)))
     await until(lambda: client.text == "".join(SCRIPT[:3]))
     at.cluster.go.set()
@@ -367,7 +367,7 @@ async def test_resume_inside_a_character_or_of_nothing_is_refused(
 ) -> None:
     await client.ask(request())
     end = await client.first(GenerateEnd)
-    inside = TextPlace(choice=0, text_offset=TEXT.encode().index("ö".encode()) + 1)
+    inside = TextCursor(choice=0, text_offset=TEXT.encode().index("ö".encode()) + 1)
     with pytest.raises(InvalidRequest, match="inside a character"):
         await client.control(GenerateResume(request_id=end.request_id, places=(inside,)))
     with pytest.raises(InvalidRequest, match="no such request"):

@@ -41,7 +41,7 @@ def batch(at: House, **fields: object) -> dict[str, Any]:
 
 
 async def send(bus: Bus, at: House, message: dict[str, Any]) -> None:
-    subject = f"{CLUSTER}.v1.{TEXT.at(gateway=at.gateway.process.instance)}"
+    subject = f"{CLUSTER}.v1.{TEXT.subject_for(gateway=at.gateway.process.instance)}"
     bus.transport.publish(subject, msgspec.msgpack.encode(message))
 
 

@@ -20,9 +20,9 @@ from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
-from antiphon.wire.sampling import DetailParams, LogitBias
+from antiphon.wire.sampling import LogitBias, TokenOutputParams
+from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -218,7 +218,7 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
     assert (submit.sampling.repetition_penalty, submit.sampling.min_new_tokens) == (1.5, 3)
     bias = submit.sampling.logit_bias
     assert bias == LogitBias(token_ids=pack_ids([7, 8]), values=pack_floats([-1.5, 100.0]))
-    assert submit.sampling.details == DetailParams(logprobs=True, top=2)
+    assert submit.sampling.details == TokenOutputParams(logprobs=True, top=2)
     assert submit.stop.token_texts
     assert (submit.stop.strings, submit.stop.include) == (("x",), True)
     assert not submit.stop.skip_special_tokens

@@ -30,10 +30,10 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.errors import InvalidRequest, Unavailable
-from antiphon.wire.heartbeat import WorkerFigures
+from antiphon.wire.heartbeat import WorkerStats
 from antiphon.wire.ids import InstanceId
 from antiphon.wire.routes import ABORT
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.text import Origin
 
 if TYPE_CHECKING:
@@ -185,7 +185,9 @@ async def test_log_probabilities_have_every_form(at: House) -> None:
     assert meta["output_top_logprobs"] == [[[-10.0 - n, 10 + n, SCRIPT[n]]] for n in range(4)]
     assert meta["output_token_ids_logprobs"] == [[[-0.25, 4, None], [-0.5, 5, "p"]]] * 4
     asked = at.cluster.submits[0].sampling.details
-    assert asked == DetailParams(ids=True, logprobs=True, top=1, named_ids=(4, 5), prompt_start=0)
+    assert asked == TokenOutputParams(
+        ids=True, logprobs=True, top=1, named_ids=(4, 5), prompt_start=0
+    )
     answer_only = await generate(at, return_logprob=True)
     assert "input_token_logprobs" not in answer_only["meta_info"]
 
@@ -700,7 +702,7 @@ async def test_loads_are_told_as_gauges_where_that_is_asked_for(at: House) -> No
 
 
 async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:
-    at.cluster.figures = WorkerFigures(
+    at.cluster.figures = WorkerStats(
         device="cpu",
         weight_bytes=2**31,
         cache_bytes=2**30,
@@ -715,7 +717,7 @@ async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:
     at.cluster.waiting = 3
 
     def heard() -> bool:
-        beats = [peer.beat.worker for peer in at.workers]
+        beats = [peer.heartbeat.worker for peer in at.workers]
         return [beat.waiting for beat in beats if beat is not None] == [3]
 
     await until(heard)
@@ -783,7 +785,7 @@ async def test_health_is_asked_in_every_way(at: House) -> None:
     await at.worker_leaves()
     for path in ("/health", "/ping", "/ready", "/health_generate"):
         assert (await get(at, path))[0] == 503, path
-    await until(lambda: all(peer.beat.role is not Role.WORKER for peer in at.peers))
+    await until(lambda: all(peer.heartbeat.role is not Role.WORKER for peer in at.peers))
     assert (await post(at, "/pause_generation", {}))[0] == 503
 
 

@@ -18,7 +18,7 @@ from tests.unit.gateway.test_tools import CALL, TOOLS
 
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.heartbeat import WorkerFigures
+from antiphon.wire.heartbeat import WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -456,10 +456,11 @@ async def test_pull_of_the_served_model_succeeds_and_of_another_is_a_404(at: Hou
 
 
 async def test_the_client_is_told_what_there_is(at: House) -> None:
-    at.cluster.figures = WorkerFigures(weight_bytes=3_000_000)
+    at.cluster.figures = WorkerStats(weight_bytes=3_000_000)
     await until(
         lambda: any(
-            peer.beat.worker and peer.beat.worker.figures.weight_bytes for peer in at.workers
+            peer.heartbeat.worker and peer.heartbeat.worker.figures.weight_bytes
+            for peer in at.workers
         )
     )
     async with talking(at) as client:

@@ -15,7 +15,7 @@ from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
 from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.tokenize import MessageToolCall
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ async def test_an_echo_of_no_new_tokens_is_a_score_of_the_prompt(at: House) -> N
     await post(at, COMPLETE, {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0})
     sampling = at.cluster.submits[0].sampling
     assert sampling.max_new_tokens == 0
-    assert sampling.details == DetailParams(logprobs=True, prompt_start=0)
+    assert sampling.details == TokenOutputParams(logprobs=True, prompt_start=0)
 
 
 async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,9 @@ async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.M
         worse = row.details.details.columns
         if choice != 2:
             # A number far below that of the others.
-            details = type(row.details.details).of(1, (worse[0], b"\0\0\x80\xc1", *worse[2:]))
+            details = type(row.details.details).from_columns(
+                1, (worse[0], b"\0\0\x80\xc1", *worse[2:])
+            )
             row = _with(row, text=str(choice), text_offset=step, details=details)
         return row
 
@@ -224,7 +226,7 @@ async def test_what_else_a_choice_may_tell_is_the_same_in_a_stream(at: House) ->
         assert sum('"hidden_states"' in event for event in events) == 1
         assert '"finish_reason":"stop"' in events[-2]
     details = at.cluster.submits[0].sampling.details
-    assert details == DetailParams(ids=True, hidden=True)
+    assert details == TokenOutputParams(ids=True, hidden=True)
     assert not at.cluster.submits[0].stop.token_texts
 
 

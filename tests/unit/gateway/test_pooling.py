@@ -17,9 +17,9 @@ from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, client, post
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.requests.pooling import OPEN_MAX
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import WorkerLost
-from antiphon.wire.sampling import DetailParams, PoolParams, SamplingParams
+from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
+from antiphon.wire.token_outputs import pack_floats
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
     assert cast("Body", ranked[0]["meta_info"])["id"] == "mine_0"
     asked = [submit.sampling for submit in at.cluster.submits]
     assert {(each.max_new_tokens, each.details) for each in asked} == {
-        (0, DetailParams(named_ids=(250, 251)))
+        (0, TokenOutputParams(named_ids=(250, 251)))
     }
     sent = at.cluster.encodes[-1]
     assert [turn.role for turn in sent.messages or ()] == ["user", "user"]

@@ -16,7 +16,7 @@ from tests.unit.gateway.test_http import client, post
 from tests.unit.gateway.test_responses import RESPONSES, Body, events
 
 from antiphon.bus.nats import NatsTransport
-from antiphon.bus.store import Store
+from antiphon.bus.store import KeyValueStore
 from antiphon.gateway.http.openai.responses.items import InputText, MessageItem
 from antiphon.gateway.http.openai.responses.paging import page_of
 from antiphon.gateway.http.openai.responses.store import StoredResponse
@@ -166,11 +166,11 @@ async def test_without_a_broker_that_keeps_them_only_store_false_is_answered() -
 async def test_a_response_that_cannot_be_kept_in_the_end_has_failed(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def put(_: Store, *key: str, value: bytes) -> None:
+    async def put(_: KeyValueStore, *key: str, value: bytes) -> None:
         raise Unavailable(f"no room for {len(value)} bytes of {key[0]}")
 
     await create(at)
-    monkeypatch.setattr(Store, "put", put)
+    monkeypatch.setattr(KeyValueStore, "put", put)
     assert (await error(at))[0] == 503
     told = await events(at, store=True)
     assert told[-1]["type"] == "response.failed"

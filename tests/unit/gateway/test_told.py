@@ -26,7 +26,7 @@ from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import DetailPiece, TokenDetail, TokenDetails, pack_floats
+from antiphon.wire.token_outputs import TokenOutput, TokenOutputs, TokenOutputsChunk, pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,10 +39,10 @@ EVERYTHING = GenerateResponseOptions(
 )
 
 
-def details(count: int) -> TokenDetails:
+def details(count: int) -> TokenOutputs:
     """Of two tokens of the prompt and then of the answer."""
     tops = [token + n for token in range(count) for n in (0, 1)]
-    return TokenDetails(
+    return TokenOutputs(
         count=count,
         token_ids=pack_ids([8, 9, *range(20, 18 + count)][:count]),
         logprobs=pack_floats(-0.5 * n for n in range(count)),
@@ -53,13 +53,13 @@ def details(count: int) -> TokenDetails:
     )
 
 
-def said(every: TokenDetails, start: int, stop: int) -> TextDelta:
+def said(every: TokenOutputs, start: int, stop: int) -> TextDelta:
     """Tokens `start` to `stop`, counted from the first of the prompt that is told of."""
     widths = [len(column) // every.count for column in every.columns]
     columns = (c[w * start : w * stop] for c, w in zip(every.columns, widths, strict=True))
-    piece = DetailPiece(
+    piece = TokenOutputsChunk(
         offset=start - 2,
-        details=TokenDetails.of(stop - start, columns),
+        details=TokenOutputs.from_columns(stop - start, columns),
         texts={token: f"<{token}>" for token in range(60)},
     )
     text = "".join(WORDS[n % len(WORDS)] for n in range(max(0, start - 2), max(0, stop - 2)))
@@ -120,14 +120,14 @@ def test_what_is_new_begins_where_it_was_told_to():
 def test_each_token_is_worked_on_once(monkeypatch: pytest.MonkeyPatch):
     """A stream of n events that each tell all so far costs n steps, not n * n."""
     worked_on = 0
-    each = TokenDetails.each
+    each = TokenOutputs.iter_tokens
 
-    def counted(self: TokenDetails) -> Iterator[TokenDetail]:
+    def counted(self: TokenOutputs) -> Iterator[TokenOutput]:
         nonlocal worked_on
         worked_on += self.count
         return each(self)
 
-    monkeypatch.setattr(TokenDetails, "each", counted)
+    monkeypatch.setattr(TokenOutputs, "iter_tokens", counted)
     count = 200
     every = details(count)
     told = GenerateReplyWriter(msgspec.structs.replace(EVERYTHING, hidden=""), PROMPT)

@@ -153,7 +153,7 @@ async def test_tiny_context_keeps_a_token() -> None:
 
 
 def _worker_context(at: House) -> int | None:
-    beats = [peer.beat for peer in at.peers if peer.beat.role is Role.WORKER]
+    beats = [peer.heartbeat for peer in at.peers if peer.heartbeat.role is Role.WORKER]
     return next((beat.worker.context_tokens for beat in beats if beat.worker is not None), None)
 
 

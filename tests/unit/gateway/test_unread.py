@@ -10,11 +10,11 @@ from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import DetailPiece, TokenDetails
 from antiphon.wire.errors import Cancelled
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
-from antiphon.wire.sampling import DetailParams, SamplingParams
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.text import TextBatch, TextRow
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk
 
 BYTES_MAX = 4000
 PROMPT = list(range(2001))
@@ -35,7 +35,7 @@ class Desk:
         self.seq = 0
         self.told = -(len(PROMPT) - 1)
         sampling = SamplingParams(
-            max_new_tokens=8, details=DetailParams(logprobs=True, prompt_start=0)
+            max_new_tokens=8, details=TokenOutputParams(logprobs=True, prompt_start=0)
         )
         submit = msgspec.structs.replace(
             submission("r", self.clock, 1000.0), prompt_ids=pack_ids(PROMPT), sampling=sampling
@@ -52,14 +52,14 @@ class Desk:
     def tell(self, tokens: int) -> None:
         """Details of the prompt's next tokens, eight bytes each."""
         column = bytes(4 * tokens)
-        details = TokenDetails(count=tokens, token_ids=column, logprobs=column)
+        details = TokenOutputs(count=tokens, token_ids=column, logprobs=column)
         self.seq += 1
         row = TextRow(
             request_id=RequestId("r"),
             choice=0,
             attempt=ATTEMPT,
             text_offset=0,
-            details=DetailPiece(offset=self.told, details=details),
+            details=TokenOutputsChunk(offset=self.told, details=details),
         )
         self.told += tokens
         batch = TextBatch(detokenizer=DETOKENIZER, gateway=ME, seq=self.seq, rows=(row,))

@@ -19,9 +19,9 @@ from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
+from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import BlobGone, fetch_all
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import Shelf
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.routes import KV_CONTROL
@@ -69,7 +69,7 @@ def chain_of(pages: Sequence[bytes]) -> tuple[bytes, ...]:
 class Worker:
     """Holds pages on a shelf and asks a node to store and to lease them."""
 
-    def __init__(self, bus: Bus, shelf: Shelf) -> None:
+    def __init__(self, bus: Bus, shelf: BlobStore) -> None:
         self.bus = bus
         self.shelf = shelf
 
@@ -113,9 +113,9 @@ def settings(**storage: float | str) -> Settings:
 
 
 @asynccontextmanager
-async def shelf() -> AsyncGenerator[Shelf]:
+async def shelf() -> AsyncGenerator[BlobStore]:
     with bind("127.0.0.1", 0) as bound:
-        made = Shelf(f"127.0.0.1:{bound.getsockname()[1]}", 10**7, CLOCK.unix_ms)
+        made = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**7, CLOCK.unix_ms)
         async with asyncio.TaskGroup() as group:
             server = group.create_task(BlobServer(bound, made).run())
             yield made

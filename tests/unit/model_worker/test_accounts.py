@@ -21,7 +21,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from antiphon.wire.heartbeat import WorkerFigures
+    from antiphon.wire.heartbeat import WorkerStats
 
 KEY = ChoiceKey(1)
 LENGTH = Finish(reason=FinishReason.LENGTH)
@@ -71,7 +71,7 @@ class Desk:
     def generated(self) -> float | None:
         return self.read("realtime_tokens_total", mode="decode")
 
-    def figures(self) -> WorkerFigures:
+    def figures(self) -> WorkerStats:
         return self.accounts.load_stats(report(9, []), grammars=0, now=19.0)
 
 

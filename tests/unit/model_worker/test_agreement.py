@@ -15,7 +15,7 @@ from antiphon.model_worker.protocol.numerics import NumericsCheck
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.sockets import CannotStart
-from antiphon.wire.base import Process, Role, State
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName
 
@@ -43,7 +43,7 @@ def beat(bits: str, incarnation: str = "1", **said: object) -> Heartbeat:
     whole: dict[str, object] = {
         "role": Role.WORKER,
         "process": Process(instance=InstanceId("worker-0"), incarnation=Incarnation(incarnation)),
-        "state": State.READY,
+        "state": ProcessState.READY,
         "model": MODEL,
         "config_digest": "",
         "health_port": 0,
@@ -54,7 +54,9 @@ def beat(bits: str, incarnation: str = "1", **said: object) -> Heartbeat:
     return Heartbeat(**whole | said)  # pyright: ignore[reportArgumentType]
 
 
-async def objection(ours: str, met: Heartbeat, state: State = State.STARTING) -> str | None:
+async def objection(
+    ours: str, met: Heartbeat, state: ProcessState = ProcessState.STARTING
+) -> str | None:
     """Why a worker of the incarnation 1 gives way to another, if it does."""
     agreement = NumericsCheck(process("worker-1"), MODEL, ours)
     agreement.compare(met, state)
@@ -81,13 +83,13 @@ async def test_nobody_gives_way_to_its_like_to_other_models_or_to_who_leaves() -
     assert await objection(BITS, beat(BITS)) is None
     assert await objection("", beat("")) is None
     assert await objection(BITS, beat(OTHER_ISA, model=ModelName("other"))) is None
-    assert await objection(BITS, beat(OTHER_ISA, state=State.DRAINING)) is None
+    assert await objection(BITS, beat(OTHER_ISA, state=ProcessState.DRAINING)) is None
     assert await objection(BITS, beat(OTHER_ISA, worker=None)) is None  # it starts itself
 
 
 async def test_of_two_that_are_ready_one_gives_way() -> None:
-    assert await objection(BITS, beat(OTHER_ISA, "0"), State.READY) is not None
-    assert await objection(BITS, beat(OTHER_ISA, "2"), State.READY) is None
+    assert await objection(BITS, beat(OTHER_ISA, "0"), ProcessState.READY) is not None
+    assert await objection(BITS, beat(OTHER_ISA, "2"), ProcessState.READY) is None
 
 
 def open_with(bits: str) -> Callable[[Settings], Engine]:
@@ -120,4 +122,4 @@ async def test_a_worker_does_not_join_one_that_gives_its_model_other_bits() -> N
                 pytest.RaisesExc(CannotStart, match=match), flatten_subgroups=True
             ):
                 await here.ended()
-        assert there.health.state is State.READY
+        assert there.health.state is ProcessState.READY

@@ -92,7 +92,7 @@ def check_with_hub(
         asked.append(repo)
         return known
 
-    monkeypatch.setattr(checksums, "published", published)
+    monkeypatch.setattr(checksums, "list_published_files", published)
     verify(find_files(folder), replace(LoadConfig(), checksum=HUB), "somebody/small")
     return asked
 

@@ -32,7 +32,7 @@ def burn(seconds: float) -> float:
 def test_each_thread_is_told_by_itself_and_only_while_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extension, "computing_s", lambda: 0.02)
+    monkeypatch.setattr(extension, "kernel_cpu_s", lambda: 0.02)
     registry, batching = CollectorRegistry(), [0]
     registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.15))
     assert told(registry).keys() == {"bus"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from antiphon.model_worker.protocol.requeue import free_slots, longest_elsewhere, other_workers
-from antiphon.service.peers import Peer, Verdict
-from antiphon.wire.base import Attempt, Process, Role, State, Term
+from antiphon.service.peers import Liveness, Peer
+from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 
@@ -32,7 +32,7 @@ def peer(load: WorkerLoad | None, model: ModelName = MODEL) -> Peer:
     beat = Heartbeat(
         role=Role.WORKER,
         process=OTHER,
-        state=State.READY,
+        state=ProcessState.READY,
         model=model,
         config_digest="",
         health_port=0,
@@ -40,7 +40,7 @@ def peer(load: WorkerLoad | None, model: ModelName = MODEL) -> Peer:
         worker=load,
         not_after_unix_ms=0,
     )
-    return Peer(beat, Verdict.ALIVE, 0.0)
+    return Peer(beat, Liveness.ALIVE, 0.0)
 
 
 def test_only_a_worker_of_our_model_that_runs_steps_counts() -> None:

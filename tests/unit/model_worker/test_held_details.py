@@ -14,9 +14,9 @@ from antiphon.model_worker.protocol.held_request import ROW_DETAILS_BYTES_MAX, H
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import Admit, ChoiceOutput
-from antiphon.wire.details import TokenDetails, join, pack_floats
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
-from antiphon.wire.sampling import DetailParams, SamplingParams
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
+from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_floats
 
 if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenRow
@@ -29,9 +29,9 @@ def process(name: str) -> Process:
     return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
 
 
-def details(first: int, stop: int, floats: int = 1) -> TokenDetails:
+def details(first: int, stop: int, floats: int = 1) -> TokenOutputs:
     """Token n of the answer has the id 100 + n; a token of the prompt has one below."""
-    return TokenDetails(
+    return TokenOutputs(
         count=stop - first,
         token_ids=pack_ids(range(100 + first, 100 + stop)),
         hidden=pack_floats([0.5] * (floats * (stop - first))),
@@ -39,7 +39,7 @@ def details(first: int, stop: int, floats: int = 1) -> TokenDetails:
 
 
 def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
-    details = None if start is None else DetailParams(logprobs=True, prompt_start=start)
+    details = None if start is None else TokenOutputParams(logprobs=True, prompt_start=start)
     return HeldRequest(
         Admit(
             request_id=RequestId("r"),
@@ -165,7 +165,7 @@ def test_a_row_holds_no_more_details_than_fit_into_a_message() -> None:
 
 def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow() -> None:
     request = held(start=-1)
-    follow = TokenDetails(count=1, token_ids=pack_ids([-1]))
+    follow = TokenOutputs(count=1, token_ids=pack_ids([-1]))
     finish = Finish(reason=FinishReason.LENGTH)
     request.choices[0].append(Progress(key=KEY, details=follow, finish=finish))
     (row,) = sent(request)
@@ -223,4 +223,4 @@ def test_rows_of_a_request_that_wants_none_have_none() -> None:
     assert (row.details, row.stream.details_from if row.stream else 0) == (None, None)
     request.choices[0].append(progress(0, 2))
     (row,) = sent(request)
-    assert row.details == join([details(0, 2)])
+    assert row.details == join_token_outputs([details(0, 2)])

@@ -10,7 +10,7 @@ from tests.kernels.rows import ISAS, using
 
 from antiphon import embedded
 from antiphon.config.digest import differing
-from antiphon.config.model import CacheDtype, Linear
+from antiphon.config.model import CacheDtype, LinearFormat
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -114,7 +114,7 @@ def test_pages_of_another_instruction_set_or_of_rounded_weights_are_others() -> 
         said[isa] = engine.resolved.bits.value
         names.add(page_space(engine))
         assert engine.numerics_digest == "", "nothing was promised"
-    model = msgspec.structs.replace(SMALL.model, linear=Linear.INT8, deterministic=True)
+    model = msgspec.structs.replace(SMALL.model, linear=LinearFormat.INT8, deterministic=True)
     rounded = open_engine(msgspec.structs.replace(SMALL, model=model))
     names.add(page_space(rounded))
     assert len(names) == len(ISAS) + 1

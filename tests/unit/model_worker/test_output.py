@@ -37,7 +37,7 @@ from antiphon.wire.command import (
     CommandBatch,
     ResendTokens,
     StopChoice,
-    TokenPlace,
+    TokenCursor,
 )
 from antiphon.wire.errors import WorkerLost, encode_error
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
@@ -145,12 +145,12 @@ class Bench:
         known = {"request_id": R, "attempt": attempt(), "detokenizer": DETOKENIZER}
         return self.output.stop(StopChoice(**known | fields))  # pyright: ignore[reportArgumentType]
 
-    def resend(self, *places: TokenPlace, worker: Process = WORKER) -> None:
+    def resend(self, *places: TokenCursor, worker: Process = WORKER) -> None:
         self.output.resend(ResendTokens(worker=worker, detokenizer=DETOKENIZER, places=places))
 
 
-def place(offset: int, choice: int = 0) -> TokenPlace:
-    return TokenPlace(request_id=R, choice=choice, offset=offset)
+def place(offset: int, choice: int = 0) -> TokenCursor:
+    return TokenCursor(request_id=R, choice=choice, offset=offset)
 
 
 def test_an_admit_runs_each_choice_with_a_key_of_its_own() -> None:
@@ -519,7 +519,7 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "draining"),
-    [(HeldRequest, "_told", False), (WorkerOutput, "_return", True), (HeldChoice, "stop", False)],
+    [(HeldRequest, "_told", False), (WorkerOutput, "_requeue", True), (HeldChoice, "stop", False)],
 )
 def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
     owner: type, name: str, draining: bool, monkeypatch: pytest.MonkeyPatch
@@ -702,7 +702,7 @@ def relayed(seed: int) -> int:
         heard: Sequence[Progress] = drawn(progress, keys) if steady else progress
         assert list(heard) == progress
         places = [
-            TokenPlace(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
+            TokenCursor(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
             for name in live.values()
         ]
         again = ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=tuple(places))

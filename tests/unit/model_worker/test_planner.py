@@ -20,9 +20,9 @@ from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.policy import QueueRules
 from antiphon.model_worker.batching.token_budget import TokenBudget
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.details import unpack_floats
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.token_outputs import unpack_floats
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Progress, Request
@@ -371,7 +371,7 @@ def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
 
 def test_what_older_weights_say_of_a_prompt_is_not_told() -> None:
     steps = Steps(pages=60, step_tokens_max=8, chunk_tokens=8)
-    details = DetailParams(logprobs=True, prompt_start=0)
+    details = TokenOutputParams(logprobs=True, prompt_start=0)
     steps.add(0, STEM[:20], max_new_tokens=2, details=details)
     told = [run_told(steps, logprob=-1.0)]
     steps.batching.set_weight_version("newer")

@@ -28,10 +28,10 @@ from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.clock import SystemClock
+from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.service.model import served_name
-from antiphon.service.refusals import SharedStateBroken
 from antiphon.service.sockets import CannotStart
-from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
+from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
     Abort,
@@ -46,7 +46,7 @@ from antiphon.wire.command import (
     StopChoice,
 )
 from antiphon.wire.digests import block_digests, namespace
-from antiphon.wire.heartbeat import Heartbeat, Refusal, RefusedCommands
+from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.routes import (
@@ -135,7 +135,7 @@ class Stage:
         beat = Heartbeat(
             role=Role.SCHEDULER,
             process=leader,
-            state=State.READY,
+            state=ProcessState.READY,
             config_digest=digest(self.worker.around.settings.cluster),
             health_port=0,
             load=0,
@@ -279,9 +279,9 @@ async def test_worker_obeys_a_leader_whose_clock_is_seconds_away(
 @pytest.mark.parametrize(
     ("ahead_s", "valid_s", "reason"),
     [
-        (6.0, 7.5, Refusal.CLOCK),  # too far away: its heartbeats do not count
-        (None, 1.5, Refusal.CLOCK),  # not heard yet
-        (2.5, 2.0, Refusal.LATE),  # stood in the way for too long
+        (6.0, 7.5, RefusalReason.CLOCK),  # too far away: its heartbeats do not count
+        (None, 1.5, RefusalReason.CLOCK),  # not heard yet
+        (2.5, 2.0, RefusalReason.LATE),  # stood in the way for too long
     ],
 )
 async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
@@ -289,7 +289,7 @@ async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
     caplog: pytest.LogCaptureFixture,
     ahead_s: float | None,
     valid_s: float,
-    reason: Refusal,
+    reason: RefusalReason,
 ) -> None:
     """It says so in one line, counts it, and its heartbeat tells the leader."""
     leader = leader_ahead(ahead_s or 0.0)
@@ -474,7 +474,7 @@ async def test_a_drained_worker_finishes_what_runs_and_begins_nothing(stage: Sta
     await until(lambda: bool(stage.ids("a")))
     worker = stage.worker.process.instance
     await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
-    assert stage.worker.health.state is State.DRAINING
+    assert stage.worker.health.state is ProcessState.DRAINING
     await stage.command(admit("b"))
     await until(lambda: stage.ended("a"))
     assert len(stage.ids("a")) == 300

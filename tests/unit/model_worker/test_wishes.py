@@ -10,11 +10,11 @@ import pytest
 from antiphon.model_worker.batching.admission import EngineLimits, check
 from antiphon.model_worker.batching.request import RequestState
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId
 from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams
+from antiphon.wire.sampling import LogitBias, SamplingParams, TokenOutputParams
+from antiphon.wire.token_outputs import pack_floats
 
 VOCABULARY = 50
 LIMITS = EngineLimits(
@@ -55,7 +55,9 @@ def test_what_makes_sense_is_let_in() -> None:
             ThinkingBudget(tokens_max=0, begin_id=4, closing_ids=(5,)),
         ),
         "stop_token_ids": (0, VOCABULARY - 1),
-        "details": DetailParams(logprobs=True, top=VOCABULARY + 1, named_ids=(VOCABULARY - 1,)),
+        "details": TokenOutputParams(
+            logprobs=True, top=VOCABULARY + 1, named_ids=(VOCABULARY - 1,)
+        ),
     }
     check(state(**wishes), LIMITS)
 
@@ -77,7 +79,7 @@ def test_what_makes_sense_is_let_in() -> None:
             "processors",
         ),
         ({"stop_token_ids": (VOCABULARY,)}, "stop_token_ids"),
-        ({"details": DetailParams(named_ids=(VOCABULARY,))}, "details.named_ids"),
+        ({"details": TokenOutputParams(named_ids=(VOCABULARY,))}, "details.named_ids"),
     ],
 )
 def test_what_cannot_be_is_refused(wish: dict[str, object], param: str) -> None:
@@ -87,7 +89,7 @@ def test_what_cannot_be_is_refused(wish: dict[str, object], param: str) -> None:
 
 
 def test_hidden_states_are_told_only_where_the_operator_allows_it() -> None:
-    asking = state(details=DetailParams(hidden=True))
+    asking = state(details=TokenOutputParams(hidden=True))
     with pytest.raises(Unsupported, match=r"batching\.hidden_states"):
         check(asking, LIMITS)
     check(asking, msgspec.structs.replace(LIMITS, hidden_states=True))

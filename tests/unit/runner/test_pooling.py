@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from antiphon.config.pooling import Pooling, PoolMode, Squash
+from antiphon.config.pooling import Pooling, PoolingActivation, PoolMode
 from antiphon.config.tasks import Task
 from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
 from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
@@ -119,7 +119,7 @@ def test_a_vector_is_cut_and_then_has_length_one() -> None:
 
 def test_linears_come_after_the_pooling_and_before_the_length() -> None:
     weight, bias = torch.randn(3, HIDDEN), torch.randn(3)
-    at = pooler(PoolMode.LAST, PoolingLinear(weight, bias, Squash.TANH), normalize=True)
+    at = pooler(PoolMode.LAST, PoolingLinear(weight, bias, PoolingActivation.TANH), normalize=True)
     (vector,) = pool(at, [(0, 0, 8)], [True])
     expected = normalize(torch.tanh(weight @ STATES[7] + bias), dim=0)
     torch.testing.assert_close(vector, expected)

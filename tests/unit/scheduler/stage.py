@@ -10,8 +10,8 @@ from tests.support.clock import ManualClock
 from antiphon.scheduler.actions import Action, RequestBound, SendCommands, SendNotice
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.peers import Patience, Peers
-from antiphon.wire.base import Attempt, Process, Role, State, Term
+from antiphon.service.peers import LivenessConfig, PeerTable
+from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
@@ -41,7 +41,7 @@ class Actor:
     def __init__(self, stage: Stage, role: Role, who: Process) -> None:
         self.role = role
         self.process = who
-        self.state = State.READY
+        self.state = ProcessState.READY
         self.silent = False
         self.loading = False
         self.leads: Term | None = None
@@ -65,7 +65,7 @@ class Actor:
         self.load = msgspec.structs.replace(self.load, running=held)
 
     def beat(self) -> None:
-        self._stage.peers.hear(
+        self._stage.peers.on_heartbeat(
             Heartbeat(
                 role=self.role,
                 process=self.process,
@@ -114,8 +114,8 @@ class Stage:
 
     def __init__(self, rules: LeaderConfig | None = None) -> None:
         self.clock = ManualClock()
-        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
-        self.peers = Peers(ME, "digest", self.clock, patience)
+        patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
+        self.peers = PeerTable(ME, "digest", self.clock, patience)
         self.leader = SchedulerCore(ME, MODEL, rules or LeaderConfig(), self.clock, self.peers)
         self.heard: list[Action] = []
         self.actors: list[Actor] = []
@@ -147,7 +147,7 @@ class Stage:
                 for actor in [self._echo, *self.actors]:
                     if not actor.silent:
                         actor.beat()
-            self.peers.judge(link_up=self.link_up, joins=1)
+            self.peers.update_liveness(link_up=self.link_up, connect_count=1)
             self.leader.tick(link_up=self.link_up, joins=1)
             self.listen()
 

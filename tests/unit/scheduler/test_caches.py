@@ -10,7 +10,7 @@ from tests.unit.scheduler.stage import process
 
 from antiphon.model_worker.cache.events import ClearedEvent, RemovedEvent, StoredEvent
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
-from antiphon.scheduler.worker_caches import REPLAY_RETRY_S, FULL_REPLAY_RETRY_S, WorkerCaches
+from antiphon.scheduler.worker_caches import FULL_REPLAY_RETRY_S, REPLAY_RETRY_S, WorkerCaches
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
 
@@ -143,7 +143,9 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
     follow(caches, announcer)
     assert read(caches, announcer, 2.0) == 1
     assert caches.overlaps(first) == {W: 10}
-    assert read(caches, announcer, 2.0 + 10 * FULL_REPLAY_RETRY_S) == 0, "nothing is missing any more"
+    assert read(caches, announcer, 2.0 + 10 * FULL_REPLAY_RETRY_S) == 0, (
+        "nothing is missing any more"
+    )
 
 
 def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:

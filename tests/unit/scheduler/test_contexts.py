@@ -7,7 +7,7 @@ import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running
 
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.wire.base import Role, State
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import PromptTooLong, decode_error
 from antiphon.wire.sampling import SamplingParams
@@ -102,7 +102,7 @@ def test_an_answer_that_nobody_holds_is_cut_as_the_longest_worker_cuts_it() -> N
 def test_only_of_workers_that_are_known_and_stay_is_anything_concluded(why: str) -> None:
     stage, small, large = small_and_large()
     if why == "it leaves":
-        large.state = State.DRAINING
+        large.state = ProcessState.DRAINING
         stage.pass_s(0.6)
         ask(stage, "r0", 8, 200)
         assert given(stage, small) == ["r0"], "it waits for one that leaves"

@@ -9,8 +9,8 @@ from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
 from antiphon.scheduler.actions import RequestRequeued
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.wire.base import Role, State
-from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
+from antiphon.wire.base import ProcessState, Role
+from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
@@ -67,14 +67,14 @@ def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait()
     stage = Stage(LeaderConfig(look_ahead=1))
     first, second, admits = bound_to_one_of_two(stage, 3)
     second.load = msgspec.structs.replace(second.load, running_max=3)
-    second.state = State.DRAINING
+    second.state = ProcessState.DRAINING
     second.beat()
     stage.submit("late")
-    first.state = State.DRAINING
+    first.state = ProcessState.DRAINING
     first.runs(*map(returned, admits))
     first.beat()
     assert not stage.admits()
-    second.state = State.READY
+    second.state = ProcessState.READY
     second.beat()
     stage.pass_s(0.2)
     assert [admit.request_id for admit in stage.admits(second)] == ["r0", "r1", "r2", "late"]
@@ -83,7 +83,7 @@ def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait()
 def test_who_gives_back_gets_nothing_before_it_has_spoken_again() -> None:
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
-    second.state = State.DRAINING
+    second.state = ProcessState.DRAINING
     second.beat()
     first.runs(returned(admit))
     first.beat()
@@ -98,7 +98,7 @@ def test_who_gives_back_gets_nothing_before_it_has_spoken_again() -> None:
 def refuses(worker: Actor, stage: Stage, *, refuses: bool = True) -> None:
     """Say that the leader's commands are refused, or are not any more."""
     assert stage.leader.term is not None
-    refused = RefusedCommands(leader=stage.leader.term, seq=1, reason=Refusal.LATE)
+    refused = RefusedCommands(leader=stage.leader.term, seq=1, reason=RefusalReason.LATE)
     worker.load = msgspec.structs.replace(worker.load, refused=refused if refuses else None)
     worker.beat()
     stage.listen()
@@ -139,7 +139,7 @@ def test_worker_that_refused_another_leader_is_given_work() -> None:
     _, first, _ = stage.usual()
     assert stage.leader.term is not None
     other = msgspec.structs.replace(stage.leader.term, number=0)
-    refused = RefusedCommands(leader=other, seq=1, reason=Refusal.CLOCK)
+    refused = RefusedCommands(leader=other, seq=1, reason=RefusalReason.CLOCK)
     first.load = msgspec.structs.replace(first.load, refused=refused)
     first.beat()
     stage.submit("r0")

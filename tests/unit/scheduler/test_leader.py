@@ -5,7 +5,7 @@ import pytest
 from tests.unit.scheduler.stage import Stage, other_attempt, process, running
 
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.wire.base import Role, State
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import (
     Cancelled,
@@ -166,7 +166,7 @@ def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
     worker.runs(running(stage.admits()[0]))
     match fault:
         case "draining":
-            worker.state = State.DRAINING
+            worker.state = ProcessState.DRAINING
         case "suspect":
             worker.silent = True
             stage.pass_s(1.2)

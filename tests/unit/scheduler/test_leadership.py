@@ -153,7 +153,7 @@ def test_a_leader_stays_one_beside_a_claim_that_no_election_gives(number: int) -
     stage = Stage()
     stage.usual()
     reasons: list[str] = []
-    stage.peers.on_refuse(reasons.append)
+    stage.peers.on_reject(reasons.append)
     lead(stage, number)
     stage.pass_s(0.2)
     assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
@@ -164,7 +164,7 @@ def test_a_leader_stays_one_beside_a_worker_whose_term_no_election_gives() -> No
     stage = Stage()
     stage.usual()
     reasons: list[str] = []
-    stage.peers.on_refuse(reasons.append)
+    stage.peers.on_reject(reasons.append)
     worker_obeyed(stage, 2**50)
     assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
     assert reasons == ["worker.term"]

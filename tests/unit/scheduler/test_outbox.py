@@ -9,8 +9,8 @@ from antiphon.scheduler.tombstones import TOMBSTONES_MAX, SchedulerTombstones
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.ids import InstanceId, RequestId
-from antiphon.wire.parts import parts
 from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.split import split_rows
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Attempt
@@ -31,7 +31,7 @@ def admit(name: str, prompt_tokens: int) -> Admit:
 
 def test_commands_are_cut_into_messages_that_fit_and_keep_their_order() -> None:
     commands = [admit(str(number), 1000) for number in range(5)]
-    cut = parts(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4100))
+    cut = split_rows(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4100))
     assert [[command.request_id for command in part] for part in cut] == [
         ["0", "1"],
         ["2", "3"],
@@ -41,7 +41,7 @@ def test_commands_are_cut_into_messages_that_fit_and_keep_their_order() -> None:
 
 def test_a_command_is_never_left_out_however_large() -> None:
     large, abort = admit("r", 1000), Abort(request_id=RequestId("s"), attempt=attempt())
-    assert [*parts([large, abort], command_bytes, bytes_max=1)] == [[large], [abort]]
+    assert [*split_rows([large, abort], command_bytes, bytes_max=1)] == [[large], [abort]]
 
 
 def test_an_id_stays_dead_until_the_last_time_that_was_said() -> None:

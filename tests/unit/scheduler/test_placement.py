@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running
 
-from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests

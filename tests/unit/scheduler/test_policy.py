@@ -7,10 +7,10 @@ from tests.unit.config.test_sglang import serve
 from tests.unit.scheduler.stage import Actor, Stage, running
 
 from antiphon.config.worker import Policy
-from antiphon.scheduler.worker_caches import EXPECT_S
-from antiphon.scheduler.policy import CACHE_WAITING_MAX
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.precedence import Precedence
+from antiphon.scheduler.policy import CACHE_WAITING_MAX
+from antiphon.scheduler.worker_caches import EXPECT_S
+from antiphon.service.priority import PriorityPolicy
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
@@ -20,7 +20,7 @@ from antiphon.wire.sampling import SamplingParams
 
 def full(policy: Policy, **precedence: object) -> Stage:
     """A leader whose one worker has all three requests that it is given."""
-    rules = LeaderConfig(look_ahead=1, policy=policy, precedence=Precedence(**precedence))  # type: ignore[arg-type]
+    rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))  # type: ignore[arg-type]
     stage = Stage(rules)
     _, worker, _ = stage.usual()
     for number in range(3):
@@ -71,7 +71,9 @@ def holds(stage: Stage, *texts: bytes) -> None:
         for text in texts
     )
     worker = worker_of(stage)
-    stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=len(events), events=events))
+    stage.leader.caches.apply_events(
+        KvEvents(worker=worker.process, seq=len(events), events=events)
+    )
 
 
 def test_lof_starts_the_longest_answers_first() -> None:

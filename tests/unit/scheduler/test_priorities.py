@@ -9,7 +9,7 @@ import pytest
 from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.precedence import Precedence
+from antiphon.service.priority import PriorityPolicy
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Overloaded
@@ -18,7 +18,7 @@ from antiphon.wire.heartbeat import RunningRequest
 if TYPE_CHECKING:
     from antiphon.wire.command import Admit
 
-BY_PRIORITY = Precedence(priority=True, preempt_threshold=10, max_overtake_s=20.0)
+BY_PRIORITY = PriorityPolicy(priority=True, preempt_threshold=10, max_overtake_s=20.0)
 
 
 def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
@@ -64,7 +64,7 @@ def test_a_late_high_priority_goes_before_all_that_wait() -> None:
 
 
 def test_where_the_operator_says_so_the_lower_number_goes_first() -> None:
-    precedence = Precedence(priority=True, low_first=True)
+    precedence = PriorityPolicy(priority=True, low_first=True)
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=precedence))
     for name, priority in (("third", 2), ("second", 0), ("first", -3)):
         stage.submit(name, priority=priority)
@@ -135,7 +135,7 @@ def test_a_stalled_or_paused_worker_is_given_nothing_beyond_its_places() -> None
 
 
 def test_low_priorities_are_not_overtaken_for_ever() -> None:
-    precedence = Precedence(priority=True, preempt_threshold=1000, max_overtake_s=5.0)
+    precedence = PriorityPolicy(priority=True, preempt_threshold=1000, max_overtake_s=5.0)
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=precedence), waiting=1)
     order: list[str] = []
     for number in range(12):

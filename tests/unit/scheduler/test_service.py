@@ -14,7 +14,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.cache.events import StoredEvent
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.service import SchedulerService
-from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import pack_ids
@@ -78,8 +78,8 @@ class FakeWorker(Peer):
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"worker": self.runtime.process.instance}
         return [
-            Follow(route=COMMAND, apply=self._obey, address=here),
-            Answer(route=KV_REPLAY, handler=self._replay, address=here),
+            StreamEndpoint(route=COMMAND, apply=self._obey, address=here),
+            RequestEndpoint(route=KV_REPLAY, handler=self._replay, address=here),
         ]
 
     async def announce(self, *blocks: bytes, lost: bool = False) -> None:

@@ -13,7 +13,7 @@ from tests.unit.service.fake_hub import COMMIT, FakeHub
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadConfig, LoadFormat
 from antiphon.config.settings import Settings
-from antiphon.service.hub import fetch, is_hub_id, published
+from antiphon.service.hub import fetch, is_hub_id, list_published_files
 from antiphon.service.model import model_files, served_name, tokenizer_folder
 
 if TYPE_CHECKING:
@@ -156,11 +156,11 @@ class DiskUsage:
 
 
 def test_the_hub_says_what_its_files_are(hub: FakeHub) -> None:
-    known = published(REPO, LoadConfig(), endpoint=hub.url)
+    known = list_published_files(REPO, LoadConfig(), endpoint=hub.url)
     assert known["config.json"].sha256 is None
     assert known["model-1.safetensors"].size_bytes == 3
     with pytest.raises(ConfigError, match=r"load\.offline is set"):
-        published(REPO, replace(LoadConfig(), offline=True), endpoint=hub.url)
+        list_published_files(REPO, replace(LoadConfig(), offline=True), endpoint=hub.url)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from tests.support.services import client_bus
 from tests.support.wait import until
 
-from antiphon.bus.discovery import Endpoint as Tally
+from antiphon.bus.discovery import EndpointCounters as Tally
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.service.counts import RouteCounts
 from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
+from antiphon.service.route_metrics import RouteMetrics
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Process
@@ -45,7 +45,7 @@ class World:
             self.flush,
             calls=calls,
             limits=InboxLimits(slots=2, backlog=3),
-            counts=RouteCounts(Metrics(), self.tally),
+            counts=RouteMetrics(Metrics(), self.tally),
         )
         self._callers = callers
 
@@ -152,7 +152,7 @@ async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
         applied.append(name)
 
     async with client_bus(MemoryTransport(broker)) as bus, Tasks() as calls:
-        counts = RouteCounts(Metrics(), tally)
+        counts = RouteMetrics(Metrics(), tally)
         inbox = StreamInbox("route", apply, calls=calls, counts=counts)
         subscription = await bus.listen(DISCOVER, inbox.deliver)
         for n in range(50):

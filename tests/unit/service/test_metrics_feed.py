@@ -15,7 +15,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.settings import Settings
 from antiphon.gateway.custom_labels import CustomLabels
 from antiphon.gateway.model_metrics import ModelMetrics
-from antiphon.service import metrics_feed
+from antiphon.service import metrics_publisher as metrics_feed
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Process, Role
@@ -150,7 +150,7 @@ def test_parts_of_a_report_count_only_when_all_have_come() -> None:
     assert reader.model.refused == 1, "a part beyond the last"
 
 
-def _counted(family: catalog.Family, value: float) -> list[Published]:
+def _counted(family: catalog.MetricSpec, value: float) -> list[Published]:
     metrics = Metrics()
     metrics.counter(family).inc(value)
     return [each for each in metrics.published() if each.family is family]

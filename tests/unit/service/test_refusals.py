@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.bus.discovery import Endpoint as Tally
-from antiphon.service.counts import RouteCounts
-from antiphon.service.refusals import Refusals
+from antiphon.bus.discovery import EndpointCounters as Tally
+from antiphon.service.dropped_messages import DroppedMessages
+from antiphon.service.route_metrics import RouteMetrics
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import MalformedMessage
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def test_refusals_count_each_message_and_log_one_a_second(caplog: pytest.LogCaptureFixture) -> None:
     metrics, now = Metrics(), [0.0]
-    counts = RouteCounts(metrics, Tally(name="worker.stop", subject="s"))
-    refusals = Refusals("worker.stop", counts, lambda: now[0])
+    counts = RouteMetrics(metrics, Tally(name="worker.stop", subject="s"))
+    refusals = DroppedMessages("worker.stop", counts, lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for step in range(300):
             now[0] = step / 100
-            refusals.note(MalformedMessage(f"number {step}"))
-        refusals.note(ValueError("a bug"))
+            refusals.record(MalformedMessage(f"number {step}"))
+        refusals.record(ValueError("a bug"))
     sample = metrics.registry.get_sample_value
     name = "antiphon_messages_refused_total"
     assert sample(name, {"route": "worker.stop", "reason": "malformed"}) == 300

@@ -9,7 +9,7 @@ from tests.unit.gateway.cluster import settings
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.service import GatewayService
-from antiphon.service.room import HELD_BYTES, OPEN_BYTES, check_room
+from antiphon.service.message_limits import HELD_ENTRY_BYTES, OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.heartbeat import RunningRequest
@@ -27,14 +27,14 @@ def test_what_a_line_is_taken_to_need_is_enough() -> None:
     held = RunningRequest(
         request_id=new_request_id(), attempt=ATTEMPT, tokens=2**31, ended=True, waiting=True
     )
-    assert len(msgspec.msgpack.encode(line)) <= OPEN_BYTES
-    assert len(msgspec.msgpack.encode(held)) <= HELD_BYTES
+    assert len(msgspec.msgpack.encode(line)) <= OPEN_ENTRY_BYTES
+    assert len(msgspec.msgpack.encode(held)) <= HELD_ENTRY_BYTES
 
 
 def test_the_largest_bound_that_fits_is_named_and_fits() -> None:
     with pytest.raises(CannotStart, match=r"queue is 9999: .* 100000 bytes; 836 do"):
-        check_room("queue", 9999, each_bytes=100, message_bytes_max=100_000)
-    check_room("queue", 836, each_bytes=100, message_bytes_max=100_000)
+        check_message_fits("queue", 9999, each_bytes=100, message_bytes_max=100_000)
+    check_message_fits("queue", 836, each_bytes=100, message_bytes_max=100_000)
 
 
 async def test_a_gateway_with_more_requests_than_its_list_can_name_does_not_start() -> None:

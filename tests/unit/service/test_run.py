@@ -13,19 +13,19 @@ from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.errors import BusDown, NobodyListens
+from antiphon.bus.errors import BusDown, NoResponders
 from antiphon.bus.faulty import FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.service.clock import SystemClock
-from antiphon.service.endpoint import Answer, Endpoint, Follow
-from antiphon.service.peers import Change
-from antiphon.service.refusals import SharedStateBroken
-from antiphon.wire.base import Message, Process, Role, State
+from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.peers import PeerChange
+from antiphon.wire.base import Message, Process, ProcessState, Role
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.ids import Incarnation
-from antiphon.wire.name import ClaimName
+from antiphon.wire.instance_name import ClaimName
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, NAME, OPEN, TOKENIZE, WORKER_CONTROL
 from antiphon.wire.submit import OpenList
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.memory import MemorySubscription
-    from antiphon.bus.transport import Receive
+    from antiphon.bus.transport import PacketCallback
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime
     from antiphon.wire.tokenize import EncodeReply, EncodeRequest
@@ -88,11 +88,11 @@ def open_calls(run: Running) -> float:
 
 
 async def test_a_start_is_done_before_any_call_is_taken() -> None:
-    told: list[State] = []
+    told: list[ProcessState] = []
     async with running(EchoService(), MemoryTransport(MemoryBroker()), ready=False) as run:
         run.around = replace(run.around, on_started=lambda: told.append(run.health.state))
-        await until(lambda: run.health.state is State.READY)
-        assert told == [State.STARTING]
+        await until(lambda: run.health.state is ProcessState.READY)
+        assert told == [ProcessState.STARTING]
 
 
 async def test_a_draining_service_finishes_every_call() -> None:
@@ -157,7 +157,7 @@ async def test_errors_and_bugs_end_one_call_only(caplog: pytest.LogCaptureFixtur
         calls.call(1, after_s=0.0, prompt=TOO_LONG)
         calls.call(1, after_s=0.0)
         assert await calls.outcomes() == ["internal", "prompt_too_long", "ok"]
-        assert run.health.state is State.READY
+        assert run.health.state is ProcessState.READY
     assert "a bug, on purpose" in caplog.text
 
 
@@ -217,7 +217,7 @@ class Wrong(EchoService):
     wrong: Exception = SharedStateBroken("wrong, on purpose")
 
     def endpoints(self) -> Sequence[Endpoint]:
-        return (*super().endpoints(), Follow(route=OPEN, apply=self._opened, address={}))
+        return (*super().endpoints(), StreamEndpoint(route=OPEN, apply=self._opened, address={}))
 
     def _opened(self, _: OpenList) -> None:
         raise self.wrong
@@ -281,7 +281,7 @@ async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
         hearing(bus) as heard,
         running(service, MemoryTransport(broker), ready=False) as run,
     ):
-        assert (await heard.get()).state is State.STARTING
+        assert (await heard.get()).state is ProcessState.STARTING
         await run.ended(timeout_s=2)
         assert service.left
 
@@ -306,12 +306,12 @@ async def test_heartbeats_tell_each_change_of_state_at_once() -> None:
         hearing(bus) as heard,
         running(EchoService(), MemoryTransport(broker), settings=settings) as run,
     ):
-        while (beat := await heard.get()).state is not State.READY:
+        while (beat := await heard.get()).state is not ProcessState.READY:
             assert beat.model is None
         assert beat.model == MODEL
         assert beat.health_port > 0
         await run.ended()
-        while beat.state is not State.DRAINING:
+        while beat.state is not ProcessState.DRAINING:
             beat = await heard.get()
 
 
@@ -360,8 +360,8 @@ class Store(EchoService):
         self.flushed = False
 
     def endpoints(self) -> Sequence[Endpoint]:
-        control = Answer(route=WORKER_CONTROL, handler=self.control, while_draining=True)
-        return [*super().endpoints(), control, Follow(route=OPEN, apply=self.follow)]
+        control = RequestEndpoint(route=WORKER_CONTROL, handler=self.control, while_draining=True)
+        return [*super().endpoints(), control, StreamEndpoint(route=OPEN, apply=self.follow)]
 
     async def control(self, message: Message, _: Delivery) -> ControlDone:
         self.flushed = isinstance(message, FlushCache)
@@ -381,7 +381,7 @@ async def test_a_draining_service_still_hears_what_its_work_needs() -> None:
         running(service, MemoryTransport(broker)) as run,
     ):
         run.stop.set()
-        await until(lambda: run.health.state is State.DRAINING)
+        await until(lambda: run.health.state is ProcessState.DRAINING)
         with pytest.raises(Unavailable):
             await bus.call(TOKENIZE, echo_request(CLOCK), timeout_s=1, model=MODEL)
         await bus.call(WORKER_CONTROL, FlushCache(), timeout_s=1, worker="worker-0")
@@ -422,7 +422,7 @@ async def test_a_lifespan_that_does_not_end_does_not_keep_the_process(
 
 async def test_an_endpoint_opened_at_run_time_is_drained_like_the_others() -> None:
     broker, service = MemoryBroker(), Store()
-    late = Answer(route=TOKENIZE, handler=service.encode, address={"model": "late"})
+    late = RequestEndpoint(route=TOKENIZE, handler=service.encode, address={"model": "late"})
     async with (
         client_bus(MemoryTransport(broker)) as bus,
         running(service, MemoryTransport(broker)) as run,
@@ -462,22 +462,22 @@ class Neighbour(EchoService):
 
 async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
     broker, service = MemoryBroker(), Store()
-    changes: list[tuple[Change, str]] = []
+    changes: list[tuple[PeerChange, str]] = []
     async with running(service, MemoryTransport(broker)) as run:
         service.runtime.peers.watch(
             lambda change, peer: changes.append((change, peer.process.incarnation))
         )
         for incarnation in ("1", "2"):
             async with running(Neighbour(), MemoryTransport(broker), incarnation=incarnation):
-                await until(lambda: len(service.runtime.peers.working(Role.GATEWAY)) == 1)
+                await until(lambda: len(service.runtime.peers.accepting_work(Role.GATEWAY)) == 1)
         await until(lambda: not service.runtime.peers.all())
         service.done.set()
         assert b"peer_heartbeat_age_seconds{" not in run.metrics.text()
-    assert [change for change in changes if change[0] is not Change.CHANGED] == [
-        (Change.APPEARED, "1"),
-        (Change.DIED, "1"),
-        (Change.APPEARED, "2"),
-        (Change.DIED, "2"),
+    assert [change for change in changes if change[0] is not PeerChange.CHANGED] == [
+        (PeerChange.APPEARED, "1"),
+        (PeerChange.DIED, "1"),
+        (PeerChange.APPEARED, "2"),
+        (PeerChange.DIED, "2"),
     ]
 
 
@@ -488,8 +488,8 @@ async def test_nobody_hears_a_role_that_does_nothing_by_its_word() -> None:
         running(EchoService(), MemoryTransport(broker), incarnation="1"),
         running(Neighbour(), MemoryTransport(broker), incarnation="2"),
     ):
-        await until(lambda: len(service.runtime.peers.working(Role.GATEWAY)) == 1)
-        assert [peer.beat.role for peer in service.runtime.peers.all()] == [Role.GATEWAY]
+        await until(lambda: len(service.runtime.peers.accepting_work(Role.GATEWAY)) == 1)
+        assert [peer.heartbeat.role for peer in service.runtime.peers.all()] == [Role.GATEWAY]
         service.done.set()
 
 
@@ -532,7 +532,7 @@ class SlowToHold(MemoryTransport):
         self.let = asyncio.Event()
 
     async def subscribe(
-        self, subject: str, receive: Receive, queue: str | None = None
+        self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> MemorySubscription:
         if subject.endswith(".process.tokenizer-0.name"):
             self.asked.set()
@@ -560,14 +560,14 @@ async def test_of_processes_that_find_a_name_free_at_once_exactly_one_stays(
         for run, transport in zip(runs, transports, strict=True):
             transport.let.set()
             if not together:
-                await until(lambda run=run: run.health.state is State.READY)
+                await until(lambda run=run: run.health.state is ProcessState.READY)
         await until(lambda: sum(run.gone.is_set() for run in runs) == count - 1)
         for run in [run for run in runs if run.gone.is_set()]:
             with pytest.raises(ExceptionGroup) as failed:
                 await run.ended()
             assert "tokenizer-0 was taken by another process" in cause(failed.value)
         (left,) = [run for run in runs if not run.gone.is_set()]
-        await until(lambda: left.health.state is State.READY)
+        await until(lambda: left.health.state is ProcessState.READY)
         async with client_bus(MemoryTransport(broker)) as bus:
             assert await outcome(bus, echo_request(CLOCK)) == "ok"
 
@@ -581,7 +581,7 @@ async def test_a_forged_claim_does_not_end_the_holder_of_a_name() -> None:
         for incarnation in ("0", "1", "2"):
             forged = Process(instance=run.process.instance, incarnation=Incarnation(incarnation))
             claim = ClaimName(process=forged, held=True)
-            with suppress(NobodyListens):  # while it asks anew it does not answer
+            with suppress(NoResponders):  # while it asks anew it does not answer
                 await bus.call(NAME, claim, timeout_s=5, **ECHO_0)
         listening = asyncio.Event()
 

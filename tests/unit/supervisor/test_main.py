@@ -15,12 +15,12 @@ from tests.support.nats import NatsServer
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.device import Device
+from antiphon.config.device import HostDevice
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.supervisor.main import stop_signals
-from antiphon.supervisor.stack import CannotServe, Stack
-from antiphon.wire.base import Process, Role, State
+from antiphon.supervisor.stack import CannotServe, ServiceStack
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT
@@ -43,7 +43,9 @@ async def test_a_process_is_given_the_time_that_it_was_told_to_drain(tmp_path: P
     settings = Settings()
     slow = replace(settings.service, drain_timeout_s=60.0)
     gateway = replace(settings.gateway, port=0)
-    stack = Stack(replace(settings, service=slow, gateway=gateway), tmp_path, Console(quiet=True))
+    stack = ServiceStack(
+        replace(settings, service=slow, gateway=gateway), tmp_path, Console(quiet=True)
+    )
     with pytest.raises(ConfigError, match=r"stop_timeout_s = 25: .*drain_timeout_s = 60"):
         await stack.run(asyncio.Event(), asyncio.Event())
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +60,7 @@ async def test_names_that_live_on_the_operators_broker_are_not_taken_from_them(t
             gateway=replace(settings.gateway, port=0),
         )
         heart = group.create_task(beat(settings))
-        stack = Stack(settings, tmp_path, Console(quiet=True))
+        stack = ServiceStack(settings, tmp_path, Console(quiet=True))
         with pytest.raises(CannotServe, match=r"^worker-0 of another .* --cluster-name"):
             await stack.run(asyncio.Event(), asyncio.Event())
         assert not heart.done()
@@ -75,7 +77,7 @@ async def beat(settings: Settings) -> None:
             heartbeat = Heartbeat(
                 role=Role.WORKER,
                 process=me,
-                state=State.READY,
+                state=ProcessState.READY,
                 config_digest="",
                 health_port=0,
                 load=0,
@@ -88,8 +90,8 @@ async def beat(settings: Settings) -> None:
 async def refused(tmp_path: Path, *arguments: str) -> str:
     """Why a stack does not start with these arguments."""
     settings = settings_of("--port", "0", *arguments)
-    machine = Device(kind="cpu", cores=4, memory_bytes=1 << 40)
-    stack = Stack(settings, tmp_path, Console(), machine)
+    machine = HostDevice(kind="cpu", cores=4, memory_bytes=1 << 40)
+    stack = ServiceStack(settings, tmp_path, Console(), machine)
     with pytest.raises((CannotServe, ConfigError)) as caught:
         await stack.run(asyncio.Event(), asyncio.Event())
     return str(caught.value)

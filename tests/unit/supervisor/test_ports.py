@@ -27,11 +27,11 @@ def test_names_get_the_next_free_port_and_keep_theirs() -> None:
         other.bind(("127.0.0.1", first))
         other.listen()
         ports = PortRange("127.0.0.1", first)
-        a, b = ports.take("a"), ports.take("b")
+        a, b = ports.allocate("a"), ports.allocate("b")
         assert first < a < b, "one is bound, and the other was given away but not bound yet"
-        assert (ports.take("a"), ports.take("b")) == (a, b)
+        assert (ports.allocate("a"), ports.allocate("b")) == (a, b)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", a))
             taken.listen()
-            assert ports.take("a") not in (first, a, b)
-    assert PortRange("127.0.0.1", 0).take("a") == 0
+            assert ports.allocate("a") not in (first, a, b)
+    assert PortRange("127.0.0.1", 0).allocate("a") == 0

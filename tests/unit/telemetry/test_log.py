@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from antiphon.telemetry import log as logs
-from antiphon.telemetry.context import working_on
+from antiphon.telemetry.context import request_context
 from antiphon.telemetry.tracing import span
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def written() -> Generator[Written]:
 
 def test_json_has_the_event_its_fields_the_request_and_the_trace(written: Written) -> None:
     stream = written("json")
-    with working_on("r-1"), span("gateway.submit", PARENT):
+    with request_context("r-1"), span("gateway.submit", PARENT):
         log.info("request admitted", extra={"prompt_tokens": 12, "level": "hidden"})
     line = json.loads(stream.getvalue())
     assert line["event"] == "request admitted"

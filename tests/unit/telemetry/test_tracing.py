@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from antiphon.telemetry import export, tracing
-from antiphon.telemetry.export import Target
+from antiphon.telemetry.export import OtlpTarget
 from antiphon.telemetry.tracing import span
 
 if TYPE_CHECKING:
@@ -195,20 +195,20 @@ async def test_a_collector_gets_the_spans_over_grpc(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "target"),
     [
-        ("localhost:4317", Target(grpc=True, address="localhost:4317", insecure=True)),
-        ("collector", Target(grpc=True, address="collector:4317", insecure=True)),
-        ("[::1]:5000", Target(grpc=True, address="[::1]:5000", insecure=True)),
-        ("grpcs://a:443", Target(grpc=True, address="a:443", insecure=False)),
-        ("http://a:4317", Target(grpc=True, address="a:4317", insecure=True)),
-        ("https://a:4317/", Target(grpc=True, address="a:4317", insecure=False)),
-        ("a:4318", Target(grpc=False, address="http://a:4318/v1/traces")),
-        ("http://a:4318", Target(grpc=False, address="http://a:4318/v1/traces")),
-        ("http://a:4317/v1/traces", Target(grpc=False, address="http://a:4317/v1/traces")),
-        ("https://a/otlp/", Target(grpc=False, address="https://a/otlp/v1/traces")),
+        ("localhost:4317", OtlpTarget(grpc=True, address="localhost:4317", insecure=True)),
+        ("collector", OtlpTarget(grpc=True, address="collector:4317", insecure=True)),
+        ("[::1]:5000", OtlpTarget(grpc=True, address="[::1]:5000", insecure=True)),
+        ("grpcs://a:443", OtlpTarget(grpc=True, address="a:443", insecure=False)),
+        ("http://a:4317", OtlpTarget(grpc=True, address="a:4317", insecure=True)),
+        ("https://a:4317/", OtlpTarget(grpc=True, address="a:4317", insecure=False)),
+        ("a:4318", OtlpTarget(grpc=False, address="http://a:4318/v1/traces")),
+        ("http://a:4318", OtlpTarget(grpc=False, address="http://a:4318/v1/traces")),
+        ("http://a:4317/v1/traces", OtlpTarget(grpc=False, address="http://a:4317/v1/traces")),
+        ("https://a/otlp/", OtlpTarget(grpc=False, address="https://a/otlp/v1/traces")),
     ],
 )
-def test_the_form_of_an_endpoint_names_its_transport(endpoint: str, target: Target) -> None:
-    assert Target.of(endpoint) == target
+def test_the_form_of_an_endpoint_names_its_transport(endpoint: str, target: OtlpTarget) -> None:
+    assert OtlpTarget.parse(endpoint) == target
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end() -> None:

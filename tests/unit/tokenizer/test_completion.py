@@ -40,7 +40,9 @@ def write(folder: Path, *marks: str, special: bool = False) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def encode(folder: Path, text: EncodeInput = GAP, said: str = "", bytes_max: int = 1000) -> list[int]:
+def encode(
+    folder: Path, text: EncodeInput = GAP, said: str = "", bytes_max: int = 1000
+) -> list[int]:
     words = vocabulary.read_model_tokenizer(folder, completion_template=said)
     (result,) = TextEncoder(words, namespace("model", ""), bytes_max).encode([text])
     if isinstance(result, Exception):

@@ -86,7 +86,9 @@ def test_a_long_text_is_too_large_and_says_both_numbers(folder: Path):
     assert error.details == {"size_bytes": "11", "bytes_max": "10"}
 
 
-@pytest.mark.parametrize("text", [EncodeInput(None, None), EncodeInput(HELLO, "a"), EncodeInput((), None)])
+@pytest.mark.parametrize(
+    "text", [EncodeInput(None, None), EncodeInput(HELLO, "a"), EncodeInput((), None)]
+)
 def test_none_or_both_is_refused(folder: Path, text: EncodeInput):
     assert isinstance(encode(folder, text), InvalidRequest)
 
@@ -177,7 +179,9 @@ def test_salt_and_model_separate_namespaces():
 
 
 def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
-    texts = [EncodeInput(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID]
+    texts = [
+        EncodeInput(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID
+    ]
     encoded = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode(texts)
     digests = [one.block_digests for one in encoded if isinstance(one, EncodedPrompt)]
     assert len({one.token_ids for one in encoded if isinstance(one, EncodedPrompt)}) == 1
@@ -226,12 +230,16 @@ def test_truncated_prompt_is_the_beginning_of_the_whole_one(
 def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} <think>")
     turns = (ChatMessage(role="user", content="a b a b"),)
-    assert truncate(folder, EncodeInput(turns, None, truncate=True), 9).text_end == "a b a b <think>"
+    assert (
+        truncate(folder, EncodeInput(turns, None, truncate=True), 9).text_end == "a b a b <think>"
+    )
     assert truncate(folder, EncodeInput(turns, None, truncate=True), 3).text_end == ""
 
 
 def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Path):
-    pair = EncodeInput(None, "a b", pair="b a a", truncate=True)  # type ids do not tell the two apart
+    pair = EncodeInput(
+        None, "a b", pair="b a a", truncate=True
+    )  # type ids do not tell the two apart
     assert ids(truncate(folder, pair, 3)) == [2, 3, 3]
     assert len(ids(truncate(folder, pair, 2))) == 5  # refused by its length
 

@@ -16,7 +16,7 @@ from antiphon.config.chat_templates import read_templates
 from antiphon.config.described.folder import gguf_folder, tokenizer_files_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.service.model import tokenizer_place
+from antiphon.service.model import tokenizer_path
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
@@ -91,7 +91,7 @@ def test_hf_chat_template_name_chooses_for_every_conversation(
 
     def texts(settings: Settings) -> tuple[str, str]:
         """Of a conversation without tools, and of one with some."""
-        folder = tokenizer_place(settings)
+        folder = tokenizer_path(settings)
         name = settings.model.chat_template_name
         return rendered(folder, TemplateParams(), name), rendered(folder, TOOLS, name)
 

@@ -88,7 +88,9 @@ class HeldProcesses:
         self.ended = 0
         self.go = asyncio.Event()
 
-    async def encode(self, text: EncodeInput, *, timeout_s: float, tenant: TenantId) -> EncodedPrompt:
+    async def encode(
+        self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
+    ) -> EncodedPrompt:
         assert timeout_s > 0
         self.texts.append(text)
         self.tenants.append(tenant)

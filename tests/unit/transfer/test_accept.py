@@ -13,9 +13,9 @@ import msgspec
 from tests.unit.transfer.test_transfer import listener, take
 
 from antiphon.transfer import server
+from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import BlobGone
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import Shelf
 from antiphon.wire.claim import Claim
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ import asyncio, logging, resource, sys
 import msgspec, uvloop
 from antiphon.service.sockets import bind
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import Shelf
+from antiphon.transfer.blob_store import Shelf
 
 async def serve():
     bound = bind("127.0.0.1", 0)
@@ -88,7 +88,7 @@ async def test_blob_server_accepts_again_and_logs_once(
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
     bound, address = listener()
-    shelf = Shelf(address, 1024, lambda: 0)
+    shelf = BlobStore(address, 1024, lambda: 0)
     with bound, caplog.at_level("INFO"):
         async with asyncio.TaskGroup() as group:
             running = group.create_task(BlobServer(bound, shelf).run())
@@ -104,7 +104,7 @@ async def test_blob_server_accepts_again_and_logs_once(
 async def test_blob_server_outlives_a_source_that_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(Shelf):
+    class Broken(BlobStore):
         broken = True
 
         def get(self, token: str) -> bytes | None:

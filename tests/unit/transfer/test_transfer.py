@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from antiphon.service.sockets import bind
+from antiphon.transfer.blob_store import BlobSource, BlobStore
 from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch, fetch_all
 from antiphon.transfer.protocol import new_token
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.shelf import BlobSource, Shelf
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ async def serving(bound: socket.socket, source: BlobSource) -> AsyncGenerator[No
 
 
 @asynccontextmanager
-async def shelf(bytes_max: int = 64 * MIB) -> AsyncGenerator[tuple[Shelf, Wall]]:
+async def shelf(bytes_max: int = 64 * MIB) -> AsyncGenerator[tuple[BlobStore, Wall]]:
     bound, address = listener()
     wall = Wall()
-    holder = Shelf(address, bytes_max, wall)
+    holder = BlobStore(address, bytes_max, wall)
     async with serving(bound, holder):
         yield holder, wall
 
@@ -111,7 +111,7 @@ async def test_another_checksum_or_size_is_corrupt():
 
 async def test_a_holder_that_hangs_up_in_the_middle_is_gone():
     bound, address = listener()
-    claim = Shelf(address, MIB, Wall()).put(b"x" * 100, 60)
+    claim = BlobStore(address, MIB, Wall()).put(b"x" * 100, 60)
 
     async def half() -> None:
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ async def test_a_holder_that_hangs_up_in_the_middle_is_gone():
 
 async def test_a_holder_that_says_nothing_is_gone_in_time():
     bound, address = listener()
-    claim = Shelf(address, MIB, Wall()).put(b"x", 60)
+    claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
     with bound, pytest.raises(BlobGone):
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
 
@@ -142,7 +142,7 @@ async def test_a_large_claim_is_refused_before_anything_is_sent():
 
 @pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
 async def test_a_malformed_address_is_the_callers_error(address: str):
-    claim = Shelf(address, MIB, Wall()).put(b"x", 60)
+    claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
     with pytest.raises(InvalidRequest):
         await take(claim)
 

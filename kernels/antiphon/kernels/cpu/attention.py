@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.attention import AttentionMetadata
 
-CompiledMetadata = NewType("CompiledRows", object)
+CompiledMetadata = NewType("CompiledMetadata", object)
 """`Rows` of the library: checked, and cut into the tasks of its threads."""
 
 

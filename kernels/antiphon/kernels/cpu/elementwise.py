@@ -39,7 +39,7 @@ def finite_rows(values: Tensor) -> Tensor | None:
 
 def argmax(logits: Tensor) -> Tensor:
     """The op `sampling.greedy`: (L, V) float32  ->  (L,) int64."""
-    return extension.load().greatest(logits)
+    return extension.load().argmax(logits)
 
 
 def qk_norm_rope_store(
@@ -54,6 +54,6 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """The op `attention.heads`: (T, Q + 2 H, D)  ->  (T, Q, D)."""
     query, key, eps = norms if norms is not None else (None, None, 0.0)
-    return extension.load().ready_heads(
+    return extension.load().qk_norm_rope_store(
         heads, cos, sin, keys, values, places, query, key, eps, scales
     )

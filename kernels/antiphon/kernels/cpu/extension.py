@@ -49,7 +49,7 @@ def kernel_cpu_s() -> float:
 
     The other threads of torch's pool, which help them, are not counted.
     """
-    return load().computing_s() if unavailable_reason() is None else 0.0
+    return load().kernel_cpu_s() if unavailable_reason() is None else 0.0
 
 
 def numerics_info() -> dict[str, str]:

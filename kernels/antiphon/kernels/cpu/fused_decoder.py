@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.linear import CompiledLinear
-    from antiphon.kernels.qk_norm_rope import QkNormWeights
     from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.qk_norm_rope import QkNormWeights
     from antiphon.kernels.rotary import TokenCosSin
 
 
@@ -145,7 +145,9 @@ class FusedDecoder:
         # Made for this pass: the stack keeps them, and moves them on.
         compiled = [rows.compile() for rows in groups]
         turned = turns.cos, turns.sin, turns.positions
-        return FusedDecoderOutput(*self._compiled.score(ids, logit_indices, *turned, compiled, argmax_only))
+        return FusedDecoderOutput(
+            *self._compiled.score(ids, logit_indices, *turned, compiled, argmax_only)
+        )
 
     def decode_next(
         self,
@@ -161,7 +163,7 @@ class FusedDecoder:
         Args:
             ids: (T,)
             tables: (T, N) as in `AttentionMetadata`, of each cache group; others may follow.
-            bare: As in `score`.
+            argmax_only: As in `score`.
 
         Returns:
             What `score` would give; None where only that can tell: after another pass than one of
@@ -172,5 +174,5 @@ class FusedDecoder:
             IndexError: An id is none.
             RuntimeError: A row reads or writes a token that has no page.
         """
-        scored = self._compiled.again(ids, tables, argmax_only)
+        scored = self._compiled.decode_next(ids, tables, argmax_only)
         return None if scored is None else FusedDecoderOutput(*scored)

@@ -91,7 +91,7 @@ class PackedWeight:
             "CompiledLinear",
             library.Linear(
                 weights=getattr(library.Weights, kind),
-                number=getattr(library.Number, number),
+                dtype=getattr(library.Dtype, number),
                 halves=halves,
                 inputs=inputs,
                 outputs=outputs,

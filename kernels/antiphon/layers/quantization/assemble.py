@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import WeightField, WeightFields, StorageLayout, LoadedWeight
+    from antiphon.layers.quantization.storage import (
+        LoadedWeight,
+        StorageLayout,
+        WeightField,
+        WeightFields,
+    )
 
 PIECE_NUMBERS = 1 << 20
 """Weights that are made whole at once, about: they are float32 for that moment."""

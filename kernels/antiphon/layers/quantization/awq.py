@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, groups
 from antiphon.layers.quantization.bit_packing import unpack_bits
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, groups
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
+from antiphon.layers.quantization.bit_packing import FP4, lookup, unpack_nibbles
 from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible
-from antiphon.layers.quantization.bit_packing import FP4, unpack_nibbles, lookup
 from antiphon.layers.weights import ANY, FLOATS
 
 if TYPE_CHECKING:
@@ -135,7 +135,9 @@ class TorchaoInt4Storage:
         """The weight, of which a group is rounded as a whole, whoever keeps it."""
         del outputs
         together = self.group if inputs % self.group == 0 else inputs
-        return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),)
+        return (
+            WeightField(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),
+        )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What torchao's steps say, in float32."""

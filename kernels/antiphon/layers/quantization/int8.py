@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.layers.quantization.storage import SCALES, Axis, WeightField, Int8Weight, check_divisible
+from antiphon.layers.quantization.storage import (
+    SCALES,
+    Axis,
+    Int8Weight,
+    WeightField,
+    check_divisible,
+)
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import WeightFields, LoadedWeight
+    from antiphon.layers.quantization.storage import LoadedWeight, WeightFields
 
 ZERO = ".weight_zero_point"
 

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, group_of, groups
 from antiphon.layers.quantization.bit_packing import unpack_bits
+from antiphon.layers.quantization.storage import (
+    Axis,
+    WeightField,
+    check_divisible,
+    group_of,
+    groups,
+)
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -50,7 +56,9 @@ class PackQuantizedStorage:
             WeightField(".weight_scale", (Axis("outputs"), shared), FLOATS),
         ]
         if self.ordered:
-            fields.append(WeightField(".weight_g_idx", (Axis("inputs"),), (torch.int32, torch.int64)))
+            fields.append(
+                WeightField(".weight_g_idx", (Axis("inputs"),), (torch.int32, torch.int64))
+            )
         if self.zero_point:
             zeros = (Axis("outputs", word), shared)
             fields.append(WeightField(".weight_zero_point", zeros, (torch.int32,)))

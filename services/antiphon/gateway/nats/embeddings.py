@@ -12,7 +12,7 @@ from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.gateway.stream.group import CollectedResponse as Heard
-from antiphon.service.endpoint import Answer
+from antiphon.service.endpoint import RequestEndpoint
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.embed import EmbedReply
@@ -65,7 +65,7 @@ class NatsEmbeddingEndpoints:
     def endpoints(self) -> Sequence[Endpoint]:
         """New requests."""
         return [
-            Answer(route=EMBED, handler=self._embed, address={"model": name})
+            RequestEndpoint(route=EMBED, handler=self._embed, address={"model": name})
             for name in self._served
         ]
 

@@ -14,7 +14,7 @@ from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.gateway.stream.stream import raise_if_failed
-from antiphon.service.endpoint import Answer
+from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.model import served_names
 from antiphon.service.tasks import isolated
 from antiphon.wire.digests import cache_salt
@@ -91,10 +91,10 @@ class NatsGenerationEndpoints:
         """New requests, and what concerns those that run: that goes on while draining."""
         return (
             *(
-                Answer(route=GENERATE, handler=self._generate, address={"model": name})
+                RequestEndpoint(route=GENERATE, handler=self._generate, address={"model": name})
                 for name in served_names(self._runtime.settings)
             ),
-            Answer(
+            RequestEndpoint(
                 route=GATEWAY_CONTROL,
                 handler=self._control,
                 address={"gateway": self._runtime.process.instance},
@@ -177,7 +177,7 @@ class NatsGenerationEndpoints:
                 self._runtime.group.create_task(isolated(self._probe_client, generation, probe))
 
         try:
-            with self._runtime.bus.probe(unheard) as probe:
+            with self._runtime.bus.detect_no_responders(unheard) as probe:
                 while not generation.end_sent:
                     await self._forward(generation, events, probe=probe)
                     if not generation.end_sent:

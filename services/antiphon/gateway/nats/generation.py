@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
-from antiphon.wire.details import DetailPiece, DetailStore
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import ChoiceEnd, GenerateAccepted, GenerateEnd, GenerateText
+from antiphon.wire.token_outputs import TokenOutputsBuffer, TokenOutputsChunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.generate import GenerateRequest, TextPlace
+    from antiphon.wire.generate import GenerateRequest, TextCursor
     from antiphon.wire.ids import InstanceId, RequestId, TenantId
 
 _PIECE_BYTES_MAX = 128 * 1024
@@ -101,7 +101,7 @@ class NatsGeneration:
         for event in events:
             self.record(event)
 
-    def replay(self, places: Iterable[TextPlace]) -> Iterator[GenerateText | GenerateEnd]:
+    def replay(self, places: Iterable[TextCursor]) -> Iterator[GenerateText | GenerateEnd]:
         """Write what lies beyond some places, and the terminal once it was heard.
 
         Raises:
@@ -121,7 +121,7 @@ class NatsGeneration:
         return self._piece(0, len(self._collected[0].text), "", None)
 
     def _piece(
-        self, choice: int, text_offset: int, text: str, details: DetailPiece | None
+        self, choice: int, text_offset: int, text: str, details: TokenOutputsChunk | None
     ) -> GenerateText:
         return GenerateText(
             request_id=self.id,
@@ -161,7 +161,7 @@ class _CollectedText:
 
     def __init__(self) -> None:
         self.text = bytearray()
-        self.details = DetailStore()
+        self.details = TokenOutputsBuffer()
         self._texts: dict[int, str] = {}
         self._written: dict[int, bytes] = {}
 
@@ -169,12 +169,14 @@ class _CollectedText:
         self.text += said.text.encode()
         if said.details is not None:
             if not self.details:
-                self.details = DetailStore(said.details.offset)
+                self.details = TokenOutputsBuffer(said.details.offset)
             self.details.append(said.details.details)
             self._texts |= said.details.texts
             self._written |= said.details.written
 
-    def after(self, place: TextPlace | None) -> Iterator[tuple[int, str, DetailPiece | None]]:
+    def after(
+        self, place: TextCursor | None
+    ) -> Iterator[tuple[int, str, TokenOutputsChunk | None]]:
         """What lies beyond a place, as (offset, text, details), text first."""
         start = place.text_offset if place else 0
         try:
@@ -192,7 +194,7 @@ class _CollectedText:
         for first in range(told, self.details.end, tokens):
             yield len(self.text), "", self.piece(first, first + tokens)
 
-    def piece(self, start: int, stop: int) -> DetailPiece:
-        details = self.details.take(start, stop)
-        piece = DetailPiece(offset=max(start, self.details.first), details=details)
-        return piece.telling(self._texts, self._written)
+    def piece(self, start: int, stop: int) -> TokenOutputsChunk:
+        details = self.details.read(start, stop)
+        piece = TokenOutputsChunk(offset=max(start, self.details.first), details=details)
+        return piece.with_texts(self._texts, self._written)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from antiphon.wire.base import FinishReason, Process, Usage
-from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
 from antiphon.wire.text import Origin, ResumeText
+from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     text_offset: int
     text: str
     usage: Usage | None = None
-    details: DetailPiece | None = None
+    details: TokenOutputsChunk | None = None
     origins: tuple[Origin, ...] = ()
 
     @property

@@ -16,8 +16,8 @@ from antiphon.gateway.owner.actions import (
     Submit,
     TextDelta,
 )
-from antiphon.service.peers import Change
-from antiphon.service.refusals import UnknownSender
+from antiphon.service.dropped_messages import UnknownSender
+from antiphon.service.peers import PeerChange
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, Internal
@@ -73,7 +73,7 @@ class OwnerDriver:
         self._on_timer()
         self._runtime.peers.watch(self._on_peer_change)
         for peer in self._runtime.peers.all():
-            self._on_peer_change(Change.APPEARED, peer)
+            self._on_peer_change(PeerChange.APPEARED, peer)
 
     def stop(self) -> None:
         """Keep no more time. Events still take effect."""
@@ -123,7 +123,7 @@ class OwnerDriver:
         Raises:
             UnknownSender: It is of none that lives.
         """
-        if not self._runtime.peers.lives(batch.detokenizer):
+        if not self._runtime.peers.is_alive(batch.detokenizer):
             raise UnknownSender(f"text of {batch.detokenizer.instance}, which is no live peer")
         self._apply(self._owner.text_arrived(batch))
 
@@ -131,15 +131,15 @@ class OwnerDriver:
         """Apply what the leader says is lost."""
         peers, leader = self._runtime.peers, batch.leader.scheduler
         offset_ms = peers.offset_ms(leader)
-        if offset_ms is None or peers.is_late(batch.not_after_unix_ms, leader):
+        if offset_ms is None or peers.is_expired(batch.not_after_unix_ms, leader):
             self._runtime.metrics.late.labels(NOTICE.name).inc()
         else:
             self._apply(self._owner.notice_arrived(batch, offset_ms))
 
-    def _on_peer_change(self, change: Change, peer: Peer) -> None:
-        beat = peer.beat
+    def _on_peer_change(self, change: PeerChange, peer: Peer) -> None:
+        beat = peer.heartbeat
         if beat.role is Role.DETOKENIZER:
-            if change is Change.DIED:
+            if change is PeerChange.DIED:
                 self._apply(self._owner.detokenizer_died(peer.process))
             else:
                 self._apply(self._owner.detokenizer_heartbeat(peer.process, beat.streams))

@@ -12,16 +12,16 @@ from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
 from antiphon.wire.submit import OpenRequest
-from antiphon.wire.text import ChoicePlace
+from antiphon.wire.text import ChoiceCursor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.wire.base import Attempt, Process, Term
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.ids import RequestId
     from antiphon.wire.submit import SubmitRequest
     from antiphon.wire.text import Origin, TextRow
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class OwnedChoice:
@@ -69,7 +69,7 @@ class OwnedChoice:
         self.bytes_shown += len(text) if text.isascii() else len(text.encode())
         return text
 
-    def append_outputs(self, piece: DetailPiece | None) -> DetailPiece | None:
+    def append_outputs(self, piece: TokenOutputsChunk | None) -> TokenOutputsChunk | None:
         """Return what is new in a piece that joins what was shown, if anything is."""
         if piece is None or piece.end <= self.tokens_shown:
             return None
@@ -149,10 +149,10 @@ class OwnedRequest:
             attempt=self.attempt,
         )
 
-    def resume_offsets(self) -> Iterator[ChoicePlace]:
+    def resume_offsets(self) -> Iterator[ChoiceCursor]:
         """How much of each choice has been shown, for the detokenizer to go on from."""
         for index, choice in enumerate(self._choices):
-            yield ChoicePlace(
+            yield ChoiceCursor(
                 request_id=self.id,
                 choice=index,
                 text_offset=choice.bytes_shown,

@@ -12,7 +12,7 @@ from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
 from antiphon.wire.patterns import check_patterns
 from antiphon.wire.processors import LogitProcessor
-from antiphon.wire.sampling import DetailParams, PoolParams, StopStrings
+from antiphon.wire.sampling import PoolParams, StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 PROBE_API = "health"
@@ -36,7 +36,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    details: DetailParams | None = None
+    details: TokenOutputParams | None = None
 
 
 class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):

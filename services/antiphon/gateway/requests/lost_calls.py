@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.service.peers import Change, Verdict
-from antiphon.wire.base import State
+from antiphon.service.peers import Liveness, PeerChange
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from antiphon.service.peers import Peer
@@ -31,7 +31,7 @@ class LostCalls:
     @property
     def live_count(self) -> int:
         """Processes that take work."""
-        return len(self._peers.working(self._role))
+        return len(self._peers.accepting_work(self._role))
 
     def may_be_lost(self, asked_at: float) -> bool:
         """Whether a call that was made then may have gone to one that is silent or gone.
@@ -41,14 +41,16 @@ class LostCalls:
         """
         if not self.live_count:
             return False
-        silent = any(peer.verdict is not Verdict.ALIVE for peer in self._peers.of(self._role))
+        silent = any(
+            peer.liveness is not Liveness.ALIVE for peer in self._peers.with_role(self._role)
+        )
         return silent or asked_at <= self._until
 
-    def _on_peer(self, change: Change, peer: Peer) -> None:
+    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """Note who died. One that drained had answered its calls."""
-        if change is not Change.DIED or peer.beat.role != self._role:
+        if change is not PeerChange.DIED or peer.heartbeat.role != self._role:
             return
-        if peer.beat.state is State.DRAINING:
+        if peer.heartbeat.state is ProcessState.DRAINING:
             return
         # The earlier life of one that came back took with it what it had, and takes no more.
         came_back = self._peers.age_s(peer) < self._silence_s

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.wire.base import FinishReason, Usage
-from antiphon.wire.details import unpack_floats
 from antiphon.wire.errors import Cancelled, InvalidRequest
 from antiphon.wire.sampling import PoolParams
+from antiphon.wire.token_outputs import unpack_floats
 
 if TYPE_CHECKING:
     from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.wire.details import TokenDetails
+    from antiphon.wire.token_outputs import TokenOutputs
     from antiphon.wire.tokenize import PoolingCard
 
 OPEN_MAX = 64
@@ -66,7 +66,7 @@ def pooled_vector(answer: CollectedResponse) -> Pooled:
     return Pooled(id=answer.name, vector=vector, usage=answer.usage, weights=answer.weight_version)
 
 
-def pooled_outputs(answer: CollectedResponse) -> TokenDetails:
+def pooled_outputs(answer: CollectedResponse) -> TokenOutputs:
     """What is told in place of an answer.
 
     Raises:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.processors import AllowRange, named_ids
 from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams
+from antiphon.wire.token_outputs import pack_floats
 from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
     from antiphon.wire.ids import InstanceId
-    from antiphon.wire.sampling import DetailParams
+    from antiphon.wire.sampling import TokenOutputParams
 
 T = TypeVar("T")
 
@@ -163,8 +163,8 @@ def _too_many(
     if wanted > context_tokens:
         return InvalidRequest(
             f"{gen_request.tokens_field} is too large: {wanted}. The model's context of "
-            f"{context_tokens} tokens leaves at most {room} tokens for the completion of an input of "
-            f"{prompt_tokens} tokens.",
+            f"{context_tokens} tokens leaves at most {room} tokens for the completion of an "
+            f"input of {prompt_tokens} tokens.",
             param=gen_request.tokens_field,
             details={OPENAI_CODE: "invalid_value"},
         )
@@ -195,7 +195,7 @@ def _bias(said: Mapping[int, float]) -> LogitBias | None:
     return LogitBias(token_ids=pack_ids(said), values=pack_floats(said.values()))
 
 
-def _details(said: DetailParams | None) -> DetailParams | None:
+def _details(said: TokenOutputParams | None) -> TokenOutputParams | None:
     """What is wanted; None where that is nothing."""
     if said is None:
         return None

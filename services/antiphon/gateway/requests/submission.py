@@ -20,9 +20,9 @@ from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.service.deadline import deadline_in
 from antiphon.service.model import served_names
-from antiphon.telemetry.context import working_on
+from antiphon.telemetry.context import request_context
 from antiphon.telemetry.tracing import span
-from antiphon.wire.base import Role, State
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     DuplicateRequest,
@@ -180,7 +180,7 @@ class Submission:
             self._submitting -= 1
 
     def _check_capacity(self, gen_request: GenerationRequest) -> None:
-        if self._runtime.health.state is not State.READY:
+        if self._runtime.health.state is not ProcessState.READY:
             text = f"this gateway is {self._runtime.health.state}"
             raise Unavailable(text, retry_after_s=1.0)
         most = self._runtime.settings.gateway.requests_max
@@ -230,7 +230,7 @@ class Submission:
             tenant=gen_request.tenant,
         ).start()
         try:
-            with working_on(request_id), span("gateway.encode", whole.traceparent) as here:
+            with request_context(request_id), span("gateway.encode", whole.traceparent) as here:
                 encoded = await self._tokenizers.encode(
                     gen_request,
                     request_id,
@@ -239,7 +239,7 @@ class Submission:
                     truncate=self._may_truncate(gen_request),
                 )
             _check_model_kind(gen_request, encoded)
-            with working_on(request_id):
+            with request_context(request_id):
                 encoded = self._truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))
             gen_request = self._tokenizers.template_defaults.switched(gen_request)
@@ -357,7 +357,7 @@ class Submission:
 
     def _context_lengths(self, encoded: EncodeReply) -> set[int]:
         """The longest context of each worker: its cache may hold less than the model takes."""
-        beats = [peer.beat for peer in self._runtime.peers.of(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
         contexts = {
             min(encoded.context_tokens, beat.worker.context_tokens)
             for beat in beats

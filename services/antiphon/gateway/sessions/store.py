@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.bus.store import Store, StoreLimits
+from antiphon.bus.store import KeyValueStore, StoreLimits
 from antiphon.wire.buckets import SESSIONS
 
 if TYPE_CHECKING:
@@ -91,4 +91,4 @@ def session_store(config: SessionsConfig, bus: Bus) -> SessionStore:
     if not config.store:
         return MemorySessionStore(config.bytes_max)
     limits = StoreLimits(keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas)
-    return Store(bus, SESSIONS, limits)
+    return KeyValueStore(bus, SESSIONS, limits)

@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
 from antiphon.gateway.stream.stream import Wakeup
-from antiphon.wire.details import join_pieces
+from antiphon.wire.token_outputs import join_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
     from antiphon.wire.text import Origin
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 ChoiceEvent = TextDelta | Finished
@@ -37,9 +37,9 @@ class CollectedChoice(msgspec.Struct):
         return "".join(said.text for said in self.said)
 
     @property
-    def details(self) -> DetailPiece | None:
+    def details(self) -> TokenOutputsChunk | None:
         """All that is told of its tokens."""
-        return join_pieces(said.details for said in self.said)
+        return join_chunks(said.details for said in self.said)
 
     @property
     def origins(self) -> tuple[Origin, ...]:

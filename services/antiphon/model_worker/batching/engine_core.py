@@ -31,7 +31,7 @@ from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
 from antiphon.model_worker.grammar.executor import InlineMatcherExecutor
-from antiphon.service.refusals import SharedStateBroken
+from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded

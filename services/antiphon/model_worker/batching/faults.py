@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.service.refusals import SharedStateBroken
+from antiphon.service.dropped_messages import SharedStateBroken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ import numpy as np
 
 from antiphon.model_worker.batching.logits import check_ids
 from antiphon.model_worker.batching.plan import LogprobsRequest
-from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import Unsupported
+from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsBatch
     from antiphon.model_worker.batching.request import Request
-    from antiphon.wire.sampling import DetailParams, SamplingParams
+    from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 
 def check_logprobs(sampling: SamplingParams, vocab_size: int, *, hidden_states: bool) -> None:
@@ -43,7 +43,7 @@ class LogprobsSlots:
     """Which of the requests that have slots are told of, by slot."""
 
     def __init__(self) -> None:
-        self._wanted: dict[int, DetailParams] = {}
+        self._wanted: dict[int, TokenOutputParams] = {}
 
     @property
     def idle(self) -> bool:
@@ -117,10 +117,10 @@ class LogprobsReader:
             request.tell(_wanted(self.details, tokens, params), prompt_entries)
 
 
-def _wanted(details: LogprobsBatch, tokens: slice, params: DetailParams) -> TokenDetails:
+def _wanted(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:
     top, named = params.top, len(params.named_ids)
     hidden = details.hidden
-    return TokenDetails(
+    return TokenOutputs(
         count=tokens.stop - tokens.start,
         token_ids=_bytes(details.token_ids[tokens]),
         logprobs=_bytes(details.logprobs[tokens]) if params.logprobs else b"",

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from antiphon.config.worker import Policy
-from antiphon.service.precedence import Precedence
+from antiphon.service.priority import PriorityPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ QueueKey = tuple[float, float, int]
 """Rank by priority, then what the policy says, then arrival. No two requests have the same."""
 
 
-class QueueRules(Precedence, frozen=True, kw_only=True):
+class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
     """Who goes first.
 
     Attributes:

@@ -12,8 +12,8 @@ import numpy as np
 
 from antiphon.model_worker.batching.plan import PoolingRequest
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,4 +87,4 @@ class PooledVector:
         assert not accepted, "a token was drawn in place of a vector"
         assert not kept, "a token was kept in place of a vector"
         pooled = self.values.astype("<f4", copy=False).tobytes()
-        request.tell(TokenDetails(count=1, token_ids=_NOTHING, pooled=pooled), 0)
+        request.tell(TokenOutputs(count=1, token_ids=_NOTHING, pooled=pooled), 0)

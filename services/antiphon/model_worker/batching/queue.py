@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon.model_worker.batching.policy import TREE_POLICIES, TREE_WAITING_MAX, order_by_prefix
 from antiphon.model_worker.batching.request import Phase, Request
-from antiphon.service.precedence import Overtaken
+from antiphon.service.priority import OvertakeTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class WaitingQueue:
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         self._requests: list[Request] = []
-        self._overtaken = Overtaken[Ticket](rules.max_overtake_s, _waits)
+        self._overtaken = OvertakeTracker[Ticket](rules.max_overtake_s, _waits)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -78,7 +78,7 @@ class WaitingQueue:
 
         Those who have been overtaken for too long come first from then on, in order of arrival.
         """
-        for request, _ in self._overtaken.take_overdue(now):
+        for request, _ in self._overtaken.pop_overdue(now):
             self.remove(request)
             request.promote()
             insort(self._requests, request, key=_place)

@@ -11,10 +11,10 @@ import numpy as np
 
 from antiphon.model_worker.batching.token_masks import looks_back
 from antiphon.wire.base import FinishReason
-from antiphon.wire.details import TokenDetails, join
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +91,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     key: ChoiceKey
     token_ids: bytes = b""
-    details: TokenDetails = TokenDetails()
+    details: TokenOutputs = TokenOutputs()
     cached_tokens: int = 0
     weights: str = ""
     retractions: int = 0
@@ -192,7 +192,7 @@ class Request:
         self.computed = self.planned = self.ahead = self.life = self.began = 0
         self.retractions = 0
         self.told = _told(state.sampling, self.prompt_tokens, len(outputs))
-        self._details: list[TokenDetails] = []
+        self._details: list[TokenOutputs] = []
         self.prefilling = True
         self.cached_tokens = self.found_tokens = 0
         self.started_s: float | None = None
@@ -344,7 +344,7 @@ class Request:
         self.emitted += len(token_ids)
         self.table.commit(length - 1)
 
-    def tell(self, details: TokenDetails, prompt_entries: int) -> None:
+    def tell(self, details: TokenOutputs, prompt_entries: int) -> None:
         """Keep what is told of its next tokens, of which so many belong to the prompt."""
         self.told += prompt_entries
         self._details.append(details)
@@ -370,7 +370,7 @@ class Request:
         self.emitted = outputs
         details = _UNTOLD
         if self._details:
-            details, self._details = join(self._details), []
+            details, self._details = join_token_outputs(self._details), []
         return Progress(
             key=self.key,
             token_ids=told.tobytes(),
@@ -390,7 +390,7 @@ class Request:
 
 
 _NONE: frozenset[int] = frozenset()
-_UNTOLD = TokenDetails()
+_UNTOLD = TokenOutputs()
 
 
 def _told(sampling: SamplingParams, prompt_tokens: int, outputs: int) -> int:

@@ -105,8 +105,8 @@ class EventReplay:
 class EventLog:
     """Numbers events from 1 and keeps the newest, and the blocks that are there now.
 
-    What it is given tells of each block once, as `BlockTracker` does. It is kept apart from that, beside
-    whoever asks: a replay of a large cache must not keep the batching loop waiting.
+    Each block is announced once, as by `BlockTracker`. The log lives outside the batching
+    loop, which a replay of a large cache must not delay.
     """
 
     def __init__(self, events_max: int = 10_000) -> None:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.grammar.source import GrammarSource
-    from antiphon.service.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import TokenVocabulary
 
 
 class XgrammarCompiler:
     """Compiles grammars. Threads may share it."""
 
     def __init__(
-        self, vocabulary: Vocabulary, end_ids: frozenset[int], config: GrammarConfig
+        self, vocabulary: TokenVocabulary, end_ids: frozenset[int], config: GrammarConfig
     ) -> None:
         self._config = config
         self._end_ids = end_ids
@@ -79,7 +79,7 @@ class XgrammarGrammar:
     def __init__(
         self,
         compiled: xgrammar.CompiledGrammar,
-        vocabulary: Vocabulary,
+        vocabulary: TokenVocabulary,
         utf8: Utf8,
         end_ids: frozenset[int],
     ) -> None:

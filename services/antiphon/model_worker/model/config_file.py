@@ -17,7 +17,7 @@ from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVarian
 from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import Place
+    from antiphon.config.model_files import ModelLocation
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.rotary import RotarySpec
 
@@ -186,7 +186,7 @@ def activation_of(name: str, field: str) -> ActivationKind:
     return ACTIVATIONS[name]
 
 
-def read_config(place: Place) -> ConfigFile:
+def read_config(place: ModelLocation) -> ConfigFile:
     """Read config.json, and what overrides it.
 
     Raises:

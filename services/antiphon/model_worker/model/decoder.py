@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.fused_decoder import FusedDecoder, EmbeddingAndHead
+from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.sublayer import LayerBuildContext
+from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.layers.embedding import VocabParallelEmbedding
 from antiphon.layers.methods import PlainLinearMethod
 from antiphon.layers.norm import RmsNorm, build_norm
-from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
+from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.model_worker.model.embedding_transform import EmbeddingTransform
 from antiphon.model_worker.model.layer import DecoderLayer, NotStackable
 from antiphon.model_worker.model.spec import HeadSpec
@@ -233,7 +233,9 @@ class Decoder:
         return {table for table in (self._embedding, self._head) if table is not None}
 
 
-def _site(spec: ModelSpec, index: int, build: BuildContext, method: LinearMethod) -> LayerBuildContext:
+def _site(
+    spec: ModelSpec, index: int, build: BuildContext, method: LinearMethod
+) -> LayerBuildContext:
     name = spec.layer_name.format(index)
     return LayerBuildContext(layer=index, name=name, hidden=spec.hidden, build=build, method=method)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.sublayer import Sublayer, LayerBuildContext
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.sublayer import LayerBuildContext, Sublayer
     from antiphon.layers.weights import WeightSource
     from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.config.tasks import unread
+from antiphon.config.tasks import unused_prefixes
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
@@ -63,7 +63,7 @@ def model(
         context_tokens=config.context_tokens,
         norm=norm,
         head=HeadSpec(tied=config.tie_word_embeddings),
-        passed_over=unread(config.architectures[0]),
+        passed_over=unused_prefixes(config.architectures[0]),
     )
 
 

@@ -13,7 +13,12 @@ import torch
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import files_at
-from antiphon.config.quantization import TORCHAO, Quantization, Quantize, chosen
+from antiphon.config.quantization import (
+    TORCHAO,
+    QuantizationConfig,
+    QuantizationMethod,
+    choose_quantization,
+)
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.weights import read_weights
 from antiphon.kernels.kv import KvSpec
@@ -36,7 +41,7 @@ from antiphon.model_worker.model.weights import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.config.model_files import ModelFiles, Place
+    from antiphon.config.model_files import ModelFiles, ModelLocation
     from antiphon.kernels.kv import KvScales
     from antiphon.layers.tp import Tp
     from antiphon.model_worker.model.spec import ModelSpec
@@ -72,7 +77,7 @@ class LoadedModel:
 
 
 def load(
-    place: Place,
+    place: ModelLocation,
     *,
     dtype: str = "auto",
     linear: str = "plain",
@@ -143,7 +148,7 @@ def load_weights(
     decoder: Decoder,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    quantization: Quantization | None = None,
+    quantization: QuantizationConfig | None = None,
 ) -> None:
     """Copy a checkpoint into a decoder of all layers.
 
@@ -175,10 +180,10 @@ def load_weights(
     decoder.pack()
 
 
-def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
+def _quantization(files: ModelFiles, said: str | None) -> QuantizationConfig | None:
     gguf = files.format is LoadFormat.GGUF
-    method = None if said is None else Quantize(said)
-    quantization = chosen(read_quantization(files.config()), method, gguf=gguf)
+    method = None if said is None else QuantizationMethod(said)
+    quantization = choose_quantization(read_quantization(files.config()), method, gguf=gguf)
     if files.format is LoadFormat.DUMMY and quantization is not None and not quantization.online:
         raise ConfigError(
             "dummy weights are plain numbers, and config.json says quantization_config: override "
@@ -207,7 +212,7 @@ def _scales(
     return scales
 
 
-def _linears(said: Quantization | None, spec: ModelSpec, kept: str) -> StoredLinears | None:
+def _linears(said: QuantizationConfig | None, spec: ModelSpec, kept: str) -> StoredLinears | None:
     if said is None:
         return None
     head = spec.head.name if isinstance(spec.head, HeadSpec) else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredLinears:
-    """The layers' `Quantization`.
+    """The layers' `QuantizationConfig`.
 
     Attributes:
         said: What config.json or the operator says.
@@ -33,7 +33,7 @@ class StoredLinears:
         head: Name of the table that scores tokens, stored if the config says so; None without one.
     """
 
-    said: schemes.Quantization
+    said: schemes.QuantizationConfig
     method: LinearMethod
     embedding: str
     head: str | None
@@ -46,7 +46,7 @@ class StoredLinears:
         return None if scheme is None else storage_of(scheme)
 
 
-def storage_of(scheme: schemes.Scheme) -> StorageLayout:
+def storage_of(scheme: schemes.QuantizationScheme) -> StorageLayout:
     """The layout that a scheme names."""
     match scheme:
         case schemes.Fp8(scale=scale, block=block):

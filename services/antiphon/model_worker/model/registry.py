@@ -42,7 +42,9 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": "antiphon.model_worker.model.families.qwen3_moe:QWEN3_MOE",
     "GemmaForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA",
     "Gemma2ForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA2",
-    "Gemma3TextForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA3",
+    "Gemma3TextForSequenceClassification": (
+        "antiphon.model_worker.model.families.classifiers:GEMMA3"
+    ),
     "LlamaForSequenceClassification": "antiphon.model_worker.model.families.classifiers:LLAMA",
     "MistralForSequenceClassification": "antiphon.model_worker.model.families.classifiers:MISTRAL",
     "Qwen2ForSequenceClassification": "antiphon.model_worker.model.families.classifiers:QWEN2",
@@ -90,7 +92,7 @@ def find_family(architectures: tuple[str, ...]) -> ModelFamily:
     for architecture in architectures:
         if target := FAMILIES.get(BASES.get(architecture, architecture)):
             module, _, name = target.partition(":")
-            return cast("Family", getattr(importlib.import_module(module), name))
+            return cast("ModelFamily", getattr(importlib.import_module(module), name))
     named = ", ".join(architectures) or "none"
     raise ModelLoadError(
         f"config.json: architecture {named} is not supported: there are {', '.join(FAMILIES)}"

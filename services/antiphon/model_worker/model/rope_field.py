@@ -13,8 +13,8 @@ from antiphon.kernels.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    RotarySpec,
     RotaryScaling,
+    RotarySpec,
     YarnScaling,
 )
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -133,7 +133,7 @@ class RopeField(msgspec.Struct, frozen=True):
         )
 
     def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
-        # The served context has made both lists one by now, see `antiphon.config.long_rotation`;
+        # The served context has made both lists one by now, see `antiphon.config.longrope`;
         # not of rotations by type of layer, which go by the model's longest text.
         factors = self.long_factor if factor > 1.0 else self.short_factor
         if len(factors) != rotated // 2:

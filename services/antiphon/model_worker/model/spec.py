@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from antiphon.kernels.bidirectional import NoCache
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
-from antiphon.kernels.bidirectional import NoCache
 from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.layers.parallel_mixers import BranchSpec, ParallelMixersSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from antiphon.config.model_fields import completed
+from antiphon.config.model_fields import complete_config
 from antiphon.config.quantization import ROUTERS
 from antiphon.config.quantization_file import read_quantization
 from antiphon.layers.attention import AttentionSpec
@@ -103,7 +103,7 @@ def sample(architecture: str) -> ModelSpec:
     """A small model of an architecture."""
     fields = {**SAMPLE, "architectures": [architecture]}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
-    encoded = msgspec.json.encode(completed(raw))
+    encoded = msgspec.json.encode(complete_config(raw))
     config = msgspec.structs.replace(msgspec.json.decode(encoded, type=ConfigFile), raw=encoded)
     return read_spec(find_family((architecture,)), config)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from antiphon.wire.heartbeat import WorkerFigures
+from antiphon.wire.heartbeat import WorkerStats
 
 if TYPE_CHECKING:
-    from antiphon.config.resolve import Plan as Resolved
+    from antiphon.config.resolve import ResolvedConfig as Resolved
     from antiphon.model_worker.batching.loop import StepReport
 
 OUTPUT_S = 10
@@ -64,9 +64,9 @@ class LoadStats:
             self._prompts.add(report.prompt_tokens, now)
             self._cached.add(report.cached_tokens, now)
 
-    def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerFigures:
+    def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
         """What the heartbeat says of it; so many answers wait for their grammars."""
-        return WorkerFigures(
+        return WorkerStats(
             device=self._device,
             weight_bytes=self._weight_bytes,
             cache_bytes=self._cache_bytes,

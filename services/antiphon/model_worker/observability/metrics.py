@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.capacity import Capacity, PoolUse
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.telemetry.catalog import Family
+    from antiphon.telemetry.catalog import MetricSpec
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.heartbeat import WorkerFigures
+    from antiphon.wire.heartbeat import WorkerStats
 
 SECONDS_MAX = 4096
 """Steps whose times wait for somebody to read them."""
@@ -51,7 +51,7 @@ class PoolGauges:
     By gauges for free, evictable and used pages, the used share, and, where there is one, for all.
     """
 
-    def __init__(self, metrics: Metrics, families: Sequence[Family], page_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, families: Sequence[MetricSpec], page_tokens: int) -> None:
         gauges = [metrics.gauge(family) for family in families]
         self._free, self._evictable, self._used, self._usage, *self._total = gauges
         self._page_tokens = page_tokens
@@ -174,7 +174,7 @@ class WorkerMetrics:
         self._retracted_input.inc(prompts)
         self._retracted_output.inc(tokens - prompts)
 
-    def show_load_stats(self, figures: WorkerFigures) -> None:
+    def show_load_stats(self, figures: WorkerStats) -> None:
         """Show what the worker has done lately, and what it takes."""
         self._throughput.set(figures.output_tokens_s)
         prompts = figures.prompt_tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from antiphon.config.resolve import Plan as Resolved
+from antiphon.config.resolve import ResolvedConfig as Resolved
 from antiphon.model_worker.cache.groups import CacheGroup
 from antiphon.model_worker.observability.flight_recorder import StepRecord
 from antiphon.wire.routes import escape

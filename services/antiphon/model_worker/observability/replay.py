@@ -1,4 +1,4 @@
-"""Runs recorded plans again and compares: `python -m antiphon.model_worker.observability.replay FILE`.
+"""Replays recorded plans: `python -m antiphon.model_worker.observability.replay FILE`.
 
 A recording begins in the middle of a worker's life. Rows whose context was computed before it are
 run, for the sake of the others, and not compared.

@@ -12,12 +12,12 @@ from antiphon.model_worker.observability.request_log import WorkerRequestLog
 from antiphon.model_worker.observability.step_log import StepLog
 
 if TYPE_CHECKING:
-    from antiphon.config.resolve import Plan as Resolved
+    from antiphon.config.resolve import ResolvedConfig as Resolved
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.heartbeat import WorkerFigures
+    from antiphon.wire.heartbeat import WorkerStats
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StepAccounting:
         self._request_log = WorkerRequestLog()
         self._load_stats = LoadStats(resolved)
         self._uncounted: deque[tuple[StepReport, float]] = deque()
-        metrics.settle_with(self._flush)
+        metrics.before_collect(self._flush)
 
     @property
     def full(self) -> bool:
@@ -82,7 +82,7 @@ class StepAccounting:
                 # Numbers for those who watch: no answer depends on them.
                 log.exception("report not counted", extra={"step": report.step})
 
-    def load_stats(self, last: StepReport, *, grammars: int, now: float) -> WorkerFigures:
+    def load_stats(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
         """What the heartbeat says; so many answers wait for their grammars."""
         self.process_pending()
         figures = self._load_stats.snapshot(last, grammars=grammars, now=now)

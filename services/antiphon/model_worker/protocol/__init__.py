@@ -1,1 +1,1 @@
-"""The worker's side of the protocols: what it holds, sends and hands back, as pure state machines."""
+"""The worker's protocols as pure state machines: requests that it holds, sends and requeues."""

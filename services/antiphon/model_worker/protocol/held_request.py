@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.wire.codec import ID_BYTES
-from antiphon.wire.details import DetailStore
+from antiphon.wire.token_outputs import TokenOutputsBuffer
 from antiphon.wire.tokens import TokenRow, TokenStream
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
     from antiphon.wire.command import Admit, ChoiceOutput
-    from antiphon.wire.details import TokenDetails
+    from antiphon.wire.token_outputs import TokenOutputs
 
 ROW_IDS_MAX = 16_384
 """Longest row: a replay after an outage still goes in messages of a sane size."""
@@ -37,7 +37,7 @@ class OutputPiece:
 
     offset: int
     ids: bytes
-    details: TokenDetails | None
+    details: TokenOutputs | None
     origin: OutputOrigin | None
     finish: Finish | None
 
@@ -56,7 +56,7 @@ class HeldChoice:
     )  # fmt: skip
 
     def __init__(
-        self, admit: Admit, output: ChoiceOutput, key: ChoiceKey, details: DetailStore | None
+        self, admit: Admit, output: ChoiceOutput, key: ChoiceKey, details: TokenOutputsBuffer | None
     ) -> None:
         self._request_id = admit.request_id
         self._attempt = admit.attempt
@@ -168,7 +168,7 @@ class HeldChoice:
             self._sent = min(border, offset + self._row_tokens_max())
             self._end_sent = self.finish is not None and self._sent == self._end
             ids = bytes(self._ids[max(0, offset) * ID_BYTES : max(0, self._sent) * ID_BYTES])
-            details = None if self._details is None else self._details.take(offset, self._sent)
+            details = None if self._details is None else self._details.read(offset, self._sent)
             finish = self.finish if self._end_sent else None
             yield OutputPiece(offset, ids, details, self._news(offset, self._sent), finish)
 
@@ -303,10 +303,10 @@ class HeldRequest:
             )
             self._introduced = True
 
-    def _detail_store(self, choice: ChoiceOutput) -> DetailStore | None:
+    def _detail_store(self, choice: ChoiceOutput) -> TokenOutputsBuffer | None:
         if self._details_from is None:
             return None
-        store = DetailStore(self._details_from)
+        store = TokenOutputsBuffer(self._details_from)
         if choice.details is not None and choice.output_ids:
             store.append(choice.details)
         return store

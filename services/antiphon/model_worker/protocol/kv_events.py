@@ -14,7 +14,7 @@ from antiphon.wire.kv_events import (
     KvReplayed,
     ReplayKv,
 )
-from antiphon.wire.parts import parts
+from antiphon.wire.split import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ class KvEventPublisher:
         events, self._unsent = [_on_wire(event) for event in self._unsent], []
         seq = self._log.seq - len(events)
         messages: list[KvEvents] = []
-        for part in parts(events, _event_bytes, MESSAGE_BYTES_MAX):
+        for part in split_rows(events, _event_bytes, MESSAGE_BYTES_MAX):
             seq += len(part)
             messages.append(KvEvents(worker=self._worker, seq=seq, events=tuple(part)))
         return messages
@@ -79,7 +79,7 @@ class KvEventPublisher:
             return self._everything(exact=message.after < 0 and not message.part)
         events = map(_on_wire, self._log.replay(message.after).events)
         nothing: list[KvEvent] = []
-        first = next(parts(events, _event_bytes, MESSAGE_BYTES_MAX), nothing)
+        first = next(split_rows(events, _event_bytes, MESSAGE_BYTES_MAX), nothing)
         seq = message.after + len(first)
         return KvReplayed(worker=self._worker, seq=seq, events=tuple(first))
 
@@ -92,7 +92,7 @@ class KvEventPublisher:
         if not pieces or not self._log.reaches(seq) or (exact and seq < self._log.seq):
             replay = self._log.replay(-1)
             events = map(_on_wire, replay.events)
-            pieces = list(parts(events, _event_bytes, MESSAGE_BYTES_MAX))
+            pieces = list(split_rows(events, _event_bytes, MESSAGE_BYTES_MAX))
             self._snapshot = (replay.seq, pieces)
         return self._part(0)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.digest import differing
 from antiphon.service.sockets import CannotStart
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Process
@@ -32,13 +32,13 @@ class NumericsCheck:
         self._model = model
         self._conflict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def compare(self, beat: Heartbeat, state: State) -> None:
+    def compare(self, beat: Heartbeat, state: ProcessState) -> None:
         """Compare with another worker, in the state that we are in."""
-        if beat.worker is None or beat.state is State.DRAINING or beat.model != self._model:
+        if beat.worker is None or beat.state is ProcessState.DRAINING or beat.model != self._model:
             return
         if beat.worker.bits == self.digest or self._conflict.done():
             return
-        if state is State.STARTING or beat.process.incarnation < self._process.incarnation:
+        if state is ProcessState.STARTING or beat.process.incarnation < self._process.incarnation:
             fields = ", ".join(self._differing(beat.worker.bits))
             message = f"{beat.process.instance} gives this model other bits: {fields}"
             self._conflict.set_result(message)

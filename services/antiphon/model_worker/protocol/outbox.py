@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.wire.parts import parts
+from antiphon.wire.split import split_rows
 from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class TokenOutbox:
         return [
             (detokenizer, self._batch(detokenizer, part))
             for detokenizer, all_rows in rows.items()
-            for part in parts(all_rows, _row_bytes, BATCH_BYTES_MAX)
+            for part in split_rows(all_rows, _row_bytes, BATCH_BYTES_MAX)
         ]
 
     def _batch(self, detokenizer: InstanceId, rows: list[TokenRow]) -> TokenBatch:

@@ -20,9 +20,11 @@ def other_workers(peers: Iterable[Peer], model: ModelName | None) -> list[Worker
         model: What we serve.
     """
     return [
-        peer.beat.worker
+        peer.heartbeat.worker
         for peer in peers
-        if peer.beat.model == model and peer.beat.worker is not None and not peer.beat.worker.paused
+        if peer.heartbeat.model == model
+        and peer.heartbeat.worker is not None
+        and not peer.heartbeat.worker.paused
     ]
 
 

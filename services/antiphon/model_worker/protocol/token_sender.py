@@ -80,4 +80,4 @@ class TokenSender:
                 log.exception("tokens not sent", extra={"detokenizer": detokenizer})
 
     def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenNews], None]:
-        return self._bus.outlet(TOKENS, detokenizer=detokenizer)
+        return self._bus.publisher(TOKENS, detokenizer=detokenizer)

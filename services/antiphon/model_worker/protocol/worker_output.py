@@ -1,7 +1,7 @@
 """Who is held and what is sent of them: the bus side of the worker, as a pure state machine.
 
-Events go in with the time at which they happen; what comes out are `RunChoice` and `DropChoice` for the
-batching loop, and from `take` the messages for the detokenizers. What steady steps draw passes
+Events go in with the time at which they happen; what comes out are `RunChoice` and `DropChoice` for
+the batching loop, and from `take` the messages for the detokenizers. What steady steps draw passes
 through lanes. There is no replay buffer: all else is sent from each request's own output list, as
 often as anybody asks.
 """
@@ -25,7 +25,7 @@ from antiphon.model_worker.protocol.outbox import TokenOutbox
 from antiphon.model_worker.protocol.tombstones import AttemptTombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
-from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
+from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -191,7 +191,7 @@ class WorkerOutput:
         if batch.leader == self.term and batch.seq <= self.commands_seq:
             return []
         if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
-            reason = Refusal.CLOCK if offset_ms is None else Refusal.LATE
+            reason = RefusalReason.CLOCK if offset_ms is None else RefusalReason.LATE
             self.refused = RefusedCommands(leader=batch.leader, seq=batch.seq, reason=reason)
             self.refused_count += 1
             self._refused_ms = now_ms

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionMetadata
-    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, FusedDecoder
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderOutput
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.states import StateMetadata
@@ -98,7 +98,7 @@ class ForwardContexts:
     ) -> FusedDecoderOutput | None:
         """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had.
 
-        A `bare` result may be without them, as in `Stack.score`.
+        A `bare` result may be without them, as in `ServiceStack.score`.
         """
         stack, kept = self._stack, self._kept
         self._kept = None  # unless all goes well

@@ -35,7 +35,8 @@ def latent_rows(
 ) -> dict[int, LatentMetadata]:
     """The rows of a pass as latent cache groups see them; `absorbed` as in `LatentMetadata`."""
     return {
-        index: LatentMetadata(rows[index], sizes, absorbed=absorbed) for index, sizes in groups.items()
+        index: LatentMetadata(rows[index], sizes, absorbed=absorbed)
+        for index, sizes in groups.items()
     }
 
 
@@ -48,7 +49,9 @@ class PagedLatentAttend:
     groups: Mapping[int, LatentMetadata]
     rotations: StepCosSin
 
-    def __call__(self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams
+    ) -> Tensor:
         """Rotate, keep this pass's latents, and attend over all of each row's."""
         cache = self.layers[layer]
         rows = self.groups[cache.group]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.config.memory import SCORED_BYTES_MAX, scored_rows
+from antiphon.config.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.runner.sampling import is_random
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class LogprobsComputer:
     """Tells of the tokens of a plan what its rows want to know."""
 
-    def __init__(self, ops: Ops, logit_bytes_max: int = SCORED_BYTES_MAX) -> None:
+    def __init__(self, ops: Ops, logit_bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> None:
         self._ops = ops
         self._logit_bytes_max = logit_bytes_max
 
@@ -69,7 +69,7 @@ class LogprobsComputer:
             rows = torch.as_tensor(entries.logit[drawn])
             fill(drawn, logits[rows], _temperature(plan)[entries.row[drawn]])
         prompt = np.flatnonzero(scored & (entries.logit < 0))
-        rows_max = scored_rows(logits.shape[-1], self._logit_bytes_max)
+        rows_max = prompt_logits_rows(logits.shape[-1], self._logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
             part = prompt[first : first + rows_max]
             rows = torch.as_tensor(entries.place[part])

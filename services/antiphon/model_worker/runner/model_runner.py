@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from antiphon.kernels.attention import KvShape
+from antiphon.kernels.bidirectional import NoCache
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.op import DeviceCapability, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.states import StateSpec
-from antiphon.kernels.bidirectional import NoCache
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import RowStatus, StepOutcome, StepPlan

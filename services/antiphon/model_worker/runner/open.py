@@ -16,7 +16,7 @@ from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.quantized_cache import require_native_reads
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import Place
+    from antiphon.config.model_files import ModelLocation
     from antiphon.config.pooling import Pooling
     from antiphon.layers.context import Adapters
     from antiphon.layers.tp import Tp
@@ -41,7 +41,7 @@ class OpenModel:
 
 
 def open_model(
-    place: Place,
+    place: ModelLocation,
     *,
     page_tokens: int,
     pages: int,

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from msgspec.structs import replace
 
 from antiphon.config.model_files import LoadFormat, find_files
-from antiphon.config.pooling import PoolMode, Squash
+from antiphon.config.pooling import PoolingActivation, PoolMode
 from antiphon.config.tasks import Task
 from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.model_worker.batching.plan import PooledVectors
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _BLOCK_TOKENS = 128
 """Tokens that are added up at once: their running sums take memory."""
 
-_ACTIVATIONS: dict[Squash, Callable[[Tensor], Tensor]] = {
-    Squash.IDENTITY: lambda x: x,
-    Squash.TANH: torch.tanh,
-    Squash.RELU: F.relu,
-    Squash.GELU: F.gelu,
-    Squash.SIGMOID: torch.sigmoid,
+_ACTIVATIONS: dict[PoolingActivation, Callable[[Tensor], Tensor]] = {
+    PoolingActivation.IDENTITY: lambda x: x,
+    PoolingActivation.TANH: torch.tanh,
+    PoolingActivation.RELU: F.relu,
+    PoolingActivation.GELU: F.gelu,
+    PoolingActivation.SIGMOID: torch.sigmoid,
 }
 
 
@@ -132,7 +132,7 @@ class PoolingLinear:
 
     weight: Tensor
     bias: Tensor | None
-    activation: Squash
+    activation: PoolingActivation
 
     def __call__(self, vector: Tensor) -> Tensor:
         """(inputs,)  ->  (outputs,)."""

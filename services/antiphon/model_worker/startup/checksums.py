@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.service.hub import PublishedFile, published
+from antiphon.service.hub import PublishedFile, list_published_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ def verify(files: ModelFiles, load: LoadConfig, model_path: str) -> None:
     if Path(source).is_file():
         expected = _listed(Path(source))
     else:
-        expected = _of_hub(published(source, load), files, source)
+        expected = _of_hub(list_published_files(source, load), files, source)
     with ThreadPoolExecutor(READERS, thread_name_prefix="checksum") as readers:
         found = list(readers.map(partial(_compare, files.folder), expected.items()))
     complaints = [complaint for complaint in found if complaint is not None]

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.card import read_card
-from antiphon.config.device import this_device
-from antiphon.config.ends import tokenizer_ends
+from antiphon.config.device import detect_device
+from antiphon.config.eos_ids import tokenizer_eos_ids
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import Place, files_at
+from antiphon.config.model_files import ModelLocation, files_at
 from antiphon.config.pooling import module_files, read_pooling
-from antiphon.config.resolve import Plan as Resolved
+from antiphon.config.resolve import ResolvedConfig as Resolved
 from antiphon.config.resolve import resolve, table
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
-from antiphon.service.model import model_files, tokenizer_place
+from antiphon.service.model import model_files, tokenizer_path
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.config.decided import Decided
-    from antiphon.config.device import Device
+    from antiphon.config.device import HostDevice
     from antiphon.config.model_files import ModelFiles
+    from antiphon.config.resolved_value import ResolvedValue
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.engine_core import EngineCore
@@ -73,7 +73,7 @@ def open_engine(settings: Settings) -> Engine:
         checksums.verify(files, settings.load, settings.model.path)
         verify_digest(files, settings.cluster.model_digest)
         card = read_card(files)
-        ends = {*card.eos_ids, *tokenizer_ends(tokenizer_place(settings))}
+        ends = {*card.eos_ids, *tokenizer_eos_ids(tokenizer_path(settings))}
         card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
         pooling = read_pooling(files, card, embedding=settings.model.embedding)
         implementation = _implementation(files, settings.model.implementation)
@@ -99,19 +99,21 @@ def _compiler(
 ) -> Callable[[], GrammarCompiler]:
     if resolved.grammar.value == "none":
         return partial(no_compiler, resolved.grammar.reason)
-    tokenizer = tokenizer_place(settings)
+    tokenizer = tokenizer_path(settings)
     return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
 
 
-def _device() -> Device:
+def _device() -> HostDevice:
     """This machine, whether the CPU's own kernels run on it, and with which bits it computes."""
     # torch takes seconds to import; the process says meanwhile that it is starting.
     from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
 
-    return msgspec.structs.replace(this_device(), lacking=unavailable_reason(), arithmetic=numerics_info())
+    return msgspec.structs.replace(
+        detect_device(), lacking=unavailable_reason(), arithmetic=numerics_info()
+    )
 
 
-def _implementation(files: ModelFiles, said: str) -> Decided[str]:
+def _implementation(files: ModelFiles, said: str) -> ResolvedValue[str]:
     """Whose layers run this model.
 
     Raises:
@@ -127,7 +129,7 @@ def _implementation(files: ModelFiles, said: str) -> Decided[str]:
         raise CannotStart(str(error)) from error
 
 
-def verify_digest(place: Place, digest: str) -> None:
+def verify_digest(place: ModelLocation, digest: str) -> None:
     """Compare the model with the digest that the cluster agreed on, if it did.
 
     Raises:
@@ -138,7 +140,7 @@ def verify_digest(place: Place, digest: str) -> None:
         raise CannotStart(f"{folder}: digest {actual}, but cluster.model_digest = {digest}")
 
 
-def content_digest(place: Place) -> str:
+def content_digest(place: ModelLocation) -> str:
     """SHA-256 over names and bytes of the config and the weights, in order of their names.
 
     Another config is another model: what overrides config.json goes in, where anything does. So is
@@ -161,7 +163,7 @@ def content_digest(place: Place) -> str:
     return content.hexdigest()
 
 
-def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
+def load_resolved(place: ModelLocation, resolved: Resolved) -> OpenModel:
     """Load a model as it was decided. Blocks for seconds.
 
     Raises:

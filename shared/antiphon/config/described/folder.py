@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.chat_templates import CARD, MORE
+from antiphon.config.chat_templates import MORE, TOKENIZER_CONFIG
 from antiphon.config.described.gguf_config import ROPE_FACTORS, gguf_config
 from antiphon.config.described.gguf_tokenizer import gguf_tokenizer
 from antiphon.config.described.sentence_piece import piece_tokenizer
@@ -31,7 +31,13 @@ VERSION = 2
 """Of what is written; another number makes every folder anew."""
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 PIECES, TEKKEN = "tokenizer.model", "tekken.json"
-_BESIDE = (CONFIG, CARD, "special_tokens_map.json", "generation_config.json", "params.json")
+_BESIDE = (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "generation_config.json",
+    "params.json",
+)
 _TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
 
 
@@ -47,7 +53,7 @@ def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
         headers = {file: read_gguf(file, lists=True) for file in files}
         first = files[0]
         tokenizer, card = gguf_tokenizer(first, headers[first])
-        return {CONFIG: gguf_config(headers), TOKENIZER: tokenizer, CARD: card}
+        return {CONFIG: gguf_config(headers), TOKENIZER: tokenizer, TOKENIZER_CONFIG: card}
 
     digest = hashlib.sha256()
     for file in files:
@@ -61,7 +67,7 @@ def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
                     digest.update(stream.read(4 * factors.count))
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
-    return _kept(digest.hexdigest(), cache, contents)
+    return _cached_folder(digest.hexdigest(), cache, contents)
 
 
 def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
@@ -84,15 +90,18 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
             str(file.relative_to(folder)): file.read_bytes() for file in beside
         }
         tokenizer, card = read(source)
-        old = made.get(CARD, b"{}")
+        old = made.get(TOKENIZER_CONFIG, b"{}")
         assert isinstance(old, bytes), "just read"
-        return made | {TOKENIZER: tokenizer, CARD: card | _object(folder / CARD, old)}
+        return made | {
+            TOKENIZER: tokenizer,
+            TOKENIZER_CONFIG: card | _object(folder / TOKENIZER_CONFIG, old),
+        }
 
     digest = hashlib.sha256()
     for file in (source, *beside):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
-    return _kept(digest.hexdigest(), cache, contents)
+    return _cached_folder(digest.hexdigest(), cache, contents)
 
 
 def _object(file: Path, content: bytes) -> Json:
@@ -102,7 +111,9 @@ def _object(file: Path, content: bytes) -> Json:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _kept(name: str, cache: Path, contents: Callable[[], Mapping[str, Json | bytes]]) -> Path:
+def _cached_folder(
+    name: str, cache: Path, contents: Callable[[], Mapping[str, Json | bytes]]
+) -> Path:
     """Return the folder of that name, filled first if it is not there. Several may try at once."""
     folder = cache / f"described-{VERSION}" / name[:32]
     if folder.is_dir():

@@ -32,7 +32,7 @@ _LLAMA3 = (1.0, 4.0, 8192)
 _CLOSE = 1e-3
 
 
-class _File(msgspec.Struct, frozen=True):
+class _GgufParts(msgspec.Struct, frozen=True):
     """Headers of a model's parts; the first has the settings."""
 
     path: Path
@@ -88,7 +88,7 @@ def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
         for file, part in parts.items()
         for name, tensor in part.tensors.items()
     }
-    file = _File(path, header, tensors)
+    file = _GgufParts(path, header, tensors)
     if file.architecture not in _ARCHITECTURES:
         raise file.refuse(
             f"architecture {file.architecture!r} is described by no GGUF file alone, only "
@@ -102,7 +102,7 @@ def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
     return _common(file) | _ARCHITECTURES[file.architecture](file)
 
 
-def _common(file: _File) -> Json:
+def _common(file: _GgufParts) -> Json:
     heads, hidden = file.whole("attention.head_count"), file.whole("embedding_length")
     kv_heads = file.number("attention.head_count_kv")
     head_dim = file.number("attention.key_length") or hidden // heads
@@ -135,17 +135,17 @@ def _rounded(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _dtype(file: _File) -> str:
+def _dtype(file: _GgufParts) -> str:
     """What rounded weights are widened to, or the format of those that are not."""
     return _PLAIN.get(file.tensors[_layer_weight(file)][1].kind, "bfloat16")
 
 
-def _layer_weight(file: _File) -> str:
+def _layer_weight(file: _GgufParts) -> str:
     matrices = (name for name, (_, tensor) in file.tensors.items() if len(tensor.shape) > 1)
     return next((name for name in matrices if name.startswith("blk.")), _TABLE)
 
 
-def _ids(file: _File) -> Json:
+def _ids(file: _GgufParts) -> Json:
     settings = file.header.settings
     tokens = file.header.lists.get("tokenizer.ggml.tokens", ())
     named = {"bos_token_id": "bos", "pad_token_id": "padding", "eos_token_id": "eos"}
@@ -165,7 +165,7 @@ def _ids(file: _File) -> Json:
 _TURNS = ("eot_token_id", "eom_token_id")
 
 
-def _scaling(file: _File) -> Json:
+def _scaling(file: _GgufParts) -> Json:
     """How positions beyond the trained ones are turned."""
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file)
@@ -184,7 +184,7 @@ def _scaling(file: _File) -> Json:
     raise file.refuse(f"rope.scaling.type = {kind!r}")
 
 
-def _llama3_scaling(file: _File) -> Json:
+def _llama3_scaling(file: _GgufParts) -> Json:
     """Find the numbers that give the factors of the tensor."""
     path, tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != 0:
@@ -222,7 +222,7 @@ def _llama3_factor(wavelength: float, factor: float) -> float:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _llama(file: _File) -> Json:
+def _llama(file: _GgufParts) -> Json:
     if file.number("expert_count"):
         return {
             "architectures": ["MixtralForCausalLM"],
@@ -240,8 +240,8 @@ def _llama(file: _File) -> Json:
     }
 
 
-def _qwen(number: int) -> Callable[[_File], Json]:
-    def fields(_: _File) -> Json:
+def _qwen(number: int) -> Callable[[_GgufParts], Json]:
+    def fields(_: _GgufParts) -> Json:
         return {
             "architectures": [f"Qwen{number}ForCausalLM"],
             "model_type": f"qwen{number}",
@@ -251,7 +251,7 @@ def _qwen(number: int) -> Callable[[_File], Json]:
     return fields
 
 
-def _experts(file: _File) -> Json:
+def _experts(file: _GgufParts) -> Json:
     """How many a layer has and a token meets; their tensors tell how wide they are."""
     if _EXPERTS not in file.tensors:
         raise file.refuse(f"it has no {_EXPERTS}: experts one by one are not read")
@@ -262,7 +262,7 @@ def _experts(file: _File) -> Json:
     }
 
 
-def _qwen2moe(file: _File) -> Json:
+def _qwen2moe(file: _GgufParts) -> Json:
     if _SHARED not in file.tensors:
         raise file.refuse(f"it has no {_SHARED}")
     return {
@@ -275,7 +275,7 @@ def _qwen2moe(file: _File) -> Json:
     }
 
 
-def _qwen3moe(file: _File) -> Json:
+def _qwen3moe(file: _GgufParts) -> Json:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -288,7 +288,7 @@ def _qwen3moe(file: _File) -> Json:
 _EXPERTS, _SHARED = "blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"
 
 
-def _gemma(_: _File) -> Json:
+def _gemma(_: _GgufParts) -> Json:
     return {
         "architectures": ["GemmaForCausalLM"],
         "model_type": "gemma",
@@ -296,7 +296,7 @@ def _gemma(_: _File) -> Json:
     }
 
 
-def _gemma2(file: _File) -> Json:
+def _gemma2(file: _GgufParts) -> Json:
     """Files from before its settings had keys are read by the numbers of the published models."""
     window = file.number("attention.sliding_window")
     return {
@@ -310,7 +310,7 @@ def _gemma2(file: _File) -> Json:
     }
 
 
-def _query_scalar(file: _File, largest: int) -> int:
+def _query_scalar(file: _GgufParts, largest: int) -> int:
     """Only of the largest one, scores are scaled otherwise than by the size of a head."""
     hidden, heads = file.whole("embedding_length"), file.whole("attention.head_count")
     if file.whole("block_count") == largest:
@@ -318,7 +318,7 @@ def _query_scalar(file: _File, largest: int) -> int:
     return int(file.number("attention.key_length") or hidden // heads)
 
 
-def _gemma3(file: _File) -> Json:
+def _gemma3(file: _GgufParts) -> Json:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -334,7 +334,7 @@ def _gemma3(file: _File) -> Json:
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
-_ARCHITECTURES: Mapping[str, Callable[[_File], Json]] = {
+_ARCHITECTURES: Mapping[str, Callable[[_GgufParts], Json]] = {
     "llama": _llama,
     "qwen2": _qwen(2),
     "qwen2moe": _qwen2moe,

@@ -41,7 +41,7 @@ _BY_POSITION = ("gemma", "gemma2", "gemma3")
 """Architectures whose scores are not the order of their merges: the tokens' order is."""
 
 
-class _Words(msgspec.Struct, frozen=True):
+class _GgufVocabulary(msgspec.Struct, frozen=True):
     path: Path
     header: GgufHeader
     tokens: Sequence[str]
@@ -82,7 +82,9 @@ def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
     """
     tokens = header.lists.get(_PREFIX + "tokens", ())
     kinds = header.lists.get(_PREFIX + "token_type", (1,) * len(tokens))
-    words = _Words(path, header, cast("Sequence[str]", tokens), cast("Sequence[int]", kinds))
+    words = _GgufVocabulary(
+        path, header, cast("Sequence[str]", tokens), cast("Sequence[int]", kinds)
+    )
     model = words.setting("model")
     if not tokens or len(kinds) != len(tokens):
         raise words.refuse("it holds no tokenizer")
@@ -91,7 +93,7 @@ def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
     return _MODELS[str(model)](words), _card(words)
 
 
-def _byte_level(words: _Words) -> Json:
+def _byte_level(words: _GgufVocabulary) -> Json:
     cut = str(words.setting("pre") or "")
     if cut not in SPLITS:
         raise words.refuse(
@@ -121,7 +123,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:at], merge[at + 1 :]
 
 
-def _sentence_pieces(words: _Words) -> Json:
+def _sentence_pieces(words: _GgufVocabulary) -> Json:
     by_position = words.header.settings.get("general.architecture") in _BY_POSITION
     tokens = [_respelled(token) if by_position else token for token in words.tokens]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -159,7 +161,7 @@ def _respelled(token: str) -> str:
     return token if token.strip(" ") else SPACE * len(token)
 
 
-def _added(words: _Words, tokens: Sequence[str]) -> list[Added]:
+def _added(words: _GgufVocabulary, tokens: Sequence[str]) -> list[Added]:
     return [
         Added(index, token, special=kind == _CONTROL)
         for index, (token, kind) in enumerate(zip(words.tokens, words.kinds, strict=True))
@@ -167,7 +169,7 @@ def _added(words: _Words, tokens: Sequence[str]) -> list[Added]:
     ]
 
 
-def _card(words: _Words) -> Json:
+def _card(words: _GgufVocabulary) -> Json:
     card: Json = {}
     for name, own in _NAMES.items():
         token = words.named(own)

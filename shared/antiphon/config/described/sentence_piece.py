@@ -43,7 +43,7 @@ _NO_ID = (1 << 64) - 1
 """-1: the model has no such piece."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class SentencePieceToken(msgspec.Struct, frozen=True):
     """One token."""
 
     text: str
@@ -51,10 +51,10 @@ class Piece(msgspec.Struct, frozen=True):
     kind: int
 
 
-class Pieces(msgspec.Struct, frozen=True):
+class SentencePieceModel(msgspec.Struct, frozen=True):
     """What the file says, with the defaults of its format."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[SentencePieceToken]
     model: int = _UNIGRAM
     unknown: int = 0
     begin: int = 1
@@ -100,7 +100,7 @@ def piece_tokenizer(file: Path) -> tuple[Json, Json]:
     return tokenizer, _card(said)
 
 
-def _normalizer(said: Pieces) -> Json | None:
+def _normalizer(said: SentencePieceModel) -> Json | None:
     steps: list[Json] = []
     if said.characters:
         encoded = base64.b64encode(said.characters).decode()
@@ -110,7 +110,7 @@ def _normalizer(said: Pieces) -> Json | None:
     return {"type": "Sequence", "normalizers": steps} if steps else None
 
 
-def _added(said: Pieces) -> list[Added]:
+def _added(said: SentencePieceModel) -> list[Added]:
     return [
         Added(index, piece.text, special=piece.kind != _OWN)
         for index, piece in enumerate(said.pieces)
@@ -118,7 +118,7 @@ def _added(said: Pieces) -> list[Added]:
     ]
 
 
-def _card(said: Pieces) -> Json:
+def _card(said: SentencePieceModel) -> Json:
     named = {
         "unk_token": said.unknown,
         "bos_token": said.begin,
@@ -128,7 +128,7 @@ def _card(said: Pieces) -> Json:
     return {name: said.pieces[index].text for name, index in named.items() if index >= 0}
 
 
-def read_pieces(file: Path) -> Pieces:
+def read_pieces(file: Path) -> SentencePieceModel:
     """Read the message.
 
     Raises:
@@ -144,8 +144,8 @@ def read_pieces(file: Path) -> Pieces:
         raise ConfigError(f"{file}: not a SentencePiece model: {error}") from error
 
 
-def _pieces(content: bytes) -> Pieces:
-    pieces: list[Piece] = []
+def _pieces(content: bytes) -> SentencePieceModel:
+    pieces: list[SentencePieceToken] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
     for field, value in _fields(content):
@@ -156,7 +156,7 @@ def _pieces(content: bytes) -> Pieces:
         elif field == 3 and isinstance(value, bytes):
             normalizer = dict(_fields(value))
     characters = normalizer.get(2, b"")
-    said = Pieces(
+    said = SentencePieceModel(
         pieces=pieces,
         model=_number(trainer, 3, _UNIGRAM),
         unknown=_id(trainer, 40, 0),
@@ -172,11 +172,13 @@ def _pieces(content: bytes) -> Pieces:
     return said
 
 
-def _piece(fields: dict[int, int | bytes]) -> Piece:
+def _piece(fields: dict[int, int | bytes]) -> SentencePieceToken:
     text, score = fields.get(1, b""), fields.get(2, b"\0\0\0\0")
     if not isinstance(text, bytes) or not isinstance(score, bytes):
         raise ValueError("a piece without text")  # noqa: TRY004  # one error for what is no file
-    return Piece(text.decode(), struct.unpack("<f", score)[0], _number(fields, 3, _NORMAL))
+    return SentencePieceToken(
+        text.decode(), struct.unpack("<f", score)[0], _number(fields, 3, _NORMAL)
+    )
 
 
 def _number(fields: dict[int, int | bytes], field: int, otherwise: int) -> int:

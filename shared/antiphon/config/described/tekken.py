@@ -47,14 +47,14 @@ class _Special(msgspec.Struct, frozen=True):
     token_str: str
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _TekkenFields(msgspec.Struct, frozen=True):
     pattern: str
     default_vocab_size: int
     default_num_special_tokens: int
 
 
 class _Tekken(msgspec.Struct, frozen=True):
-    config: _Config
+    config: _TekkenFields
     vocab: list[_Token]
     special_tokens: list[_Special] | None = None
 

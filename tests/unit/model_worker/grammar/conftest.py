@@ -9,7 +9,7 @@ from antiphon import embedded
 from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.service.vocabulary import Vocabulary, read_vocabulary
+from antiphon.service.vocabulary import TokenVocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,13 +19,13 @@ END_IDS = frozenset(CARD.eos_ids)
 
 
 @pytest.fixture(scope="session")
-def vocabulary() -> Vocabulary:
+def vocabulary() -> TokenVocabulary:
     """The tokens of the embedded model."""
     return read_vocabulary(embedded.path(), CARD.vocabulary_size)
 
 
 @pytest.fixture(scope="session")
-def compiler_of(vocabulary: Vocabulary) -> Callable[..., XgrammarCompiler]:
+def compiler_of(vocabulary: TokenVocabulary) -> Callable[..., XgrammarCompiler]:
     """A compiler for the embedded model, with some settings changed."""
 
     def make(**settings: object) -> XgrammarCompiler:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Finish
     from antiphon.model_worker.grammar.matcher import GrammarState
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
-    from antiphon.service.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import TokenVocabulary
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ def allowed(mask: Ints | None, size: int) -> list[int]:
 
 
 def guide_of(
-    compiled: XgrammarGrammar, vocabulary: Vocabulary, after: tuple[int, ...] = ()
+    compiled: XgrammarGrammar, vocabulary: TokenVocabulary, after: tuple[int, ...] = ()
 ) -> GrammarMatcher:
     state: GrammarState = compiled.start(())
     if after:
@@ -45,7 +45,7 @@ def guide_of(
 
 def speak(
     guide: GrammarMatcher,
-    vocabulary: Vocabulary,
+    vocabulary: TokenVocabulary,
     *,
     seed: int,
     tokens_max: int = 400,

@@ -20,7 +20,7 @@ from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import TokenVocabulary
 
 VOICES = 3
 END = 2
@@ -47,7 +47,7 @@ def compiled_or_refused(compiled: Compile, schema: object) -> XgrammarGrammar | 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_ends_under_a_random_schema_validates(
-    seed: int, compiled: Compile, vocabulary: Vocabulary
+    seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     schema = random_json_schema(random.Random(seed))
     grammar = compiled_or_refused(compiled, schema)
@@ -64,7 +64,7 @@ def test_what_ends_under_a_random_schema_validates(
 
 @pytest.mark.parametrize("format_", ["date", "time", "date-time", "ipv4", "uuid", "email"])
 def test_formats_are_read_by_whoever_reads_them(
-    format_: str, compiled: Compile, vocabulary: Vocabulary
+    format_: str, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     schema = {"type": "string", "format": format_}
     grammar = compiled(schema)
@@ -95,7 +95,7 @@ def test_formats_are_read_by_whoever_reads_them(
     ],
 )
 def test_patterns_are_held_where_the_compiler_would_not(
-    pattern: str, held: str, broken: str, compiled: Compile, vocabulary: Vocabulary
+    pattern: str, held: str, broken: str, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled({"type": "string", "pattern": pattern})
 

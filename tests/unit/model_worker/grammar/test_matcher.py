@@ -22,7 +22,7 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import TokenVocabulary
 
 END = 2
 
@@ -37,7 +37,7 @@ def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_what_ends_under_a_random_schema_is_json_of_that_schema(
-    seed: int, compiled: Compile, vocabulary: Vocabulary
+    seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     schema, check = random_schema(random.Random(seed))
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=seed % 2 == 0))
@@ -58,7 +58,7 @@ PATTERNS += [".*", "[^a]+", r"\S+", "(ab|é)*x+", "[é-👋]{3,}"]
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_ends_under_a_pattern_matches_it(
-    pattern: str, compiled: Compile, vocabulary: Vocabulary
+    pattern: str, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled(GrammarKind.REGEX, pattern)
     for voice in range(5):
@@ -70,7 +70,7 @@ def test_what_ends_under_a_pattern_matches_it(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_json_object_ends_and_parses(
-    seed: int, compiled: Compile, vocabulary: Vocabulary
+    seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled(GrammarKind.JSON_OBJECT, "")
     said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=1500)
@@ -78,7 +78,7 @@ def test_any_json_object_ends_and_parses(
     assert isinstance(json.loads(said.text), dict)
 
 
-def test_rules_are_followed(compiled: Compile, vocabulary: Vocabulary) -> None:
+def test_rules_are_followed(compiled: Compile, vocabulary: TokenVocabulary) -> None:
     rules = 'root ::= "(" root ")" | "x" | "é世👋"'
     for voice in range(10):
         grammar = compiled(GrammarKind.EBNF, rules)
@@ -105,7 +105,7 @@ NEW = {
 
 @pytest.mark.parametrize("tag", [OLD, NEW], ids=["structures", "format"])
 def test_a_tag_holds_json_of_its_schema(
-    tag: dict[str, object], compiled: Compile, vocabulary: Vocabulary
+    tag: dict[str, object], compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
     guide = guide_of(grammar, vocabulary)
@@ -119,7 +119,7 @@ def test_a_tag_holds_json_of_its_schema(
 
 
 def test_white_space_has_a_bound(
-    compiler_of: Callable[..., XgrammarCompiler], vocabulary: Vocabulary
+    compiler_of: Callable[..., XgrammarCompiler], vocabulary: TokenVocabulary
 ) -> None:
     compiler = compiler_of(whitespace_max=3)
     grammar = compiler.compile(GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(TOOL)))
@@ -129,7 +129,7 @@ def test_white_space_has_a_bound(
 
 
 def test_compact_json_has_one_space_after_commas_and_colons(
-    compiler_of: Callable[..., XgrammarCompiler], vocabulary: Vocabulary
+    compiler_of: Callable[..., XgrammarCompiler], vocabulary: TokenVocabulary
 ) -> None:
     compiler = compiler_of(compact_json=True)
     schema = {"type": "array", "items": TOOL, "minItems": 2, "maxItems": 2}
@@ -140,7 +140,7 @@ def test_compact_json_has_one_space_after_commas_and_colons(
 
 
 def test_special_tokens_write_nothing_and_so_are_never_allowed(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     guide = guide_of(compiled(GrammarKind.REGEX, "(.|<|\\||>)*"), vocabulary)
     special = [id_ for id_, token in enumerate(vocabulary.tokens) if not token]
@@ -149,7 +149,7 @@ def test_special_tokens_write_nothing_and_so_are_never_allowed(
 
 
 def test_after_the_end_of_the_grammar_only_an_end_may_come(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     guide = guide_of(compiled(GrammarKind.REGEX, "ab?"), vocabulary)
     ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if len(token) == 1}
@@ -165,7 +165,7 @@ def test_after_the_end_of_the_grammar_only_an_end_may_come(
 
 
 def test_a_stop_token_without_text_ends_an_answer_too(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled(GrammarKind.REGEX, "a")
     comma = vocabulary.tokens.index(b",")
@@ -178,7 +178,7 @@ def test_a_stop_token_without_text_ends_an_answer_too(
 
 
 def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     for wrong in (vocabulary.tokens.index(b"b"), END, 0, 1023):
         finish = guide_of(compiled(GrammarKind.REGEX, "a+"), vocabulary).accept_token(wrong)
@@ -189,7 +189,7 @@ def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_replayed_answer_stands_where_it_stood_at_every_cut(
-    seed: int, compiled: Compile, vocabulary: Vocabulary
+    seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     schema, _ = random_schema(random.Random(1000 + seed))
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema))
@@ -204,7 +204,7 @@ def test_a_replayed_answer_stands_where_it_stood_at_every_cut(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_taken_back_leaves_no_trace(
-    seed: int, compiled: Compile, vocabulary: Vocabulary
+    seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     dice = random.Random(seed)
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(dice)[0]))
@@ -251,7 +251,7 @@ def test_a_mistake_is_told_in_a_line_without_the_compilers_places(
 
 
 def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     """Each further letter takes longer, here up to many seconds; a step waits for a moment."""
     monster = compiled(GrammarKind.REGEX, "((((a{1,90}){1,90}){1,90}){1,90}){1,90}")

@@ -7,7 +7,7 @@ import pytest
 
 from antiphon import embedded
 from antiphon.config.card import read_card
-from antiphon.config.device import Device
+from antiphon.config.device import HostDevice
 from antiphon.config.grammar import GrammarConfig
 from antiphon.config.resolve import resolve
 from antiphon.config.settings import Settings
@@ -19,7 +19,7 @@ from antiphon.wire.grammar import GrammarKind
 
 CARD = read_card(embedded.path())
 DEVICE = msgspec.convert(
-    {"kind": "cpu", "cores": 2, "memory_bytes": 2**34}, Device, from_attributes=True
+    {"kind": "cpu", "cores": 2, "memory_bytes": 2**34}, HostDevice, from_attributes=True
 )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import TokenVocabulary
     from antiphon.wire.schemas import Json
 
 Compile = Callable[[Grammar], XgrammarGrammar]
@@ -72,7 +72,7 @@ def check(parsed: Parsed) -> None:
             assert isinstance(arguments, dict)
 
 
-def answers(plan: ToolPlan, grammar: Grammar, compiled: Compile, vocabulary: Vocabulary):
+def answers(plan: ToolPlan, grammar: Grammar, compiled: Compile, vocabulary: TokenVocabulary):
     """What is said under the grammar, and ends by itself."""
     ready = compiled(grammar)
     for seed in range(12):
@@ -85,7 +85,7 @@ def answers(plan: ToolPlan, grammar: Grammar, compiled: Compile, vocabulary: Voc
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f.names[0] if f else "json")
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_required_calls_are_calls_and_nothing_else(
-    format_, choice: Json, compiled: Compile, vocabulary: Vocabulary
+    format_, choice: Json, compiled: Compile, vocabulary: TokenVocabulary
 ):
     plan = plan_tools(TOOLS, read_choice(choice, TOOLS), format_, parallel=True)
     assert plan.grammar is not None
@@ -102,7 +102,9 @@ def test_required_calls_are_calls_and_nothing_else(
 
 
 @pytest.mark.parametrize("format_", FORMED, ids=lambda f: f.names[0])
-def test_without_parallel_calls_there_is_one(format_, compiled: Compile, vocabulary: Vocabulary):
+def test_without_parallel_calls_there_is_one(
+    format_, compiled: Compile, vocabulary: TokenVocabulary
+):
     plan = plan_tools(TOOLS, read_choice("required", TOOLS), format_, parallel=False)
     assert plan.grammar is not None
     for text in answers(plan, plan.grammar, compiled, vocabulary):
@@ -110,7 +112,7 @@ def test_without_parallel_calls_there_is_one(format_, compiled: Compile, vocabul
         assert len(parsed.calls) == 1
 
 
-def test_one_call_in_a_list_without_parallel_calls(compiled: Compile, vocabulary: Vocabulary):
+def test_one_call_in_a_list_without_parallel_calls(compiled: Compile, vocabulary: TokenVocabulary):
     plan = plan_tools(TOOLS, read_choice("required", TOOLS), None, parallel=False)
     assert plan.grammar is not None
     for text in answers(plan, plan.grammar, compiled, vocabulary):
@@ -119,7 +121,7 @@ def test_one_call_in_a_list_without_parallel_calls(compiled: Compile, vocabulary
 
 @pytest.mark.parametrize("format_", FORMED, ids=lambda f: f.names[0])
 def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
-    format_, compiled: Compile, vocabulary: Vocabulary
+    format_, compiled: Compile, vocabulary: TokenVocabulary
 ):
     plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True)
     assert plan.grammar is not None
@@ -137,7 +139,7 @@ def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
 
 
 def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
-    compiled: Compile, vocabulary: Vocabulary
+    compiled: Compile, vocabulary: TokenVocabulary
 ):
     plan = plan_tools(TOOLS, read_choice("auto", TOOLS), JSON_CALLS, parallel=True)
     assert plan.grammar is not None
@@ -176,7 +178,7 @@ def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
     ids=lambda form: form.kind.value,
 )
 def test_form_of_an_answer_goes_with_calls(
-    format_: ToolFormat, form: Grammar, compiled: Compile, vocabulary: Vocabulary
+    format_: ToolFormat, form: Grammar, compiled: Compile, vocabulary: TokenVocabulary
 ):
     plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True, form=form)
     only = plan_tools(TOOLS, read_choice("required", TOOLS), format_, parallel=True)
@@ -199,7 +201,7 @@ def test_form_of_an_answer_goes_with_calls(
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("kind", list(GrammarKind))
 def test_thinking_comes_before_a_grammar(
-    inside: bool, kind: GrammarKind, compiled: Compile, vocabulary: Vocabulary
+    inside: bool, kind: GrammarKind, compiled: Compile, vocabulary: TokenVocabulary
 ):
     text = {
         GrammarKind.JSON_OBJECT: "",
@@ -222,7 +224,7 @@ def test_thinking_comes_before_a_grammar(
 
 @pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG])
 def test_answer_without_thinking_begins_with_no_white_space(
-    kind: GrammarKind, compiled: Compile, vocabulary: Vocabulary
+    kind: GrammarKind, compiled: Compile, vocabulary: TokenVocabulary
 ):
     text = {
         GrammarKind.REGEX: "(yes|no)",

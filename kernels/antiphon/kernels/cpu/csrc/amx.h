@@ -8,9 +8,9 @@
 
 #if ANTIPHON_AMX
 
-static constexpr int SQUARE = 16;
+static constexpr int AMX_ROWS = 16;
 static constexpr int STEP = 32;
-static constexpr int SQUARE_ROWS = 2 * SQUARE;
+static constexpr int AMX_BLOCK_ROWS = 2 * AMX_ROWS;
 
 // The operand of LDTILECFG: how many rows and bytes a row each tile has.
 struct alignas(64) TileShapes {
@@ -21,12 +21,12 @@ struct alignas(64) TileShapes {
 
 // The tile registers of this thread, while it lives. Tiles 0 to 3 are sums, first by rows, then by
 // outputs; 4 and 5 are of x; 6 and 7 of the panel.
-class Squares {
+class AmxTiles {
   public:
-    Squares() = default;
-    Squares(const Squares &) = delete;
-    Squares &operator=(const Squares &) = delete;
-    ~Squares() {
+    AmxTiles() = default;
+    AmxTiles(const AmxTiles &) = delete;
+    AmxTiles &operator=(const AmxTiles &) = delete;
+    ~AmxTiles() {
         if (upper_) _tile_release();
     }
 
@@ -35,14 +35,14 @@ class Squares {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper;
         lower_ = lower;
-        load({upper, upper, lower, lower, upper, lower, SQUARE, SQUARE});
+        load({upper, upper, lower, lower, upper, lower, AMX_ROWS, AMX_ROWS});
     }
 
     // Give all squares of sums, and tile 4, so many rows, and tile 5 sixteen: it is a sum as well.
-    void shape_for_few(int64_t rows) {
+    void shape_for_small_m(int64_t rows) {
         upper_ = rows;
         lower_ = -1;
-        load({rows, rows, rows, rows, rows, SQUARE, SQUARE, SQUARE});
+        load({rows, rows, rows, rows, rows, AMX_ROWS, AMX_ROWS, AMX_ROWS});
     }
 
     // The intrinsics of GCC 12 do not say that they read memory: said before they do, and before
@@ -64,17 +64,17 @@ class Squares {
 };
 
 // Whether a linear is computed so, and attention over numbers of a kind.
-INLINE bool on_squares(const PackedLinear &linear) {
-    return linear.number == Number::bf16 &&
+INLINE bool uses_amx(const PackedLinear &linear) {
+    return linear.dtype == Dtype::bf16 &&
         (linear.weights == Weights::bf16 || linear.weights == Weights::int8);
 }
-template <class T> static constexpr bool ON_SQUARES = std::is_same_v<T, bf16>;
+template <class T> static constexpr bool USES_AMX = std::is_same_v<T, bf16>;
 
 #else
 
-static constexpr int SQUARE = 1, STEP = 1, SQUARE_ROWS = TILE_ROWS;
-struct Squares {};
-INLINE bool on_squares(const PackedLinear &) { return false; }
-template <class T> static constexpr bool ON_SQUARES = false;
+static constexpr int AMX_ROWS = 1, STEP = 1, AMX_BLOCK_ROWS = TILE_ROWS;
+struct AmxTiles {};
+INLINE bool uses_amx(const PackedLinear &) { return false; }
+template <class T> static constexpr bool USES_AMX = false;
 
 #endif

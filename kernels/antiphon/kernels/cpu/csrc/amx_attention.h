@@ -7,41 +7,41 @@
 
 // Put a task's queries side by side, head by head, as squares read them.
 INLINE void gather_queries(
-    const AttentionCall &call, const AttentionTask &task, AttentionRoom<bf16> &room) {
+    const AttentionCall &call, const AttentionTask &task, AttentionScratch<bf16> &room) {
     const int64_t size = call.shape.head_size, each = task.queries * call.shape.queries_per_head;
-    uint32_t *to = room.asked;
+    uint32_t *to = room.queries_transposed;
     for (int64_t head = 0; head < task.heads; ++head)
         for (int64_t i = 0; i < each; ++i, to += room.square_words)
             std::memcpy(to, query_at<bf16>(call, task, head, i), size * sizeof(bf16));
 }
 
 // The scores of all keys of the block, four squares of them at a time.
-INLINE void score_on_squares(
-    const uint32_t *queries, const KeyBlock &block, AttentionRoom<bf16> &room) {
+INLINE void scores_amx(
+    const uint32_t *queries, const KeyBlock &block, AttentionScratch<bf16> &room) {
     constexpr int64_t KEY_BYTES = KEYS * sizeof(uint32_t);
     const int64_t words = room.square_words;
-    for (int64_t key = 0; key < block.until; key += 4 * SQUARE) {
+    for (int64_t key = 0; key < block.until; key += 4 * AMX_ROWS) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t word = 0; word < words; word += SQUARE) {
+        for (int64_t word = 0; word < words; word += AMX_ROWS) {
             const uint32_t *keys = room.keys + word * KEYS + key;
             _tile_loadd(4, queries + word, words * sizeof(uint32_t));
             _tile_loadd(6, keys, KEY_BYTES);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, keys + SQUARE, KEY_BYTES);
+            _tile_loadd(7, keys + AMX_ROWS, KEY_BYTES);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, keys + 2 * SQUARE, KEY_BYTES);
+            _tile_loadd(6, keys + 2 * AMX_ROWS, KEY_BYTES);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, keys + 3 * SQUARE, KEY_BYTES);
+            _tile_loadd(7, keys + 3 * AMX_ROWS, KEY_BYTES);
             _tile_dpbf16ps(3, 4, 7);
         }
         float *scores = room.scores[0] + key;
         _tile_stored(0, scores, KEY_BYTES);
-        _tile_stored(1, scores + SQUARE, KEY_BYTES);
-        _tile_stored(2, scores + 2 * SQUARE, KEY_BYTES);
-        _tile_stored(3, scores + 3 * SQUARE, KEY_BYTES);
+        _tile_stored(1, scores + AMX_ROWS, KEY_BYTES);
+        _tile_stored(2, scores + 2 * AMX_ROWS, KEY_BYTES);
+        _tile_stored(3, scores + 3 * AMX_ROWS, KEY_BYTES);
     }
 }
 
@@ -51,46 +51,46 @@ INLINE void mix_squares(
     float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
     const int64_t bytes = width * sizeof(float);
     _tile_loadd(0, sums, bytes);
-    if constexpr (N > 1) _tile_loadd(1, sums + SQUARE, bytes);
-    if constexpr (N > 2) _tile_loadd(2, sums + 2 * SQUARE, bytes);
-    if constexpr (N > 3) _tile_loadd(3, sums + 3 * SQUARE, bytes);
-    for (int64_t step = 0; step < steps; ++step, values += SQUARE * width) {
+    if constexpr (N > 1) _tile_loadd(1, sums + AMX_ROWS, bytes);
+    if constexpr (N > 2) _tile_loadd(2, sums + 2 * AMX_ROWS, bytes);
+    if constexpr (N > 3) _tile_loadd(3, sums + 3 * AMX_ROWS, bytes);
+    for (int64_t step = 0; step < steps; ++step, values += AMX_ROWS * width) {
         _tile_loadd(4, shares + step * STEP, KEYS * sizeof(bf16));
         _tile_loadd(6, values, bytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (N > 1) {
-            _tile_loadd(7, values + SQUARE, bytes);
+            _tile_loadd(7, values + AMX_ROWS, bytes);
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (N > 2) {
-            _tile_loadd(6, values + 2 * SQUARE, bytes);
+            _tile_loadd(6, values + 2 * AMX_ROWS, bytes);
             _tile_dpbf16ps(2, 4, 6);
         }
         if constexpr (N > 3) {
-            _tile_loadd(7, values + 3 * SQUARE, bytes);
+            _tile_loadd(7, values + 3 * AMX_ROWS, bytes);
             _tile_dpbf16ps(3, 4, 7);
         }
     }
     _tile_stored(0, sums, bytes);
-    if constexpr (N > 1) _tile_stored(1, sums + SQUARE, bytes);
-    if constexpr (N > 2) _tile_stored(2, sums + 2 * SQUARE, bytes);
-    if constexpr (N > 3) _tile_stored(3, sums + 3 * SQUARE, bytes);
+    if constexpr (N > 1) _tile_stored(1, sums + AMX_ROWS, bytes);
+    if constexpr (N > 2) _tile_stored(2, sums + 2 * AMX_ROWS, bytes);
+    if constexpr (N > 3) _tile_stored(3, sums + 3 * AMX_ROWS, bytes);
 }
 
 // Add values (steps * SQUARE pairs of keys, width) by their shares (queries, KEYS) to the sums
 // (queries, width) of a tile of queries.
-INLINE void mix_on_squares(
+INLINE void mix_amx(
     float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
-    Squares::written();
-    int64_t left = width / SQUARE;
-    for (; left >= 4; left -= 4, sums += 4 * SQUARE, values += 4 * SQUARE)
+    AmxTiles::written();
+    int64_t left = width / AMX_ROWS;
+    for (; left >= 4; left -= 4, sums += 4 * AMX_ROWS, values += 4 * AMX_ROWS)
         mix_squares<4>(sums, width, shares, values, steps);
     switch (left) {
         case 3: mix_squares<3>(sums, width, shares, values, steps); break;
         case 2: mix_squares<2>(sums, width, shares, values, steps); break;
         case 1: mix_squares<1>(sums, width, shares, values, steps); break;
     }
-    Squares::written();
+    AmxTiles::written();
 }
 
 // Multiply what some queries have summed (queries, width) by what becomes of it, and fill up the
@@ -100,42 +100,42 @@ INLINE void ready_sums(
     const float *kept) {
     for (int64_t r = 0; r < queries; ++r, sums += width, shares += KEYS) {
         for (int64_t d = 0; kept[r] != 1.0f && d < width; d += LANES)
-            store(sums + d, mul(load(sums + d), all(kept[r])));
+            store(sums + d, mul(load(sums + d), splat(kept[r])));
         // What a step has beyond the keys weighs nothing.
         if (block.vectors() % 2) store(shares + block.vectors() * LANES, zeros());
     }
 }
 
 // Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
-static void meet_on_squares(
+static void attend_amx(
     const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    int64_t last, const KeyBlock &block, AttentionRoom<bf16> &room, Squares &squares) {
+    int64_t last, const KeyBlock &block, AttentionScratch<bf16> &room, AmxTiles &squares) {
     const int64_t steps = ceil_div(block.until, STEP), pairs = ceil_div(block.until, 2);
     std::memset(
         room.values + pairs * room.width, 0,
-        (steps * SQUARE - pairs) * room.width * sizeof(uint32_t));
+        (steps * AMX_ROWS - pairs) * room.width * sizeof(uint32_t));
     const int64_t before = head * task.queries * call.shape.queries_per_head;
-    Squares::written();
+    AmxTiles::written();
     const auto score = [&](int64_t query) {
-        const int64_t height = last - query < SQUARE ? last - query : SQUARE;
+        const int64_t height = last - query < AMX_ROWS ? last - query : AMX_ROWS;
         squares.shape(height, height);
-        score_on_squares(room.asked + (before + query) * room.square_words, block, room);
+        scores_amx(room.queries_transposed + (before + query) * room.square_words, block, room);
         return height;
     };
     int64_t height = score(first);
-    for (int64_t query = first; query < last; query += SQUARE) {
+    for (int64_t query = first; query < last; query += AMX_ROWS) {
         float *sums = room.sums + (before + query) * room.width;
-        float kept[SQUARE];
-        weigh_all(
+        float kept[AMX_ROWS];
+        softmax_weights_all(
             call, task, query, static_cast<int>(height), block, room.scores[0],
             room.top + before + query, room.mass + before + query, room.shares[0], kept);
         room.step();
         ready_sums(sums, room.width, room.shares[0], height, block, kept);
         // Squares wait for what has just been written, so others are computed in between.
         const int64_t here = height;
-        if (query + SQUARE < last) height = score(query + SQUARE);
+        if (query + AMX_ROWS < last) height = score(query + AMX_ROWS);
         squares.shape(here, here);
-        mix_on_squares(sums, room.width, room.shares[0], room.values, steps);
+        mix_amx(sums, room.width, room.shares[0], room.values, steps);
         room.step();
     }
 }

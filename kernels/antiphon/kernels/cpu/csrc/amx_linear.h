@@ -9,7 +9,7 @@
 
 // Which operand of its tiles a thread finds in the first-level cache: the other is told not to
 // drive it out.
-enum class Stays { rows, panel };
+enum class Resident { rows, panel };
 
 // The tiles of one chunk, one after the other. Between the products of one, the sums of the one
 // before are finished, and the memory is asked for what comes later: other units do that.
@@ -18,46 +18,46 @@ class SquareTiles {
     // How often a step asks the memory.
     static constexpr int64_t ASKS = 4;
 
-    SquareTiles(const PackedLinear &linear, void *y, Epilogue epilogue, Coming coming)
-        : linear_(linear), y_(y), epilogue_(epilogue), coming_(coming) {}
+    SquareTiles(const PackedLinear &linear, void *y, Epilogue epilogue, PrefetchRange prefetch)
+        : linear_(linear), y_(y), epilogue_(epilogue), prefetch_(prefetch) {}
 
     // Up to SQUARE_ROWS rows, the `row`-th of y and on, by a panel.
-    template <Stays STAYS>
+    template <Resident RESIDENT>
     void multiply(
         const bf16 *x, int64_t row, int64_t height, int64_t panel, const bf16 *weights) {
-        const int64_t upper = height < SQUARE ? height : SQUARE, lower = height - upper;
+        const int64_t upper = height < AMX_ROWS ? height : AMX_ROWS, lower = height - upper;
         squares_.shape(upper, lower);
-        if (lower) multiply<STAYS, true>(x, height, weights);
-        else multiply<STAYS, false>(x, height, weights);
+        if (lower) multiply<RESIDENT, true>(x, height, weights);
+        else multiply<RESIDENT, false>(x, height, weights);
         finish();
-        left_ = {finish_of<bf16>(linear_, panel, epilogue_), panel, row, height, sums_[side_][0]};
+        pending_ = {finish_of<bf16>(linear_, panel, epilogue_), panel, row, height, sums_[side_][0]};
         side_ ^= 1;
     }
 
     // Finish what is left.
-    void finish() { finish(left_.rows); }
+    void finish() { finish(pending_.rows); }
 
   private:
     // Rows of sums that are to be finished.
-    struct Left {
+    struct PendingRows {
         Finish finish;
         int64_t panel, row, rows;
         const float *sums;
     };
 
     __attribute__((always_inline)) void finish(int64_t rows) {
-        if (rows > left_.rows) rows = left_.rows;
+        if (rows > pending_.rows) rows = pending_.rows;
         if (rows == 0) return;
-        left_.finish(linear_, left_.panel, left_.row, rows, left_.sums, y_);
-        left_.row += rows;
-        left_.rows -= rows;
-        left_.sums += rows * PANEL;
+        pending_.finish(linear_, pending_.panel, pending_.row, rows, pending_.sums, y_);
+        pending_.row += rows;
+        pending_.rows -= rows;
+        pending_.sums += rows * PANEL;
     }
 
-    template <Stays STAYS, bool BOTH>
+    template <Resident RESIDENT, bool BOTH>
     void multiply(const bf16 *x, int64_t height, const bf16 *panel) {
         const int64_t inputs = linear_.inputs, whole = inputs / STEP * STEP;
-        a_step_ = ceil_div(left_.rows * STEP, inputs);
+        a_step_ = ceil_div(pending_.rows * STEP, inputs);
         _tile_zero(0);
         _tile_zero(1);
         if constexpr (BOTH) {
@@ -65,73 +65,73 @@ class SquareTiles {
             _tile_zero(3);
         }
         for (int64_t k = 0; k < whole; k += STEP)
-            step<STAYS, BOTH>(x + k, inputs, panel + k * PANEL);
+            step<RESIDENT, BOTH>(x + k, inputs, panel + k * PANEL);
         if (whole < inputs) last_step<BOTH>(x + whole, height, panel + whole * PANEL);
         constexpr int64_t STRIDE = PANEL * sizeof(float);
         float *sums = sums_[side_][0];
         _tile_stored(0, sums, STRIDE);
-        _tile_stored(1, sums + SQUARE, STRIDE);
+        _tile_stored(1, sums + AMX_ROWS, STRIDE);
         if constexpr (BOTH) {
-            _tile_stored(2, sums + SQUARE * PANEL, STRIDE);
-            _tile_stored(3, sums + SQUARE * PANEL + SQUARE, STRIDE);
+            _tile_stored(2, sums + AMX_ROWS * PANEL, STRIDE);
+            _tile_stored(3, sums + AMX_ROWS * PANEL + AMX_ROWS, STRIDE);
         }
-        Squares::written();
+        AmxTiles::written();
     }
 
-    template <Stays STAYS, bool BOTH>
+    template <Resident RESIDENT, bool BOTH>
     __attribute__((always_inline)) void step(const bf16 *x, int64_t stride, const bf16 *panel) {
         constexpr int64_t PAIRS = 2 * PANEL * sizeof(bf16);
         const int64_t bytes = stride * static_cast<int64_t>(sizeof(bf16));
-        Squares::written();
-        coming_.step();
-        LOAD(6, STAYS == Stays::rows, panel, PAIRS);
-        coming_.step();
-        LOAD(4, STAYS == Stays::panel, x, bytes);
+        AmxTiles::written();
+        prefetch_.step();
+        LOAD(6, RESIDENT == Resident::rows, panel, PAIRS);
+        prefetch_.step();
+        LOAD(4, RESIDENT == Resident::panel, x, bytes);
         _tile_dpbf16ps(0, 4, 6);
-        coming_.step();
-        LOAD(7, STAYS == Stays::rows, panel + 2 * SQUARE, PAIRS);
-        coming_.step();
+        prefetch_.step();
+        LOAD(7, RESIDENT == Resident::rows, panel + 2 * AMX_ROWS, PAIRS);
+        prefetch_.step();
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (BOTH) {
-            LOAD(5, STAYS == Stays::panel, x + SQUARE * stride, bytes);
+            LOAD(5, RESIDENT == Resident::panel, x + AMX_ROWS * stride, bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        Squares::written();
+        AmxTiles::written();
         finish(a_step_);
     }
 
     // Fewer inputs than a step has: what lies behind them is others', and must count for nothing.
     template <bool BOTH> void last_step(const bf16 *x, int64_t height, const bf16 *panel) {
-        alignas(64) bf16 rows[SQUARE_ROWS][STEP] = {};
-        alignas(64) bf16 pairs[SQUARE][2 * PANEL] = {};
+        alignas(64) bf16 rows[AMX_BLOCK_ROWS][STEP] = {};
+        alignas(64) bf16 pairs[AMX_ROWS][2 * PANEL] = {};
         const int64_t inputs = linear_.inputs, rest = inputs % STEP;
         for (int64_t r = 0; r < height; ++r)
             std::memcpy(rows[r], x + r * inputs, rest * sizeof(bf16));
         std::memcpy(pairs, panel, ceil_div(rest, 2) * sizeof(pairs[0]));
-        step<Stays::panel, BOTH>(rows[0], STEP, pairs[0]);
+        step<Resident::panel, BOTH>(rows[0], STEP, pairs[0]);
     }
 
     const PackedLinear &linear_;
     void *const y_;
     const Epilogue epilogue_;
-    Coming coming_;
-    Squares squares_;
-    Left left_ = {};
+    PrefetchRange prefetch_;
+    AmxTiles squares_;
+    PendingRows pending_ = {};
     int64_t a_step_ = 0;  // rows that are finished in a step
     int side_ = 0;
-    alignas(64) float sums_[2][SQUARE_ROWS][PANEL];
+    alignas(64) float sums_[2][AMX_BLOCK_ROWS][PANEL];
 };
 
 // What is asked of the memory while `tiles` tiles of rows meet some panels in so many steps: what
 // comes, and where the panels are read once, what lies a little further on in them.
-static Coming coming_beside(
+static PrefetchRange prefetch_beside(
     const PackedLinear &linear, int64_t panel, int64_t panels, int64_t tiles, int64_t asks,
-    Coming coming) {
+    PrefetchRange prefetch) {
     const char *weights = static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
-    if (tiles > 1) coming.share(asks);
-    else coming.share_beside(weights, panels * panel_bytes(linear), asks);
-    return coming;
+    if (tiles > 1) prefetch.share(asks);
+    else prefetch.share_beside(weights, panels * panel_bytes(linear), asks);
+    return prefetch;
 }
 
 // Call `body(first, height)` for each of so many tiles, of like height: 40 rows are 20 and 20.
@@ -144,13 +144,13 @@ template <class Body> INLINE void by_tiles(int64_t tiles, int64_t rows, Body &&b
 }
 
 // Rows x, the `first` of y and on, by some panels.
-static void linear_on_squares(
+static void linear_amx(
     const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const bf16 *x,
-    int64_t first, int64_t rows, void *y, Epilogue epilogue, Coming coming) {
-    const int64_t tiles = ceil_div(rows, SQUARE_ROWS), panels = panel_last - panel_first;
+    int64_t first, int64_t rows, void *y, Epilogue epilogue, PrefetchRange prefetch) {
+    const int64_t tiles = ceil_div(rows, AMX_BLOCK_ROWS), panels = panel_last - panel_first;
     const int64_t asks = tiles * panels * ceil_div(linear.inputs, STEP) * SquareTiles::ASKS;
     SquareTiles squares(
-        linear, y, epilogue, coming_beside(linear, panel_first, panels, tiles, asks, coming));
+        linear, y, epilogue, prefetch_beside(linear, panel_first, panels, tiles, asks, prefetch));
     const auto meet = [&](auto stays, int64_t row, int64_t height, int64_t panel) {
         const char *weights =
             static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
@@ -161,12 +161,12 @@ static void linear_on_squares(
     if (panels < tiles) {
         for (int64_t panel = panel_first; panel < panel_last; ++panel)
             by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
-                meet(std::integral_constant<Stays, Stays::panel>(), row, height, panel);
+                meet(std::integral_constant<Resident, Resident::panel>(), row, height, panel);
             });
     } else {
         by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
             for (int64_t panel = panel_first; panel < panel_last; ++panel)
-                meet(std::integral_constant<Stays, Stays::rows>(), row, height, panel);
+                meet(std::integral_constant<Resident, Resident::rows>(), row, height, panel);
         });
     }
     squares.finish();
@@ -174,8 +174,8 @@ static void linear_on_squares(
 
 #else
 
-static void linear_on_squares(
+static void linear_amx(
     const PackedLinear &, int64_t, int64_t, const bf16 *, int64_t, int64_t, void *, Epilogue,
-    Coming) {}
+    PrefetchRange) {}
 
 #endif

@@ -1,26 +1,26 @@
 // A task of attention: its queries go through the blocks of their keys (attention_block.h).
 
 template <class T, int R = TILE_QUERIES>
-INLINE void meet_block_by(
+INLINE void attend_tile_of(
     int64_t queries, const AttentionCall &call, const AttentionTask &task, int64_t head,
-    int64_t first, const KeyBlock &block, AttentionRoom<T> &room) {
+    int64_t first, const KeyBlock &block, AttentionScratch<T> &room) {
     if constexpr (R > 1) {
         if (queries < R)
-            return meet_block_by<T, R - 1>(queries, call, task, head, first, block, room);
+            return attend_tile_of<T, R - 1>(queries, call, task, head, first, block, room);
     }
-    meet_block<T, R>(call, task, head, first, block, room);
+    attend_tile<T, R>(call, task, head, first, block, room);
 }
 
 // Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
 template <class T>
-INLINE void meet_in_tiles(
+INLINE void attend_in_tiles(
     const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    int64_t last, const KeyBlock &block, AttentionRoom<T> &room) {
+    int64_t last, const KeyBlock &block, AttentionScratch<T> &room) {
     const int64_t tiles = ceil_div(last - first, TILE_QUERIES);
     for (int64_t i = 0; i < tiles; ++i) {
         // Tiles of like height: 7 queries are 4 and 3.
         const int64_t height = ceil_div(last - first, tiles - i);
-        meet_block_by<T>(height, call, task, head, first, block, room);
+        attend_tile_of<T>(height, call, task, head, first, block, room);
         first += height;
     }
 }
@@ -37,7 +37,7 @@ INLINE void write_out(
             const int64_t query_head = (task.head + head) * group + i % group;
             const int64_t at = (token * call.shape.heads * group + query_head) * size;
             T *out = static_cast<T *>(call.out) + at;
-            const F32 inverse = all(call.cache.value_scale / mass[row]);
+            const F32 inverse = splat(call.cache.value_scale / mass[row]);
             for (int64_t d = 0; d < size; d += LANES) {
                 // Adding zero makes one zero of both: the sign of a zero product may depend on
                 // keys beyond the query.
@@ -68,20 +68,20 @@ INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task
 // Where the tokens of the next block lie; after the last one, those of the first block of the task
 // that most likely follows.
 template <class T>
-INLINE void locate_coming(
+INLINE void next_token_offsets(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
     const KeyBlock &next, int64_t (&offsets)[KEYS]) {
     const bool alike =
         following && following->head == task.head && following->heads == task.heads;
     if (next.until <= 0 && alike)
-        locate(call, following->row, first_block<T>(call, *following), offsets);
-    else locate(call, task.row, next, offsets);
+        token_offsets(call, following->row, first_block<T>(call, *following), offsets);
+    else token_offsets(call, task.row, next, offsets);
 }
 
 // Bytes of a number of the cache.
 INLINE int item_bytes(const CacheShape &shape) {
-    if (shape.kept != Kept::number) return 1;
-    return shape.number == Number::bf16 ? sizeof(bf16) : sizeof(float);
+    if (shape.format != CacheFormat::model) return 1;
+    return shape.dtype == Dtype::bf16 ? sizeof(bf16) : sizeof(float);
 }
 
 // Where the keys and values of a task's first head begin in the cache.
@@ -95,17 +95,17 @@ struct TaskBases {
     }
 };
 
-INLINE Ahead ahead_of(const AttentionCall &call, const AttentionTask &task) {
+INLINE TokenPrefetcher ahead_of(const AttentionCall &call, const AttentionTask &task) {
     const int64_t item = item_bytes(call.shape);
     return {task.heads * call.shape.head_size * item, item};
 }
 
 // Call `body` with a number of what keys and values are kept as.
-template <class T, class Body> INLINE void by_kept(const CacheShape &shape, Body &&body) {
-    switch (shape.kept) {
-        case Kept::number: return body(T());
-        case Kept::e4m3: return body(E4m3());
-        case Kept::e5m2: return body(E5m2());
+template <class T, class Body> INLINE void by_cache_format(const CacheShape &shape, Body &&body) {
+    switch (shape.format) {
+        case CacheFormat::model: return body(T());
+        case CacheFormat::e4m3: return body(E4m3());
+        case CacheFormat::e5m2: return body(E5m2());
     }
 }
 
@@ -115,10 +115,10 @@ INLINE void through_blocks(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
     int64_t (&offsets)[2][KEYS], Body &&body) {
     KeyBlock block = first_block<T>(call, task);
-    locate(call, task.row, block, offsets[0]);
+    token_offsets(call, task.row, block, offsets[0]);
     for (int side = 0; block.until > 0; side ^= 1) {
         const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
-        locate_coming<T>(call, task, following, next, offsets[side ^ 1]);
+        next_token_offsets<T>(call, task, following, next, offsets[side ^ 1]);
         body(block, offsets[side], offsets[side ^ 1]);
         block = next;
     }
@@ -130,9 +130,9 @@ static void attend(
     static thread_local Scratch scratch;
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
     const TaskBases bases(call, task);
-    AttentionRoom<T> room(scratch, call, task, ahead_of(call, task));
-    Squares squares;
-    if constexpr (ON_SQUARES<T>) gather_queries(call, task, room);
+    AttentionScratch<T> room(scratch, call, task, ahead_of(call, task));
+    AmxTiles squares;
+    if constexpr (USES_AMX<T>) gather_queries(call, task, room);
     const auto meet = [&](const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
         room.ahead.begin({bases.keys, coming, KEYS}, {bases.values, coming, KEYS}, {});
         // Queries before the block see nothing of it, nor do those whose window lies behind it.
@@ -140,13 +140,13 @@ static void attend(
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t head = 0; head < task.heads; ++head) {
-            by_kept<T>(call.shape, [&](auto kept) {
-                lay_out<T, decltype(kept)>(call, task.head + head, block, offsets, room);
+            by_cache_format<T>(call.shape, [&](auto kept) {
+                transpose_block<T, decltype(kept)>(call, task.head + head, block, offsets, room);
             });
-            if constexpr (ON_SQUARES<T>)
-                meet_on_squares(
+            if constexpr (USES_AMX<T>)
+                attend_amx(
                     call, task, head, first * group, last * group, block, room, squares);
-            else meet_in_tiles(call, task, head, first * group, last * group, block, room);
+            else attend_in_tiles(call, task, head, first * group, last * group, block, room);
         }
     };
     through_blocks<T>(call, task, following, room.offsets, meet);

@@ -13,13 +13,13 @@
 
 // On squares a block is twice as long: sums are taken up and put down once a block.
 static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
-template <class T> static constexpr int BLOCK_KEYS = ON_SQUARES<T> ? KEYS : 64;
+template <class T> static constexpr int BLOCK_KEYS = USES_AMX<T> ? KEYS : 64;
 static constexpr int KEY_VECTORS = KEYS / LANES;
 // A register tile: so many queries by so many vectors.
 static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
 static constexpr int TILE_VECTORS = ANTIPHON_AVX512 ? 4 : 2;
 // How many queries a tile may have, on squares too.
-static constexpr int ROOM_QUERIES = TILE_QUERIES > SQUARE ? TILE_QUERIES : SQUARE;
+static constexpr int ROOM_QUERIES = TILE_QUERIES > AMX_ROWS ? TILE_QUERIES : AMX_ROWS;
 // How often, a block and head, the memory is asked for what comes next.
 static constexpr int AHEAD_STEPS = 2 * KEY_VECTORS + 2;
 // Below any score, and still finite, so that what was never seen has no weight and no NaN.
@@ -36,7 +36,7 @@ struct KeyBlock {
 
 // Asks the memory for tokens to come, a few lines at a time between the sums of what is there: the
 // pages lie apart, so the hardware does not see where it goes on, and it holds few questions.
-class Ahead {
+class TokenPrefetcher {
   public:
     static constexpr int64_t LINE = 64;
 
@@ -48,7 +48,7 @@ class Ahead {
     };
 
     // Of each token `bytes` are read, in values of `item` bytes.
-    Ahead(int64_t bytes, int64_t item) : bytes_(bytes), item_(item) {}
+    TokenPrefetcher(int64_t bytes, int64_t item) : bytes_(bytes), item_(item) {}
 
     // From now on, ask for these.
     void begin(const Run &first, const Run &second, const Run &third) {
@@ -91,24 +91,24 @@ class Ahead {
 };
 
 // What one task works in, cut from the thread's scratch memory.
-template <class T> struct AttentionRoom {
+template <class T> struct AttentionScratch {
     int64_t words, width;  // words of a head; columns of a row of sums, whole vectors
     uint32_t *keys;        // (words, KEYS)
     uint32_t *values;      // (KEYS / WORD_VALUES, width)
     float *sums;           // (queries of all heads, width)
     float *top, *mass;     // (queries of all heads,) running maximum and sum
-    T *nothing;            // (H, D) zeros, in the place of keys that nobody may read
-    uint32_t *asked;       // (queries of all heads, square_words) for squares alone
+    T *zero_row;            // (H, D) zeros, in the place of keys that nobody may read
+    uint32_t *queries_transposed;       // (queries of all heads, square_words) for squares alone
     int64_t square_words;  // words of a head, whole steps of a square
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
     // Offsets of a block's tokens in the cache, in values; -1 for those that nobody may read.
     int64_t offsets[2][KEYS];
-    Ahead ahead;
+    TokenPrefetcher ahead;
     int64_t lines_ahead;  // that are asked for at a time
 
-    AttentionRoom(
-        Scratch &scratch, const AttentionCall &call, const AttentionTask &task, const Ahead &ahead)
+    AttentionScratch(
+        Scratch &scratch, const AttentionCall &call, const AttentionTask &task, const TokenPrefetcher &ahead)
         : ahead(ahead),
           lines_ahead(ceil_div(ahead.lines(2 * KEYS), AHEAD_STEPS * task.heads)) {
         const CacheShape &shape = call.shape;
@@ -116,21 +116,21 @@ template <class T> struct AttentionRoom {
         words = shape.head_size / WORD_VALUES<T>;
         width = ceil_div(shape.head_size, LANES) * LANES;
         const int64_t padded = ceil_div(queries, LANES) * LANES;
-        square_words = ceil_div(words, SQUARE) * SQUARE;
+        square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
         const int64_t sizes[] = {
             square_words * KEYS, KEYS / WORD_VALUES<T> * width, padded * width, padded, padded,
             ceil_div(shape.heads * words, LANES) * LANES,
-            ON_SQUARES<T> ? padded * square_words : 0};
+            USES_AMX<T> ? padded * square_words : 0};
         int64_t total = 0;
         for (const int64_t size : sizes) total += size;
-        auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
+        auto *at = static_cast<uint32_t *>(scratch.reserve(total * sizeof(uint32_t)));
         keys = at;
         values = keys + sizes[0];
         sums = reinterpret_cast<float *>(values + sizes[1]);
         top = sums + sizes[2];
         mass = top + sizes[3];
-        nothing = reinterpret_cast<T *>(mass + sizes[4]);
-        asked = reinterpret_cast<uint32_t *>(nothing) + sizes[5];
+        zero_row = reinterpret_cast<T *>(mass + sizes[4]);
+        queries_transposed = reinterpret_cast<uint32_t *>(zero_row) + sizes[5];
         // Columns beyond the head are read, and so must hold numbers.
         if (width != shape.head_size) std::memset(values, 0, sizes[1] * sizeof(uint32_t));
         std::memset(keys + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
@@ -140,12 +140,12 @@ template <class T> struct AttentionRoom {
     }
 
     // Into the second level: a block of all heads has 48 KiB and more, and would drive itself out of
-    // the first. On squares many queries share a block, and few ask otherwise (amx_few.h).
-    void step() { ahead.step<ON_SQUARES<T> ? _MM_HINT_T0 : _MM_HINT_T1>(lines_ahead); }
+    // the first. On squares many queries share a block, and few ask otherwise (amx_small_m.h).
+    void step() { ahead.step<USES_AMX<T> ? _MM_HINT_T0 : _MM_HINT_T1>(lines_ahead); }
 };
 
 // Where the tokens of a block lie in the cache.
-INLINE void locate(
+INLINE void token_offsets(
     const AttentionCall &call, int32_t row, const KeyBlock &block, int64_t (&offsets)[KEYS]) {
     const int64_t size = call.shape.page_tokens;
     const int64_t token = call.shape.heads * call.shape.head_size;
@@ -162,14 +162,14 @@ INLINE void locate(
 
 // Lay out one head's keys and values of a block, which are kept as K.
 template <class T, class K>
-INLINE void lay_out(
+INLINE void transpose_block(
     const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
-    AttentionRoom<T> &room) {
+    AttentionScratch<T> &room) {
     const int64_t size = call.shape.head_size;
-    const K *nothing = reinterpret_cast<const K *>(room.nothing);  // zeros are zeros in each format
+    const K *zero_row = reinterpret_cast<const K *>(room.zero_row);  // zeros are zeros in each format
     const auto find = [&](const void *cache, int key) {
         const K *base = static_cast<const K *>(cache) + head * size;
-        return offsets[key] < 0 ? nothing : base + offsets[key];
+        return offsets[key] < 0 ? zero_row : base + offsets[key];
     };
     for (int v = 0; v < block.vectors(); ++v) {
         const K *rows[LANES];
@@ -197,7 +197,7 @@ INLINE void add_products(
         for (int v = 0; v < V; ++v) columns[v] = load_int(words + v * LANES);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            const I32 word = all_words(each[r] + step);
+            const I32 word = splat_words(each[r] + step);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) acc[r][v] = dot_words<T>(acc[r][v], columns[v], word);
         }
@@ -231,13 +231,13 @@ INLINE F32 unseen_outside(int from, int until) {
 // 2^x for x <= 0, within 2 units in the last place; a NaN stays one. Below 2^-125 it is zero: what
 // is no longer a normal number would take a hundred times as long.
 INLINE F32 power_of_two(F32 x) {
-    const F32 least = all(-125.0f), within = max(least, x);
+    const F32 least = splat(-125.0f), within = max(least, x);
     const F32 n = round_even(within), r = sub(within, n);
-    F32 p = fma(all(1.3333558e-3f), r, all(9.6181291e-3f));
-    p = fma(p, r, all(5.5504109e-2f));
-    p = fma(p, r, all(2.4022651e-1f));
-    p = fma(p, r, all(6.9314718e-1f));
-    return zero_below(x, least, scale_by_power(fma(p, r, all(1.0f)), n));
+    F32 p = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
+    p = fma(p, r, splat(5.5504109e-2f));
+    p = fma(p, r, splat(2.4022651e-1f));
+    p = fma(p, r, splat(6.9314718e-1f));
+    return zero_below(x, least, scale_by_power(fma(p, r, splat(1.0f)), n));
 }
 
 // Call `body` with a number of vectors, 1 .. KEY_VECTORS, as a constant.
@@ -251,23 +251,23 @@ template <int V = KEY_VECTORS, class Body> INLINE float by_vectors(int vectors, 
 // `top` and `mass` are its running maximum, in powers of two, and sum. Returns what becomes of all
 // that was summed under the old maximum.
 template <class T, int V>
-INLINE float weigh(
+INLINE float softmax_weights(
     const float *scores, float scale, int from, int until, float &top, float &mass, T *shares) {
-    F32 scaled[V], most = all(top);
+    F32 scaled[V], most = splat(top);
     for (int v = 0; v < V; ++v) {
-        scaled[v] = mul(load(scores + v * LANES), all(scale));
+        scaled[v] = mul(load(scores + v * LANES), splat(scale));
         if (from > v * LANES || until < (v + 1) * LANES)
             scaled[v] = add(scaled[v], unseen_outside(from - v * LANES, until - v * LANES));
         most = max(most, scaled[v]);
     }
-    const float before = top, after = greatest(most);
+    const float before = top, after = reduce_max(most);
     F32 total = zeros();
     for (int v = 0; v < V; ++v) {
-        const F32 share = power_of_two(sub(scaled[v], all(after)));
+        const F32 share = power_of_two(sub(scaled[v], splat(after)));
         store(shares + v * LANES, share);
         total = add(total, rounded<T>(share));
     }
-    const float kept = before == after ? 1.0f : lane_0(power_of_two(all(before - after)));
+    const float kept = before == after ? 1.0f : lane_0(power_of_two(splat(before - after)));
     top = after;
     mass = mass * kept + sum(total);
     return kept;
@@ -285,7 +285,7 @@ INLINE const T *query_at(
 // The scores (queries, KEYS) of some queries of a head, from `first` of the task's on, become
 // weights; `kept` is what becomes of what each has summed.
 template <class T>
-INLINE void weigh_all(
+INLINE void softmax_weights_all(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
     const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept) {
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
@@ -296,7 +296,7 @@ INLINE void weigh_all(
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
         const float scale = call.scale * call.cache.key_scale * LOG2_E;
         const auto weigh_in = [&](auto vectors) {
-            return weigh<T, vectors>(scores, scale, from, until, top[r], mass[r], shares);
+            return softmax_weights<T, vectors>(scores, scale, from, until, top[r], mass[r], shares);
         };
         kept[r] = by_vectors(block.vectors(), weigh_in);
     }
@@ -304,9 +304,9 @@ INLINE void weigh_all(
 
 // R queries of one head, from `first` of the task's on, meet a block that is laid out.
 template <class T, int R>
-static void meet_block(
+static void attend_tile(
     const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    const KeyBlock &block, AttentionRoom<T> &room) {
+    const KeyBlock &block, AttentionScratch<T> &room) {
     const uint32_t *each[R];
     for (int r = 0; r < R; ++r) each[r] = words_of(query_at<T>(call, task, head, first + r));
     in_tiles(block.vectors(), [&](auto count, int64_t v) {
@@ -321,7 +321,7 @@ static void meet_block(
     room.step();
     const int64_t row = head * task.queries * call.shape.queries_per_head + first;
     float kept[R];
-    weigh_all(
+    softmax_weights_all(
         call, task, first, R, block, room.scores[0], room.top + row, room.mass + row,
         room.shares[0], kept);
 
@@ -332,7 +332,7 @@ static void meet_block(
         float *sums = room.sums + row * room.width + v * LANES;
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i)
-                acc[r][i] = mul(load(sums + r * room.width + i * LANES), all(kept[r]));
+                acc[r][i] = mul(load(sums + r * room.width + i * LANES), splat(kept[r]));
         const int64_t steps = ceil_div(block.until, WORD_VALUES<T>);
         add_products<T>(acc, each, room.values + v * LANES, room.width, steps);
         for (int r = 0; r < R; ++r)

@@ -6,8 +6,8 @@ static void attention_task(
     const AttentionCall &call, const AttentionTask *tasks, int64_t count, int64_t i, int threads) {
     // Most likely this thread's next one, whose keys it asks the memory for at the end of this.
     const AttentionTask *following = i + threads < count ? tasks + i + threads : nullptr;
-    if (call.shape.number != Number::bf16) attend<float>(call, tasks[i], following);
-    else if (are_few(call, tasks[i])) attend_few(call, tasks[i], following);
+    if (call.shape.dtype != Dtype::bf16) attend<float>(call, tasks[i], following);
+    else if (is_small_m(call, tasks[i])) attend_small_m(call, tasks[i], following);
     else attend<bf16>(call, tasks[i], following);
 }
 
@@ -15,7 +15,7 @@ static void attention_task(
 static void attention_call(
     const AttentionCall &call, const AttentionTask *tasks, int64_t count, int threads) {
     Phase phase = {};
-    in_team(threads, &phase, [&](Member &team) {
+    in_team(threads, &phase, [&](TeamThread &team) {
         team.run(count, [&](int64_t i) { attention_task(call, tasks, count, i, team.threads()); });
     });
 }

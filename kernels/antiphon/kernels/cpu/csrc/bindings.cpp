@@ -79,7 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("isa", [] { return std::string(kernels().isa); }, "The one in use.");
     module.def("use_isa", use_isa, "Use another one; for tests, while no kernel runs.");
     module.def(
-        "computing_s", Computing::seconds,
+        "kernel_cpu_s", KernelTimer::seconds,
         "Processor time that calling threads have spent in kernels.");
     bind_linear(module);
     bind_memory(module);

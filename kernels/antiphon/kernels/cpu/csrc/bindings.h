@@ -22,12 +22,12 @@ int threads();
 
 // While it lives a kernel runs: the interpreter is free for other threads, and the processor time
 // of this one is counted.
-class Computing {
+class KernelTimer {
   public:
-    Computing() : began_(thread_ns()) {}
-    Computing(const Computing &) = delete;
-    Computing &operator=(const Computing &) = delete;
-    ~Computing() { total_ += thread_ns() - began_; }
+    KernelTimer() : began_(thread_ns()) {}
+    KernelTimer(const KernelTimer &) = delete;
+    KernelTimer &operator=(const KernelTimer &) = delete;
+    ~KernelTimer() { total_ += thread_ns() - began_; }
 
     // Of all threads that have called kernels so far; their teams' other members are not counted.
     static double seconds() { return static_cast<double>(total_) * 1e-9; }

@@ -26,7 +26,7 @@ at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
     check_rows(rows);
     at::Tensor out = at::empty_like(rows);
     const NormCall call = {
-        .number = number_of(rows),
+        .dtype = dtype_of(rows),
         .rows = rows.size(0),
         .size = rows.size(1),
         .x = rows.const_data_ptr(),
@@ -38,7 +38,7 @@ at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
         .finite = nullptr,
     };
     const int team = threads();
-    const Computing computing;
+    const KernelTimer computing;
     kernels().norm(call, team);
     return out;
 }
@@ -52,7 +52,7 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
     TORCH_CHECK(stream.scalar_type() == rows.scalar_type(), "x and residual have one dtype");
     at::Tensor out = at::empty_like(rows), total = at::empty_like(rows);
     const NormCall call = {
-        .number = number_of(rows),
+        .dtype = dtype_of(rows),
         .rows = rows.size(0),
         .size = rows.size(1),
         .x = rows.const_data_ptr(),
@@ -65,7 +65,7 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
     };
     const int team = threads();
     {
-        const Computing computing;
+        const KernelTimer computing;
         kernels().norm(call, team);
     }
     return {out, total};
@@ -75,13 +75,13 @@ at::Tensor silu_mul(const at::Tensor &gate_up) {
     const at::Tensor rows = gate_up.contiguous();
     check_rows(rows);
     TORCH_CHECK(rows.size(1) % 2 == 0, "gate_up is (rows, 2 * width)");
-    const Number number = number_of(rows);
+    const Dtype dtype = dtype_of(rows);
     const int64_t width = rows.size(1) / 2;
     at::Tensor out = at::empty({rows.size(0), width}, rows.options());
     const int team = threads();
-    const Computing computing;
+    const KernelTimer computing;
     kernels().gate(
-        number, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
+        dtype, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
     return out;
 }
 
@@ -89,27 +89,27 @@ at::Tensor silu_mul(const at::Tensor &gate_up) {
 Optional finite_rows(const at::Tensor &x) {
     const at::Tensor rows = x.contiguous();
     check_rows(rows);
-    const Number number = number_of(rows);
+    const Dtype dtype = dtype_of(rows);
     at::Tensor finite = at::empty({rows.size(0)}, rows.options().dtype(at::kBool));
     auto *flags = finite.mutable_data_ptr<bool>();
     const int team = threads();
     {
-        const Computing computing;
+        const KernelTimer computing;
         kernels().finite(
-            number, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
+            dtype, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
     }
     if (all_true(finite)) return std::nullopt;
     return finite;
 }
 
-at::Tensor greatest(const at::Tensor &x) {
+at::Tensor argmax(const at::Tensor &x) {
     const at::Tensor rows = x.contiguous();
     check_rows(rows);
     TORCH_CHECK(rows.scalar_type() == at::kFloat, "x is (rows, size) float32");
     at::Tensor found = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
     const int team = threads();
-    const Computing computing;
-    kernels().greatest(
+    const KernelTimer computing;
+    kernels().argmax(
         rows.const_data_ptr<float>(), rows.size(0), rows.size(1),
         found.mutable_data_ptr<int64_t>(), team);
     return found;
@@ -124,8 +124,8 @@ std::pair<CacheShape, LayerCache> cache_of(
     const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
     TORCH_CHECK(keys.numel() > 0, "a cache has room");
     const CacheShape shape = {
-        .number = number_of(like),
-        .kept = kept_of(keys, like),
+        .dtype = dtype_of(like),
+        .format = cache_format_of(keys, like),
         .pages = keys.size(0),
         .page_tokens = keys.size(1),
         .heads = keys.size(2),
@@ -136,7 +136,7 @@ std::pair<CacheShape, LayerCache> cache_of(
     return {shape, cache};
 }
 
-at::Tensor ready_heads(
+at::Tensor qk_norm_rope_store(
     const at::Tensor &heads, const at::Tensor &cos, const at::Tensor &sin, const at::Tensor &keys,
     const at::Tensor &values, const at::Tensor &places, const Optional &query_norm,
     const Optional &key_norm, double eps, const Scales &scales) {
@@ -157,7 +157,7 @@ at::Tensor ready_heads(
         TORCH_CHECK_INDEX(
             0 <= place[i] && place[i] < shape.pages * shape.page_tokens, "no place ", place[i]);
     at::Tensor q = at::empty({tokens, queries, shape.head_size}, all.options());
-    const HeadsCall call = {
+    const QkNormRopeCall call = {
         .shape = shape,
         .cache = cache,
         .places = place,
@@ -173,17 +173,17 @@ at::Tensor ready_heads(
         .q_stride = queries * shape.head_size,
     };
     const int team = threads();
-    const Computing computing;
-    kernels().heads(call, tokens, team);
+    const KernelTimer computing;
+    kernels().qk_norm_rope_store(call, tokens, team);
     return q;
 }
 
 at::Tensor paged_attention(
-    const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, const Rows &rows,
+    const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, const AttentionMetadata &rows,
     double scale, const Scales &scales) {
     const at::Tensor queries = q.contiguous();
     const auto [found, cache] = cache_of(keys, values, scales, queries);
-    const CacheShape shape = rows.shape_in(found.number, found.kept, found.pages);
+    const CacheShape shape = rows.shape_in(found.dtype, found.format, found.pages);
     TORCH_CHECK(
         found.page_tokens == shape.page_tokens && found.heads == shape.heads &&
             found.head_size == shape.head_size,
@@ -204,7 +204,7 @@ at::Tensor paged_attention(
     };
     const auto &tasks = rows.tasks();
     const int team = threads();
-    const Computing computing;
+    const KernelTimer computing;
     kernels().attention(call, tasks.data(), static_cast<int64_t>(tasks.size()), team);
     return out;
 }
@@ -213,11 +213,11 @@ at::Tensor paged_attention(
 
 void bind_attention(py::module_ &module) {
     // A stack keeps the rows of its last pass.
-    py::class_<Rows, std::shared_ptr<Rows>>(module, "Rows")
+    py::class_<AttentionMetadata, std::shared_ptr<AttentionMetadata>>(module, "AttentionMetadata")
         .def(
             py::init<
-                int64_t, int64_t, int64_t, int64_t, int64_t, Rows::Ints, Rows::Ints,
-                const Rows::Ints &>(),
+                int64_t, int64_t, int64_t, int64_t, int64_t, AttentionMetadata::Ints, AttentionMetadata::Ints,
+                const AttentionMetadata::Ints &>(),
             py::kw_only(), py::arg("page_tokens"), py::arg("heads"), py::arg("queries_per_head"),
             py::arg("head_size"), py::arg("window"), py::arg("tables"), py::arg("query_len"),
             py::arg("kv_len"));
@@ -225,7 +225,7 @@ void bind_attention(py::module_ &module) {
     module.def("add_rmsnorm", add_rmsnorm);
     module.def("silu_mul", silu_mul);
     module.def("finite_rows", finite_rows);
-    module.def("greatest", greatest);
-    module.def("ready_heads", ready_heads);
+    module.def("argmax", argmax);
+    module.def("qk_norm_rope_store", qk_norm_rope_store);
     module.def("paged_attention", paged_attention);
 }

@@ -31,7 +31,7 @@ Shape shape_of(Weights weights) {
 }  // namespace
 
 Linear::Linear(
-    Weights weights, Number number, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
+    Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
     std::optional<at::Tensor> scales, std::optional<at::Tensor> bias)
     : panels_(std::move(panels)),
       scales_(std::move(scales)),
@@ -45,7 +45,7 @@ Linear::Linear(
     const bool int8 = weights == Weights::int8 || weights == Weights::int8_dynamic;
     const Shape shape = shape_of(weights);
     TORCH_CHECK(
-        int8 || number == (weights == Weights::bf16 ? Number::bf16 : Number::f32),
+        int8 || dtype == (weights == Weights::bf16 ? Dtype::bf16 : Dtype::f32),
         "weights that are not quantized have the number format of activations");
     TORCH_CHECK(
         panels_.is_cpu() && panels_.is_contiguous() && panels_.scalar_type() == shape.type &&
@@ -62,7 +62,7 @@ Linear::Linear(
     TORCH_CHECK(scales_.has_value() == int8, "int8 weights have scales, others have none");
     packed_ = {
         .weights = weights,
-        .number = number,
+        .dtype = dtype,
         .halves = halves,
         .inputs = inputs,
         .outputs = outputs,
@@ -73,7 +73,7 @@ Linear::Linear(
 }
 
 at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
-    const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
+    const auto type = packed_.dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat;
     TORCH_CHECK(
         x.is_cpu() && x.dim() == 2 && x.size(1) == packed_.inputs && x.scalar_type() == type,
         "x must be (rows, ", packed_.inputs, ") in ", type, ", got ", x.sizes(), " in ",
@@ -87,7 +87,7 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
     at::Tensor y = at::empty({rows.size(0), columns}, x.options().dtype(kept));
     if (rows.size(0) > 0) {
         const int team = threads();
-        const Computing computing;
+        const KernelTimer computing;
         kernels().linear(
             packed_, rows.const_data_ptr(), rows.size(0), y.mutable_data_ptr(), epilogue, team);
     }
@@ -102,7 +102,7 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     TORCH_CHECK(
         rows.is_cpu() && rows.dim() == 2 && rows.size(1) == width && rows.is_contiguous(),
         "rows must be (rows, ", width, ") in one piece, got ", rows.sizes());
-    const Number number = number_of(rows);
+    const Dtype dtype = dtype_of(rows);
     TORCH_CHECK(
         scales_ || rows.scalar_type() == shape.type, "rows are laid out as they are: ", shape.type);
     TORCH_CHECK(
@@ -116,7 +116,7 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     const PackCall call = {
         .linear = packed_,
         .rows = rows.const_data_ptr(),
-        .number = number,
+        .dtype = dtype,
         .count = count,
         .lanes = lanes,
         .width = width,
@@ -127,7 +127,7 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     };
     // Others read meanwhile what comes next: a team that waits for their core is slower than none.
     const int team = std::max(threads() - 1, 1);
-    const Computing computing;
+    const KernelTimer computing;
     kernels().pack(call, team);
 }
 
@@ -140,10 +140,10 @@ at::Tensor Linear::rows(const at::Tensor &outputs) const {
     for (int64_t i = 0; i < ids.size(0); ++i)
         TORCH_CHECK_INDEX(
             data[i] >= 0 && data[i] < packed_.outputs, "there is no output ", data[i]);
-    const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
+    const auto type = packed_.dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat;
     at::Tensor y = at::empty({ids.size(0), packed_.inputs}, at::TensorOptions(type));
     const int team = threads();
-    const Computing computing;
+    const KernelTimer computing;
     kernels().linear_rows(packed_, data, ids.size(0), y.mutable_data_ptr(), team);
     return y;
 }
@@ -154,13 +154,13 @@ void bind_linear(py::module_ &module) {
         .value("f32", Weights::f32)
         .value("int8", Weights::int8)
         .value("int8_dynamic", Weights::int8_dynamic);
-    py::enum_<Number>(module, "Number").value("bf16", Number::bf16).value("f32", Number::f32);
+    py::enum_<Dtype>(module, "Dtype").value("bf16", Dtype::bf16).value("f32", Dtype::f32);
     py::class_<Linear>(module, "Linear")
         .def(
             py::init<
-                Weights, Number, bool, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>,
+                Weights, Dtype, bool, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>,
                 std::optional<at::Tensor>>(),
-            py::kw_only(), py::arg("weights"), py::arg("number"), py::arg("halves"),
+            py::kw_only(), py::arg("weights"), py::arg("dtype"), py::arg("halves"),
             py::arg("inputs"), py::arg("outputs"), py::arg("panels"), py::arg("scales"),
             py::arg("bias"))
         .def("multiply", [](const Linear &self, const at::Tensor &x) {

@@ -19,15 +19,15 @@
 namespace {
 
 using Optional = std::optional<at::Tensor>;
-using Ints = Rows::Ints;
-using RowsOfGroups = std::vector<std::shared_ptr<Rows>>;
+using Ints = AttentionMetadata::Ints;
+using GroupMetadata = std::vector<std::shared_ptr<AttentionMetadata>>;
 
 // Memory of a result that is written again once nobody has that result any more: fresh memory costs
 // microseconds of cold code, and the kernel zeroes what is large page by page.
-class Reused {
+class ReusableTensor {
   public:
     // Room for a result, until the next call; what was given away is left alone.
-    void *room(at::IntArrayRef sizes, at::ScalarType type) {
+    void *reserve(at::IntArrayRef sizes, at::ScalarType type) {
         // Views and arrays count, too: each of them holds the memory.
         if (!own_.defined() || own_.storage().use_count() > 1 || own_.scalar_type() != type ||
             own_.sizes() != sizes) {
@@ -38,7 +38,7 @@ class Reused {
     }
 
     // What was written there.
-    at::Tensor given() const {
+    at::Tensor tensor() const {
         at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
             c10::Storage(own_.storage()), own_.key_set(), own_.dtype());
         result.unsafeGetTensorImpl()->set_sizes_contiguous(own_.sizes());
@@ -56,8 +56,8 @@ Ints ints_of(py::handle array) {
     static const PyObject *int32 = py::dtype::of<int32_t>().release().ptr();
     const auto &api = py::detail::npy_api::get();
     if (api.PyArray_Check_(array.ptr())) {
-        const auto *said = py::detail::array_proxy(array.ptr());
-        if (said->descr == int32 && (said->flags & py::array::c_style) != 0)
+        const auto *info = py::detail::array_proxy(array.ptr());
+        if (info->descr == int32 && (info->flags & py::array::c_style) != 0)
             return py::reinterpret_borrow<Ints>(array);
     }
     Ints made = Ints::ensure(array);
@@ -70,7 +70,7 @@ class Stack {
     Stack(at::Tensor final_norm, double eps, double scale)
         : final_norm_(std::move(final_norm)),
           hidden_(final_norm_.numel()),
-          number_(number_of(final_norm_)),
+          dtype_(dtype_of(final_norm_)),
           eps_(static_cast<float>(eps)),
           scale_(static_cast<float>(scale)) {
         TORCH_CHECK(
@@ -96,8 +96,8 @@ class Stack {
             layers_.empty() || layers_.front().qkv.outputs == first.outputs,
             "all layers have the same heads");
         const CacheShape shape = {
-            .number = number_,
-            .kept = kept_of(keys, final_norm_),
+            .dtype = dtype_,
+            .format = cache_format_of(keys, final_norm_),
             .pages = keys.size(0),
             .page_tokens = keys.size(1),
             .heads = heads,
@@ -108,7 +108,7 @@ class Stack {
         note_shape(group, shape);
         mixed_ = std::max(mixed_, out.packed().inputs);
         width_ = std::max(width_, last.inputs);
-        goes_on_ = false;
+        can_decode_next_ = false;
         TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
         layers_.push_back({
             .qkv = first,
@@ -134,7 +134,7 @@ class Stack {
             (embedding != nullptr) != table.has_value(), "embeddings are a linear's, or a table");
         const PackedLinear &last = head.packed();
         check_linear(last, hidden_, last.outputs);
-        goes_on_ = false;
+        can_decode_next_ = false;
         ends_ = StackEnds{};
         ends_->head = &last;
         if (table) {
@@ -154,8 +154,8 @@ class Stack {
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
         at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
-        RowsOfGroups rows) {
-        goes_on_ = false;
+        GroupMetadata rows) {
+        can_decode_next_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
                 residual.is_contiguous() &&
@@ -177,24 +177,24 @@ class Stack {
     // of each row the same; the first of its greatest (L,). A bare result has the last alone, if
     // all numbers are finite: to make Python's tensors takes as long as all other glue.
     Scores score(
-        const Ints &ids, const Ints &wanted, const at::Tensor &cos, const at::Tensor &sin,
-        const Ints &positions, RowsOfGroups rows, bool bare) {
-        goes_on_ = false;
+        const Ints &ids, const Ints &logit_indices, const at::Tensor &cos, const at::Tensor &sin,
+        const Ints &positions, GroupMetadata rows, bool argmax_only) {
+        can_decode_next_ = false;
         TORCH_CHECK(ends_.has_value(), "this stack has no embedding and no head");
         check_ids(ids);
-        const int64_t tokens = ids.size(), count = wanted.size();
-        for (int64_t i = 0, least = 0; i < count; least = wanted.data()[i++] + 1)
+        const int64_t tokens = ids.size(), count = logit_indices.size();
+        for (int64_t i = 0, least = 0; i < count; least = logit_indices.data()[i++] + 1)
             TORCH_CHECK_INDEX(
-                least <= wanted.data()[i] && wanted.data()[i] < tokens,
-                "wanted are some of the tokens, rising");
+                least <= logit_indices.data()[i] && logit_indices.data()[i] < tokens,
+                "logit indices are token indices, ascending");
         take(tokens, cos, sin, positions, std::move(rows));
-        ends_->wanted = wanted.data();
+        ends_->logit_indices = logit_indices.data();
         ends_->count = count;
         make_room(&*ends_);
-        Scores scores = compute_scores(ids, bare);
-        ends_->wanted = nullptr;  // where it is all tokens, nobody looks which
-        goes_on_ = count == tokens && all_one_each();
-        if (!goes_on_) {  // this may be much, and the next one like it far
+        Scores scores = compute_scores(ids, argmax_only);
+        ends_->logit_indices = nullptr;  // where it is all tokens, nobody looks which
+        can_decode_next_ = count == tokens && all_one_each();
+        if (!can_decode_next_) {  // this may be much, and the next one like it far
             states_.forget();
             logits_.forget();
         }
@@ -204,15 +204,15 @@ class Stack {
     // The pass before one token further, if that was one of `score` or of this, with a token a row
     // and logits of all: ids (T,) and a table a cache group, after which others may follow -> as
     // `score`. Nothing where there is no such pass, or a position lies beyond cos and sin.
-    std::optional<Scores> again(py::handle tokens, const py::tuple &tables, bool bare) {
+    std::optional<Scores> decode_next(py::handle tokens, const py::tuple &tables, bool argmax_only) {
         const Ints ids = ints_of(tokens);
-        if (!goes_on_ || ids.size() != call_.tokens || furthest_ + 1 >= turns_) return std::nullopt;
-        goes_on_ = false;  // until all has gone well
+        if (!can_decode_next_ || ids.size() != call_.tokens || position_max_ + 1 >= known_positions_) return std::nullopt;
+        can_decode_next_ = false;  // until all has gone well
         check_ids(ids);
         TORCH_CHECK(tables.size() >= rows_.size(), "a table a cache group");
         for (size_t i = 0; i < rows_.size(); ++i) {
-            Rows &rows = *rows_[i];
-            rows.go_on(ints_of(tables[i]));
+            AttentionMetadata &rows = *rows_[i];
+            rows.advance(ints_of(tables[i]));
             const int64_t pages = groups_[i].shape.pages;
             TORCH_CHECK(
                 groups_[i].shape.heads == 0 || rows.pages_needed() <= pages, "a row has page ",
@@ -220,9 +220,9 @@ class Stack {
             groups_[i].rows = rows.paged();
         }
         for (int32_t &position : positions_) ++position;
-        ++furthest_;
-        Scores scores = compute_scores(ids, bare);
-        goes_on_ = true;
+        ++position_max_;
+        Scores scores = compute_scores(ids, argmax_only);
+        can_decode_next_ = true;
         return scores;
     }
 
@@ -233,7 +233,7 @@ class Stack {
         if (shapes_.size() <= index) shapes_.resize(index + 1);
         std::optional<CacheShape> &noted = shapes_[index];
         TORCH_CHECK(
-            !noted || (noted->kept == shape.kept && noted->pages == shape.pages &&
+            !noted || (noted->format == shape.format && noted->pages == shape.pages &&
                        noted->page_tokens == shape.page_tokens && noted->heads == shape.heads &&
                        noted->head_size == shape.head_size),
             "layers of a cache group keep the same");
@@ -251,17 +251,17 @@ class Stack {
     // Lay out the call of a pass, but for what it overwrites, and keep what it points to.
     void take(
         int64_t tokens, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
-        RowsOfGroups rows) {
+        GroupMetadata rows) {
         TORCH_CHECK(tokens > 0, "a pass has tokens");
         const int64_t rotated = rotated_of(cos, head_size_);
         TORCH_CHECK(positions.size() == tokens, "a position a token");
-        turns_ = cos.size(0);
-        furthest_ = 0;
+        known_positions_ = cos.size(0);
+        position_max_ = 0;
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t position = positions.data()[i];
             TORCH_CHECK_INDEX(
-                0 <= position && position < turns_, "position ", position, " of ", turns_);
-            furthest_ = std::max(furthest_, position);
+                0 <= position && position < known_positions_, "position ", position, " of ", known_positions_);
+            position_max_ = std::max(position_max_, position);
         }
         set_groups(rows, tokens);
         rows_ = std::move(rows);
@@ -269,7 +269,7 @@ class Stack {
         sin_ = sin;
         positions_.assign(positions.data(), positions.data() + tokens);
         call_ = {
-            .number = number_,
+            .dtype = dtype_,
             .layers = layers_.data(),
             .count = static_cast<int64_t>(layers_.size()),
             .hidden = hidden_,
@@ -278,8 +278,8 @@ class Stack {
             .scale = scale_,
             .groups = groups_.data(),
             .one_each = rows_.front()->one_each(),
-            .cos = vector_of(cos, final_norm_, turns_ * rotated),
-            .sin = vector_of(sin, final_norm_, turns_ * rotated),
+            .cos = vector_of(cos, final_norm_, known_positions_ * rotated),
+            .sin = vector_of(sin, final_norm_, known_positions_ * rotated),
             .rotated = rotated,
             .positions = positions_.data(),
             .final_norm = final_norm_.const_data_ptr(),
@@ -301,26 +301,26 @@ class Stack {
     }
 
     // The pass that is laid out, from ids to logits.
-    Scores compute_scores(const Ints &ids, bool bare) {
+    Scores compute_scores(const Ints &ids, bool argmax_only) {
         const int64_t tokens = call_.tokens, count = ends_->count;
-        Ints likeliest(count);
-        call_.out = states_.room({tokens, hidden_}, final_norm_.scalar_type());
+        Ints argmax(count);
+        call_.out = states_.reserve({tokens, hidden_}, final_norm_.scalar_type());
         ends_->ids = ids.data();
         ends_->logits =
-            static_cast<float *>(logits_.room({count, ends_->head->outputs}, at::kFloat));
-        ends_->likeliest = likeliest.mutable_data();
+            static_cast<float *>(logits_.reserve({count, ends_->head->outputs}, at::kFloat));
+        ends_->argmax = argmax.mutable_data();
         compute();
         Optional finite = flags_of(call_.finite, tokens);
         Optional logits_finite = flags_of(ends_->finite, count);
-        if (bare && !finite && !logits_finite) return {{}, {}, {}, {}, std::move(likeliest)};
+        if (argmax_only && !finite && !logits_finite) return {{}, {}, {}, {}, std::move(argmax)};
         return {
-            states_.given(), std::move(finite), logits_.given(), std::move(logits_finite),
-            std::move(likeliest)};
+            states_.tensor(), std::move(finite), logits_.tensor(), std::move(logits_finite),
+            std::move(argmax)};
     }
 
     void compute() {
         const int team = threads();
-        const Computing computing;
+        const KernelTimer computing;
         kernels().stack(call_, team);
     }
 
@@ -334,19 +334,19 @@ class Stack {
 
     void check_linear(const PackedLinear &linear, int64_t inputs, int64_t outputs) const {
         TORCH_CHECK(
-            linear.inputs == inputs && linear.outputs == outputs && linear.number == number_,
+            linear.inputs == inputs && linear.outputs == outputs && linear.dtype == dtype_,
             "a linear of ", linear.inputs, " to ", linear.outputs, " where one of ", inputs, " to ",
             outputs, " belongs");
     }
 
-    void set_groups(const RowsOfGroups &rows, int64_t tokens) {
+    void set_groups(const GroupMetadata &rows, int64_t tokens) {
         TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
         TORCH_CHECK(
             shapes_.size() <= rows.size(), "there are no rows of group ", shapes_.size() - 1);
         groups_.clear();
         for (size_t i = 0; i < rows.size(); ++i) {
             TORCH_CHECK(rows[i] != nullptr, "None is no rows");
-            const Rows &each = *rows[i];
+            const AttentionMetadata &each = *rows[i];
             TORCH_CHECK(
                 each.tokens() == tokens, "rows of ", each.tokens(), " tokens, not ", tokens);
             groups_.push_back({
@@ -360,10 +360,10 @@ class Stack {
     }
 
     // The shape of a group's caches with the rows' window; without layers it has none.
-    CacheShape shape_of(size_t group, const Rows &rows) const {
+    CacheShape shape_of(size_t group, const AttentionMetadata &rows) const {
         if (group >= shapes_.size() || !shapes_[group]) return {};
         const CacheShape &kept = *shapes_[group];
-        const CacheShape shape = rows.shape_in(number_, kept.kept, kept.pages);
+        const CacheShape shape = rows.shape_in(dtype_, kept.format, kept.pages);
         TORCH_CHECK(
             kept.page_tokens == shape.page_tokens && kept.heads == shape.heads &&
                 kept.head_size == shape.head_size &&
@@ -388,7 +388,7 @@ class Stack {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
             parts.emplace_back(&call_.residual, row * hidden_);
             parts.emplace_back(
-                &ends->picked, ends->count * hidden_ * final_norm_.element_size());
+                &ends->gathered, ends->count * hidden_ * final_norm_.element_size());
             parts.emplace_back(&scans, ends->count * size);
             parts.emplace_back(&logits_finite, ends->count);
         }
@@ -412,7 +412,7 @@ class Stack {
 
     at::Tensor final_norm_;
     int64_t hidden_;
-    Number number_;
+    Dtype dtype_;
     float eps_, scale_;
     std::vector<StackLayer> layers_;
     std::vector<std::optional<CacheShape>> shapes_;  // of each cache group's layers
@@ -424,15 +424,15 @@ class Stack {
     // The last pass: how it was called, and what that points to.
     StackCall call_ = {};
     std::optional<StackEnds> ends_;
-    RowsOfGroups rows_;
+    GroupMetadata rows_;
     std::vector<StackGroup> groups_;
     at::Tensor cos_, sin_;
     std::vector<int32_t> positions_;
-    int64_t turns_ = 0, furthest_ = 0;  // positions of cos and sin, and the greatest of the pass
-    bool goes_on_ = false;              // whether `again` may follow
+    int64_t known_positions_ = 0, position_max_ = 0;  // positions of cos and sin, and the greatest of the pass
+    bool can_decode_next_ = false;              // whether `again` may follow
 
     at::Tensor room_;
-    Reused states_, logits_;
+    ReusableTensor states_, logits_;
 };
 
 }  // namespace
@@ -454,5 +454,5 @@ void bind_stack(py::module_ &module) {
             py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
         .def("forward", &Stack::forward)
         .def("score", &Stack::score)
-        .def("again", &Stack::again);
+        .def("decode_next", &Stack::decode_next);
 }

@@ -4,44 +4,44 @@
 //     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.coming(i, threads)); });
 
 // How a call is cut: blocks of rows by groups of panels.
-struct Cutting {
+struct ChunkPlan {
     int64_t rows, row_blocks, panels, panel_groups;
     // Whether chunks of one block of rows follow each other, and not those of one group of panels.
     bool by_rows;
 };
 
 // How many rows are computed at once, and how many take no longer than a panel takes to be read.
-struct Pace {
+struct TileSizes {
     int64_t tile_rows, free_rows, block_rows;
 };
 
-static Pace pace_of(const PackedLinear &linear) {
+static TileSizes tile_sizes_of(const PackedLinear &linear) {
     // A block of rows stays in the second-level cache beside its panels. On squares it is so large
     // that the weights of most steps are read once, and not by every thread.
-    if (on_squares(linear)) return {SQUARE_ROWS, SQUARE_ROWS, 256};
+    if (uses_amx(linear)) return {AMX_BLOCK_ROWS, AMX_BLOCK_ROWS, 256};
     return {TILE_ROWS, 4, 48};
 }
 
 // Whether rows are cut to bytes before they meet the bytes of a panel on squares.
 INLINE bool in_planes(const PackedLinear &linear) {
-    return on_squares(linear) && linear.weights == Weights::int8;
+    return uses_amx(linear) && linear.weights == Weights::int8;
 }
 
-static Cutting cut(const PackedLinear &linear, int64_t rows) {
+static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
     // Enough chunks that a thread which lost its core holds up little; none so small that the
     // ticket costs more than the work. A group of panels stays in the second-level cache while
     // all blocks of rows come by, or a block of rows as planes while all panels do.
     constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
-    const Pace pace = pace_of(linear);
+    const TileSizes sizes = tile_sizes_of(linear);
     const int64_t panels = panels_of(linear);
-    const int64_t row_blocks = ceil_div(rows, pace.block_rows);
+    const int64_t row_blocks = ceil_div(rows, sizes.block_rows);
     int64_t block = ceil_div(rows, row_blocks);
-    if (row_blocks > 1) block = ceil_div(block, pace.tile_rows) * pace.tile_rows;
+    if (row_blocks > 1) block = ceil_div(block, sizes.tile_rows) * sizes.tile_rows;
     // Each chunk of int8_dynamic cuts its rows to bytes again.
     const int64_t smallest =
         linear.weights == Weights::int8_dynamic && rows > 4
             ? 8
-            : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, pace.free_rows));
+            : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
     const int64_t largest = GROUP_BYTES / panel_bytes(linear);
     int64_t group = panels * row_blocks / CHUNKS;
     group = group > largest ? largest : group;
@@ -69,20 +69,20 @@ class LinearCall {
     int64_t chunks() const { return cut_.row_blocks * cut_.panel_groups; }
 
     // Compute one of them, and ask the memory meanwhile.
-    void chunk(int64_t i, const Coming &coming) {
-        if (linear_.number == Number::bf16) compute<bf16>(i, coming);
-        else compute<float>(i, coming);
+    void chunk(int64_t i, const PrefetchRange &prefetch) {
+        if (linear_.dtype == Dtype::bf16) compute<bf16>(i, prefetch);
+        else compute<float>(i, prefetch);
     }
 
     // The weights that the thread of chunk `i`, one of so many threads, most likely reads after it:
     // of this call, or of `next`, whose rows are as many.
-    Coming coming(int64_t i, int threads, const PackedLinear *next = nullptr) const {
+    PrefetchRange prefetch(int64_t i, int threads, const PackedLinear *next = nullptr) const {
         const int64_t later = i + threads;
-        if (later < chunks()) return group_of(later) == group_of(i) ? Coming() : weights(later);
+        if (later < chunks()) return group_of(later) == group_of(i) ? PrefetchRange() : weights(later);
         if (next == nullptr) return {};
         const LinearCall following(*next, nullptr, rows_, nullptr, Epilogue::store);
         const int64_t first = later - chunks();
-        return first < following.chunks() ? following.weights(first) : Coming();
+        return first < following.chunks() ? following.weights(first) : PrefetchRange();
     }
 
   private:
@@ -102,41 +102,41 @@ class LinearCall {
     }
 
     // What a chunk reads of the linear.
-    Coming weights(int64_t i) const {
+    PrefetchRange weights(int64_t i) const {
         const int64_t first = first_panel(group_of(i)), last = last_panel(group_of(i));
         return {panel_at(first), (last - first) * panel_bytes(linear_)};
     }
 
-    template <class T> void compute(int64_t i, const Coming &coming) {
+    template <class T> void compute(int64_t i, const PrefetchRange &prefetch) {
         const int64_t first = block_of(i) * cut_.rows;
         const int64_t rows = rows_ - first < cut_.rows ? rows_ - first : cut_.rows;
         const int64_t panel = first_panel(group_of(i)), last = last_panel(group_of(i));
         const T *x = static_cast<const T *>(x_) + first * linear_.inputs;
         if constexpr (std::is_same_v<T, bf16>) {
             if (in_planes(linear_)) {
-                if (block_of(i) != planes_of_) planes_ = cut_to_planes(x, linear_.inputs, rows);
+                if (block_of(i) != planes_of_) planes_ = split_rows_to_bytes(x, linear_.inputs, rows);
                 planes_of_ = block_of(i);
-                bytes_on_squares(
-                    linear_, panel, last, planes_, first, rows, y_, epilogue_, coming);
+                int8_linear_amx(
+                    linear_, panel, last, planes_, first, rows, y_, epilogue_, prefetch);
                 return;
             }
-            if (on_squares(linear_)) {
-                linear_on_squares(linear_, panel, last, x, first, rows, y_, epilogue_, coming);
+            if (uses_amx(linear_)) {
+                linear_amx(linear_, panel, last, x, first, rows, y_, epilogue_, prefetch);
                 return;
             }
         }
-        Coming following;
+        PrefetchRange following;
         Block<T> block{linear_, 0, first, nullptr, x, {}, &following};
         if (linear_.weights == Weights::int8_dynamic)
-            block.bytes = cut_rows(x, linear_.inputs, rows);
+            block.bytes = quantize_rows(x, linear_.inputs, rows);
         const int64_t tiles = ceil_div(rows, TILE_ROWS);
         // A panel stays in the first-level cache, and rows come by.
         for (block.panel = panel; block.panel < last; ++block.panel) {
             block.weights = panel_at(block.panel);
             const int64_t bytes = panel_bytes(linear_);
-            following = block.panel + 1 < last ? Coming(panel_at(block.panel + 1), bytes)
-                                               : coming.first(bytes);
-            following.share(tiles * ceil_div(linear_.inputs, COMING_INPUTS));
+            following = block.panel + 1 < last ? PrefetchRange(panel_at(block.panel + 1), bytes)
+                                               : prefetch.first(bytes);
+            following.share(tiles * ceil_div(linear_.inputs, PREFETCH_INPUTS));
             // Tiles of like height: 16 rows are 8 and 8.
             for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
                 const int64_t height = (rows - row) / (tiles - tile);
@@ -151,8 +151,8 @@ class LinearCall {
     const int64_t rows_;
     void *const y_;
     const Epilogue epilogue_;
-    const Cutting cut_;
-    Planes planes_ = {};      // of the block of rows that was computed last
+    const ChunkPlan cut_;
+    BytePlanes planes_ = {};      // of the block of rows that was computed last
     int64_t planes_of_ = -1;  // its number
 };
 
@@ -161,10 +161,10 @@ static void linear_call(
     const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
     int threads) {
     Phase phase{};
-    in_team(threads, &phase, [&](Member &member) {
+    in_team(threads, &phase, [&](TeamThread &member) {
         LinearCall call(linear, x, rows, y, epilogue);
         member.run(call.chunks(), [&](int64_t i) {
-            call.chunk(i, call.coming(i, member.threads()));
+            call.chunk(i, call.prefetch(i, member.threads()));
         });
     });
 }
@@ -192,7 +192,7 @@ template <class T> static void linear_row(const PackedLinear &linear, int64_t ou
     for (int64_t k = 0; k < linear.inputs; ++k) {
         const char byte = at[k / GROUP * GROUP * PANEL + k % GROUP];
         const int value = dynamic ? static_cast<uint8_t>(byte) - 128 : static_cast<int8_t>(byte);
-        store(y + k, all(static_cast<float>(value) * scale), 1);
+        store(y + k, splat(static_cast<float>(value) * scale), 1);
     }
 }
 
@@ -201,7 +201,7 @@ static void linear_rows(
     const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads) {
 #pragma omp parallel for num_threads(threads) if (count >= 32)
     for (int64_t i = 0; i < count; ++i) {
-        if (linear.number == Number::bf16)
+        if (linear.dtype == Dtype::bf16)
             linear_row(linear, outputs[i], static_cast<bf16 *>(y) + i * linear.inputs);
         else linear_row(linear, outputs[i], static_cast<float *>(y) + i * linear.inputs);
     }

@@ -21,17 +21,17 @@ static void by_rows(int64_t rows, int64_t size, int threads, Body &&body) {
     };
     if (chunks == 1) return chunk_rows(0);
     Phase phase = {};
-    in_team(threads, &phase, [&](Member &team) { team.run(chunks, chunk_rows); });
+    in_team(threads, &phase, [&](TeamThread &team) { team.run(chunks, chunk_rows); });
 }
 
 // x, whose squares have this sum, scaled to unit root-mean-square.
 template <class T>
 INLINE void scale_to_unit(
     const T *x, float squares, const T *weight, int64_t size, float eps, T *out) {
-    const F32 inverse = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + eps));
+    const F32 inverse = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + eps));
     by_vectors(size, [&](int64_t i, auto part) {
-        const F32 unit = rounded<T>(mul(take(x + i, part), inverse));
-        put(out + i, mul(unit, take(weight + i, part)), part);
+        const F32 unit = rounded<T>(mul(load_part(x + i, part), inverse));
+        store_part(out + i, mul(unit, load_part(weight + i, part)), part);
     });
 }
 
@@ -40,7 +40,7 @@ template <class T>
 INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *out) {
     F32 squares = zeros();
     by_vectors(size, [&](int64_t i, auto part) {
-        const F32 value = take(x + i, part);
+        const F32 value = load_part(x + i, part);
         squares = fma(value, value, squares);
     });
     const float total = sum(squares);
@@ -60,8 +60,8 @@ INLINE float normalise_sum(
             _mm_prefetch(reinterpret_cast<const char *>(x + AHEAD * size + i), _MM_HINT_T0);
             _mm_prefetch(reinterpret_cast<const char *>(residual + AHEAD * size + i), _MM_HINT_T0);
         }
-        const F32 value = rounded<T>(add(take(x + i, part), take(residual + i, part)));
-        put(total + i, value, part);
+        const F32 value = rounded<T>(add(load_part(x + i, part), load_part(residual + i, part)));
+        store_part(total + i, value, part);
         squares = fma(value, value, squares);
     });
     const float whole = sum(squares);
@@ -88,7 +88,7 @@ template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
 // silu(gate) * up of a row whose second half is `up`.
 template <class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out) {
     by_vectors(width, [&](int64_t i, auto part) {
-        put(out + i, silu_mul<T>(take(gate_up + i, part), take(gate_up + width + i, part)), part);
+        store_part(out + i, silu_mul<T>(load_part(gate_up + i, part), load_part(gate_up + width + i, part)), part);
     });
 }
 
@@ -98,20 +98,20 @@ INLINE void rotate(const T *x, const T *cos, const T *sin, int64_t size, T *out)
     const int64_t half = size / 2;
     by_vectors(half, [&](int64_t i, auto part) {
         const auto turned = [&](F32 own, F32 other, int64_t at) {
-            const F32 kept = rounded<T>(mul(own, take(cos + at, part)));
-            return add(kept, rounded<T>(mul(other, take(sin + at, part))));
+            const F32 kept = rounded<T>(mul(own, load_part(cos + at, part)));
+            return add(kept, rounded<T>(mul(other, load_part(sin + at, part))));
         };
-        const F32 a = take(x + i, part), b = take(x + half + i, part);
-        put(out + i, turned(a, b, i), part);
-        put(out + half + i, turned(b, a, half + i), part);
+        const F32 a = load_part(x + i, part), b = load_part(x + half + i, part);
+        store_part(out + i, turned(a, b, i), part);
+        store_part(out + half + i, turned(b, a, half + i), part);
     });
 }
 
 // Numbers as they are kept, each divided by the scale.
 template <class T, class K>
-INLINE void keep(const T *x, int64_t size, float scale, K *kept) {
+INLINE void store_cache(const T *x, int64_t size, float scale, K *kept) {
     by_vectors(size, [&](int64_t i, auto part) {
-        const F32 divided = div(take(x + i, part), all(scale));
+        const F32 divided = div(load_part(x + i, part), splat(scale));
         if constexpr (std::is_same_v<decltype(part), Whole>) store_codes(kept + i, divided);
         else store_codes(kept + i, divided, part.count);
     });
@@ -119,7 +119,7 @@ INLINE void keep(const T *x, int64_t size, float scale, K *kept) {
 
 // The heads of one token that belong to kv heads [head, head + heads), kept as K.
 template <class T, class K>
-INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
+INLINE void qk_norm_rope_store(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
     const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
@@ -145,12 +145,12 @@ INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int6
     const T *value = from + (queries + kv + head) * size;
     if constexpr (IN_BYTES<K>) {
         static thread_local Scratch scratch;
-        T *turned_key = static_cast<T *>(scratch.room(size * sizeof(T)));
+        T *turned_key = static_cast<T *>(scratch.reserve(size * sizeof(T)));
         for (int64_t i = head; i < head + heads; ++i) {
             ready(from + (queries + i) * size, call.key_norm, turned_key);
-            keep(turned_key, size, call.cache.key_scale, keys + i * size);
+            store_cache(turned_key, size, call.cache.key_scale, keys + i * size);
         }
-        keep(value, heads * size, call.cache.value_scale, values + head * size);
+        store_cache(value, heads * size, call.cache.value_scale, values + head * size);
     } else {
         for (int64_t i = head; i < head + heads; ++i)
             ready(from + (queries + i) * size, call.key_norm, keys + i * size);
@@ -159,22 +159,22 @@ INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int6
 }
 
 template <class T>
-INLINE void ready_kept(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
-    switch (call.shape.kept) {
-        case Kept::number: return ready_heads<T, T>(call, token, head, heads);
-        case Kept::e4m3: return ready_heads<T, E4m3>(call, token, head, heads);
-        case Kept::e5m2: return ready_heads<T, E5m2>(call, token, head, heads);
+INLINE void qk_norm_rope_store_as(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+    switch (call.shape.format) {
+        case CacheFormat::model: return qk_norm_rope_store<T, T>(call, token, head, heads);
+        case CacheFormat::e4m3: return qk_norm_rope_store<T, E4m3>(call, token, head, heads);
+        case CacheFormat::e5m2: return qk_norm_rope_store<T, E5m2>(call, token, head, heads);
     }
 }
 
 INLINE void norm_one(const NormCall &call, int64_t row) {
-    if (call.number == Number::bf16) norm_row<bf16>(call, row);
+    if (call.dtype == Dtype::bf16) norm_row<bf16>(call, row);
     else norm_row<float>(call, row);
 }
 
-INLINE void ready_token(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
-    if (call.shape.number == Number::bf16) ready_kept<bf16>(call, token, head, heads);
-    else ready_kept<float>(call, token, head, heads);
+INLINE void qk_norm_rope_store_token(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+    if (call.shape.dtype == Dtype::bf16) qk_norm_rope_store_as<bf16>(call, token, head, heads);
+    else qk_norm_rope_store_as<float>(call, token, head, heads);
 }
 
 // Whole calls, each with a team of its own.
@@ -191,8 +191,8 @@ static void gate_rows(const T *gate_up, int64_t rows, int64_t width, T *out, int
 }
 
 static void gate_call(
-    Number number, const void *gate_up, int64_t rows, int64_t width, void *out, int threads) {
-    if (number == Number::bf16) {
+    Dtype dtype, const void *gate_up, int64_t rows, int64_t width, void *out, int threads) {
+    if (dtype == Dtype::bf16) {
         const auto *in = static_cast<const bf16 *>(gate_up);
         gate_rows(in, rows, width, static_cast<bf16 *>(out), threads);
     } else {
@@ -201,10 +201,10 @@ static void gate_call(
     }
 }
 
-static void heads_call(const HeadsCall &call, int64_t tokens, int threads) {
+static void qk_norm_rope_store_call(const QkNormRopeCall &call, int64_t tokens, int threads) {
     const CacheShape &shape = call.shape;
     const int64_t size = shape.heads * (shape.queries_per_head + 2) * shape.head_size;
     by_rows(tokens, size, threads, [&](int64_t token) {
-        ready_token(call, token, 0, shape.heads);
+        qk_norm_rope_store_token(call, token, 0, shape.heads);
     });
 }

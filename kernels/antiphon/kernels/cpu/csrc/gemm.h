@@ -10,7 +10,7 @@ static constexpr int PANEL = 2 * LANES;
 static constexpr int TILE_ROWS = ANTIPHON_AVX512 ? 12 : 3;
 
 // How often the panel that comes next is asked for: after so many inputs.
-static constexpr int64_t COMING_INPUTS = 16;
+static constexpr int64_t PREFETCH_INPUTS = 16;
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -30,10 +30,10 @@ INLINE int64_t panel_bytes(const PackedLinear &linear) {
 INLINE int64_t byte_stride(int64_t inputs) { return ceil_div(inputs, LANES) * LANES; }
 
 // Where R rows begin; three share a base, so that their addresses fit the registers.
-template <int R, class X> struct Rows {
+template <int R, class X> struct RowPointers {
     const X *base[(R + 2) / 3];
     int64_t stride;
-    Rows(const X *x, int64_t stride_) : stride(stride_) {
+    RowPointers(const X *x, int64_t stride_) : stride(stride_) {
         for (int i = 0; i < (R + 2) / 3; ++i) base[i] = x + 3 * i * stride;
     }
     const X *operator[](int r) const { return base[r / 3] + (r % 3) * stride; }
@@ -43,27 +43,27 @@ template <int R, class X> struct Rows {
 // processor's own look-ahead is short beside work, and for the panel that comes next. The latter in
 // high tiles alone: few rows wait for the memory, which then has nothing to give away.
 template <int R>
-INLINE void look_ahead(const void *panel, int bytes, int64_t input, Coming &coming) {
+INLINE void look_ahead(const void *panel, int bytes, int64_t input, PrefetchRange &prefetch) {
     constexpr int AHEAD = 4096;
     for (int line = 0; line < bytes; line += 64)
         _mm_prefetch(static_cast<const char *>(panel) + AHEAD + line, _MM_HINT_T0);
-    if (2 * R >= TILE_ROWS && input % COMING_INPUTS == 0) coming.step();
+    if (2 * R >= TILE_ROWS && input % PREFETCH_INPUTS == 0) prefetch.step();
 }
 
 // acc = R rows of bf16 by a panel of pairs.
 template <int R>
 INLINE void sum_products(
-    F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, const bf16 *x, Coming &coming) {
-    const Rows<R, bf16> rows(x, inputs);
+    F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, const bf16 *x, PrefetchRange &prefetch) {
+    const RowPointers<R, bf16> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     int64_t k = 0;
     for (; k + 1 < inputs; k += 2, panel += 2 * PANEL) {
-        look_ahead<R>(panel, 2 * PANEL * sizeof(bf16), k, coming);
+        look_ahead<R>(panel, 2 * PANEL * sizeof(bf16), k, prefetch);
         const I32 a = load_int(panel), b = load_int(panel + PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const I32 pair = all_words(rows[r] + k);
+            const I32 pair = splat_words(rows[r] + k);
             acc[r][0] = dot_pairs(acc[r][0], a, pair);
             acc[r][1] = dot_pairs(acc[r][1], b, pair);
         }
@@ -72,7 +72,7 @@ INLINE void sum_products(
         const I32 a = load_int(panel), b = load_int(panel + PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const I32 last = all_int(rows[r][k]);
+            const I32 last = splat_int(rows[r][k]);
             acc[r][0] = dot_pairs(acc[r][0], a, last);
             acc[r][1] = dot_pairs(acc[r][1], b, last);
         }
@@ -82,16 +82,16 @@ INLINE void sum_products(
 // acc = R rows of floats by a panel of floats.
 template <int R>
 INLINE void sum_products(
-    F32 (&acc)[R][2], const float *panel, int64_t inputs, const float *x, Coming &coming) {
-    const Rows<R, float> rows(x, inputs);
+    F32 (&acc)[R][2], const float *panel, int64_t inputs, const float *x, PrefetchRange &prefetch) {
+    const RowPointers<R, float> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     for (int64_t k = 0; k < inputs; ++k, panel += PANEL) {
-        look_ahead<R>(panel, PANEL * sizeof(float), k, coming);
+        look_ahead<R>(panel, PANEL * sizeof(float), k, prefetch);
         const F32 a = load(panel), b = load(panel + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const F32 each = all(rows[r][k]);
+            const F32 each = splat(rows[r][k]);
             acc[r][0] = fma(a, each, acc[r][0]);
             acc[r][1] = fma(b, each, acc[r][1]);
         }
@@ -100,15 +100,15 @@ INLINE void sum_products(
 
 // acc += R rows by four inputs of a panel of bytes, scales to come; rows are bf16, or floats.
 template <int R>
-INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const Rows<R, bf16> &rows, int64_t k) {
-    constexpr bool FEW = 2 * R < TILE_ROWS;
-    const ByteFours a = load_fours<FEW>(panel), b = load_fours<FEW>(panel + 2 * PANEL);
+INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const RowPointers<R, bf16> &rows, int64_t k) {
+    constexpr bool SMALL_M = 2 * R < TILE_ROWS;
+    const ByteFours a = load_fours<SMALL_M>(panel), b = load_fours<SMALL_M>(panel + 2 * PANEL);
     for (int half = 0; half < 4; half += 2) {
         const I32 a_pairs = bf16_pairs(a.of[half], a.of[half + 1]);
         const I32 b_pairs = bf16_pairs(b.of[half], b.of[half + 1]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const I32 pair = all_words(rows[r] + k + half);
+            const I32 pair = splat_words(rows[r] + k + half);
             acc[r][0] = dot_pairs(acc[r][0], a_pairs, pair);
             acc[r][1] = dot_pairs(acc[r][1], b_pairs, pair);
         }
@@ -116,13 +116,13 @@ INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const Rows<R, bf16>
 }
 template <int R>
 INLINE void add_fours(
-    F32 (&acc)[R][2], const int8_t *panel, const Rows<R, float> &rows, int64_t k) {
-    constexpr bool FEW = 2 * R < TILE_ROWS;
-    const ByteFours a = load_fours<FEW>(panel), b = load_fours<FEW>(panel + 2 * PANEL);
+    F32 (&acc)[R][2], const int8_t *panel, const RowPointers<R, float> &rows, int64_t k) {
+    constexpr bool SMALL_M = 2 * R < TILE_ROWS;
+    const ByteFours a = load_fours<SMALL_M>(panel), b = load_fours<SMALL_M>(panel + 2 * PANEL);
     for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const F32 each = all(rows[r][k + i]);
+            const F32 each = splat(rows[r][k + i]);
             acc[r][0] = fma(a.of[i], each, acc[r][0]);
             acc[r][1] = fma(b.of[i], each, acc[r][1]);
         }
@@ -132,40 +132,40 @@ INLINE void add_fours(
 // acc = R rows by a panel of fours of bytes, scales to come.
 template <int R, class T>
 INLINE void sum_products(
-    F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const T *x, Coming &coming) {
-    const Rows<R, T> rows(x, inputs);
+    F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const T *x, PrefetchRange &prefetch) {
+    const RowPointers<R, T> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     int64_t k = 0;
     for (; k + 3 < inputs; k += 4, panel += 4 * PANEL) {
-        look_ahead<R>(panel, 4 * PANEL, k, coming);
+        look_ahead<R>(panel, 4 * PANEL, k, prefetch);
         add_fours<R>(acc, panel, rows, k);
     }
     if (k < inputs) {
         T last[R][4] = {};
         for (int r = 0; r < R; ++r) std::memcpy(last[r], rows[r] + k, (inputs - k) * sizeof(T));
-        add_fours<R>(acc, panel, Rows<R, T>(last[0], 4), 0);
+        add_fours<R>(acc, panel, RowPointers<R, T>(last[0], 4), 0);
     }
 }
 
 // A block of rows cut to bytes: x ~ q * scale of the row.
-struct Bytes {
+struct QuantizedRows {
     const int8_t *q;  // rows byte_stride apart, padded with zeros
     const float *scales;
     const int32_t *excess;  // 128 times the sum of q: weights are stored 128 too large
 };
 
 template <class T>
-INLINE void cut_row(const T *x, int64_t inputs, int8_t *q, float *scale, int32_t *excess) {
+INLINE void quantize_activations(const T *x, int64_t inputs, int8_t *q, float *scale, int32_t *excess) {
     const int64_t full = inputs / LANES * LANES;
     const int rest = static_cast<int>(inputs - full);
     F32 top = zeros();
-    for (int64_t k = 0; k < full; k += LANES) top = greater_magnitude(top, load(x + k));
-    if (rest) top = greater_magnitude(top, load(x + full, rest));
-    *scale = greatest_magnitude(top) / 127.0f;
+    for (int64_t k = 0; k < full; k += LANES) top = magnitude_max(top, load(x + k));
+    if (rest) top = magnitude_max(top, load(x + full, rest));
+    *scale = max_magnitude(top) / 127.0f;
     // So small a row is zero; a NaN or infinity is in its scale, and so in all that comes of it.
-    const F32 inverse = all(*scale > 1e-30f ? 1.0f / *scale : 0.0f);
-    I32 total = all_int(0);
+    const F32 inverse = splat(*scale > 1e-30f ? 1.0f / *scale : 0.0f);
+    I32 total = splat_int(0);
     const auto cut = [&](F32 part, int8_t *to) {
         const I32 steps = to_int(mul(part, inverse));
         total = add(total, steps);
@@ -177,15 +177,15 @@ INLINE void cut_row(const T *x, int64_t inputs, int8_t *q, float *scale, int32_t
 }
 
 // Cut a block of rows, into memory of this thread.
-template <class T> static Bytes cut_rows(const T *x, int64_t inputs, int64_t rows) {
+template <class T> static QuantizedRows quantize_rows(const T *x, int64_t inputs, int64_t rows) {
     static thread_local Scratch scratch;
     const int64_t stride = byte_stride(inputs);
     const size_t size = rows * (sizeof(float) + sizeof(int32_t) + stride);
-    auto *scales = static_cast<float *>(scratch.room(size));
+    auto *scales = static_cast<float *>(scratch.reserve(size));
     auto *excess = reinterpret_cast<int32_t *>(scales + rows);
     auto *q = reinterpret_cast<int8_t *>(excess + rows);
     for (int64_t r = 0; r < rows; ++r)
-        cut_row(x + r * inputs, inputs, q + r * stride, scales + r, excess + r);
+        quantize_activations(x + r * inputs, inputs, q + r * stride, scales + r, excess + r);
     return {q, scales, excess};
 }
 
@@ -195,8 +195,8 @@ template <class T> struct Block {
     int64_t panel, first;  // row
     const void *weights;   // of the panel
     const T *x;            // of the first row
-    Bytes bytes;           // int8_dynamic
-    Coming *coming;        // what is read after the panel
+    QuantizedRows bytes;           // int8_dynamic
+    PrefetchRange *prefetch;        // what is read after the panel
 };
 
 // acc = R rows of bytes, from `row` of the block on, by a panel of fours of bytes.
@@ -204,24 +204,24 @@ template <int R, class T>
 INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
     const int64_t inputs = block.linear.inputs;
     const auto *panel = static_cast<const uint8_t *>(block.weights);
-    const Rows<R, int8_t> rows(block.bytes.q + row * byte_stride(inputs), byte_stride(inputs));
+    const RowPointers<R, int8_t> rows(block.bytes.q + row * byte_stride(inputs), byte_stride(inputs));
     I32 whole[R][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = all_int(0);
+    for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = splat_int(0);
     for (int64_t k = 0; k < inputs; k += 4, panel += 4 * PANEL) {
-        look_ahead<R>(panel, 4 * PANEL, k, *block.coming);
+        look_ahead<R>(panel, 4 * PANEL, k, *block.prefetch);
         const I32 a = load_int(panel), b = load_int(panel + 2 * PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const I32 four = all_words(rows[r] + k);
+            const I32 four = splat_words(rows[r] + k);
             whole[r][0] = dot_bytes(whole[r][0], a, four);
             whole[r][1] = dot_bytes(whole[r][1], b, four);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-        const I32 excess = all_int(block.bytes.excess[row + r]);
-        const F32 scale = all(block.bytes.scales[row + r]);
+        const I32 excess = splat_int(block.bytes.excess[row + r]);
+        const F32 scale = splat(block.bytes.scales[row + r]);
         acc[r][0] = mul(to_float(sub(whole[r][0], excess)), scale);
         acc[r][1] = mul(to_float(sub(whole[r][1], excess)), scale);
     }
@@ -294,7 +294,7 @@ static void tile(const Block<T> &block, int64_t row, void *y, Epilogue epilogue)
         using Kept = std::conditional_t<W == Weights::int8, int8_t, T>;
         const auto *panel = static_cast<const Kept *>(block.weights);
         const T *x = block.x + row * block.linear.inputs;
-        sum_products<R>(acc, panel, block.linear.inputs, x, *block.coming);
+        sum_products<R>(acc, panel, block.linear.inputs, x, *block.prefetch);
     }
     alignas(64) float sums[R][PANEL];
 #pragma GCC unroll 12

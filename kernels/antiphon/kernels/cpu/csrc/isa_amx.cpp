@@ -17,9 +17,9 @@ const Table table_amx = {
     .pack = ISA_NS::pack_call,
     .norm = ISA_NS::norm_call,
     .gate = ISA_NS::gate_call,
-    .heads = ISA_NS::heads_call,
+    .qk_norm_rope_store = ISA_NS::qk_norm_rope_store_call,
     .finite = ISA_NS::finite_call,
-    .greatest = ISA_NS::greatest_call,
+    .argmax = ISA_NS::argmax_call,
     .attention = ISA_NS::attention_call,
     .stack = ISA_NS::stack_call,
 };

@@ -12,7 +12,7 @@ class Linear {
   public:
     // Raises if the tensors do not fit the shape; packed.h says what a panel holds.
     Linear(
-        Weights weights, Number number, bool halves, int64_t inputs, int64_t outputs,
+        Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs,
         at::Tensor panels, std::optional<at::Tensor> scales, std::optional<at::Tensor> bias);
 
     // x (rows, inputs) -> (rows, outputs), see Epilogue.

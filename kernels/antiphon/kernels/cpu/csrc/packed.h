@@ -5,7 +5,7 @@
 #include <cstdint>
 
 // What the model computes in: of activations, biases and outputs.
-enum class Number : int { bf16, f32 };
+enum class Dtype : int { bf16, f32 };
 
 // How weights are kept.
 enum class Weights : int {
@@ -26,7 +26,7 @@ enum class Epilogue : int {
 // y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; whoever made it owns the memory.
 struct PackedLinear {
     Weights weights;
-    Number number;
+    Dtype dtype;
     bool halves;  // a panel holds 16 outputs of the first half beside 16 of the second
     int64_t inputs, outputs;
     const void *panels;
@@ -38,7 +38,7 @@ struct PackedLinear {
 struct PackCall {
     const PackedLinear &linear;
     const void *rows;  // (count * lanes, width)
-    Number number;     // of them; of a linear that is not quantized, its own
+    Dtype dtype;     // of them; of a linear that is not quantized, its own
     int64_t count, lanes;
     int64_t width;  // inputs, and of a linear that is not quantized zeros up to a whole group
     void *panels;   // the first lane of the first panel

@@ -11,12 +11,12 @@
 #include "packed.h"
 
 // What keys and values are kept as: as the model computes, or in eight bits (fp8.h).
-enum class Kept : int { number, e4m3, e5m2 };
+enum class CacheFormat : int { model, e4m3, e5m2 };
 
 // What is the same in every pass.
 struct CacheShape {
-    Number number;  // of queries, and of keys and values when they are not in eight bits
-    Kept kept;
+    Dtype dtype;  // of queries, and of keys and values when they are not in eight bits
+    CacheFormat format;
     int64_t pages, page_tokens, heads, queries_per_head, head_size;
     int64_t window;  // tokens that a query sees, itself included; 0: all
 };
@@ -56,7 +56,7 @@ struct AttentionCall {
 };
 
 // Queries and keys are normalised where there are norms, and rotated; keys and values are kept.
-struct HeadsCall {
+struct QkNormRopeCall {
     CacheShape shape;
     LayerCache cache;
     const int64_t *places;  // (T,) page * S + offset of each token
@@ -72,7 +72,7 @@ struct HeadsCall {
 
 // Rows scaled to unit root-mean-square; with a residual, its sum with x is.
 struct NormCall {
-    Number number;
+    Dtype dtype;
     int64_t rows, size;
     const void *x, *residual;  // (rows, size) both; residual null: x alone is normalised
     const void *weight;        // (size,)
@@ -106,7 +106,7 @@ constexpr int64_t scan_parts(int64_t size) { return (size + SCAN_PART - 1) / SCA
 
 // The greatest of a part of a row of logits, and whether all of the part are finite.
 struct PartScan {
-    float greatest;
+    float max_value;
     int32_t index;  // in the row
     bool finite;
 };
@@ -117,18 +117,18 @@ struct StackEnds {
     const PackedLinear *embedding;  // its outputs' weights are the embeddings; or null, and
     const void *table;              // (V, hidden)
     const PackedLinear *head;
-    const int32_t *wanted;  // (count,) tokens whose logits are wanted, rising
+    const int32_t *logit_indices;  // (count,) tokens whose logits are wanted, rising
     int64_t count;
     float *logits;       // (count, V)
     bool *finite;        // (count,)
-    int32_t *likeliest;  // (count,) the first of the greatest
+    int32_t *argmax;  // (count,) the first of the greatest
     // Room: (count, hidden), and parts of rows.
-    void *picked;
+    void *gathered;
     PartScan *parts;
 };
 
 struct StackCall {
-    Number number;
+    Dtype dtype;
     const StackLayer *layers;
     int64_t count, hidden, tokens;
     float eps, scale;

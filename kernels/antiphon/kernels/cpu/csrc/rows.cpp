@@ -26,12 +26,12 @@ int64_t cost(const AttentionTask &task) {
 
 }  // namespace
 
-Rows::Rows(
+AttentionMetadata::AttentionMetadata(
     int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size, int64_t window,
     Ints tables, Ints query_len, const Ints &kv_len)
     : shape_{
-          .number = Number::f32,
-          .kept = Kept::number,
+          .dtype = Dtype::f32,
+          .format = CacheFormat::model,
           .pages = 0,
           .page_tokens = page_tokens,
           .heads = heads,
@@ -62,7 +62,7 @@ Rows::Rows(
     });
 }
 
-void Rows::go_on(const Ints &tables) {
+void AttentionMetadata::advance(const Ints &tables) {
     TORCH_CHECK(one_each(), "only rows of one token each go on");
     TORCH_CHECK(tables.ndim() == 2 && tables.shape(0) == rows(), "a table a row");
     int64_t needed = 0;
@@ -82,7 +82,7 @@ void Rows::go_on(const Ints &tables) {
     for (AttentionTask &task : tasks_) ++task.position;
 }
 
-PagedRows Rows::paged() const {
+PagedRows AttentionMetadata::paged() const {
     return {
         .rows = rows(),
         .stride = tables_.shape(1),
@@ -92,16 +92,16 @@ PagedRows Rows::paged() const {
     };
 }
 
-CacheShape Rows::shape_in(Number number, Kept kept, int64_t pages) const {
+CacheShape AttentionMetadata::shape_in(Dtype dtype, CacheFormat format, int64_t pages) const {
     TORCH_CHECK(pages_needed_ <= pages, "a row has page ", pages_needed_ - 1, " of ", pages);
     CacheShape shape = shape_;
-    shape.number = number;
-    shape.kept = kept;
+    shape.dtype = dtype;
+    shape.format = format;
     shape.pages = pages;
     return shape;
 }
 
-void Rows::cut(int64_t row, int64_t heads_together) {
+void AttentionMetadata::cut(int64_t row, int64_t heads_together) {
     const int64_t queries = query_len_.data()[row], end = kv_len_[row];
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
@@ -122,7 +122,7 @@ void Rows::cut(int64_t row, int64_t heads_together) {
             });
 }
 
-void Rows::place(int64_t row) {
+void AttentionMetadata::place(int64_t row) {
     const int64_t size = shape_.page_tokens;
     const int64_t end = kv_len_[row], begin = end - query_len_.data()[row];
     pages_needed_ = std::max(pages_needed_, pages_of(row, tables_, begin, end));
@@ -132,7 +132,7 @@ void Rows::place(int64_t row) {
 }
 
 // How many pages a cache has that holds all which a row's tokens [begin, end) read or write.
-int64_t Rows::pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const {
+int64_t AttentionMetadata::pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const {
     const int64_t size = shape_.page_tokens, columns = tables.shape(1);
     const int64_t first = shape_.window ? std::max<int64_t>(begin + 1 - shape_.window, 0) : 0;
     const int64_t page = first / size, last = (end - 1) / size;

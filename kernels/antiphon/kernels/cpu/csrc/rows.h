@@ -10,23 +10,23 @@
 
 #include "paged.h"
 
-class Rows {
+class AttentionMetadata {
   public:
     using Ints = pybind11::array_t<int32_t, pybind11::array::c_style>;
 
     // tables (R, N), query_len and kv_len (R,). Raises if a token that is read or written has no
     // page; -1 may stand for pages that nobody looks at.
-    Rows(
+    AttentionMetadata(
         int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size,
         int64_t window, Ints tables, Ints query_len, const Ints &kv_len);
 
     // The same rows one token further, each of one token, with the tables (R, N) that they have
     // then. Raises as above, and has changed nothing if so.
-    void go_on(const Ints &tables);
+    void advance(const Ints &tables);
 
     PagedRows paged() const;
     // The shape of a cache that the rows fit into. Raises if it does not hold their pages.
-    CacheShape shape_in(Number number, Kept kept, int64_t pages) const;
+    CacheShape shape_in(Dtype dtype, CacheFormat format, int64_t pages) const;
 
     int64_t tokens() const { return static_cast<int64_t>(places_.size()); }
     int64_t pages_needed() const { return pages_needed_; }

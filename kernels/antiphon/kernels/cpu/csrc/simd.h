@@ -25,7 +25,7 @@ struct I32 {
 INLINE __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
 
 INLINE F32 zeros() { return {_mm512_setzero_ps()}; }
-INLINE F32 all(float x) { return {_mm512_set1_ps(x)}; }
+INLINE F32 splat(float x) { return {_mm512_set1_ps(x)}; }
 INLINE F32 load(const float *p) { return {_mm512_loadu_ps(p)}; }
 INLINE F32 load(const float *p, int count) { return {_mm512_maskz_loadu_ps(first(count), p)}; }
 INLINE void store(float *p, F32 a) { _mm512_storeu_ps(p, a.v); }
@@ -41,7 +41,7 @@ INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE F32 absolute(F32 a) { return {_mm512_abs_ps(a.v)}; }
 // Of magnitudes, as whole numbers, whose order is the same: a NaN is greater than all.
-INLINE F32 greater_magnitude(F32 a, F32 b) {
+INLINE F32 magnitude_max(F32 a, F32 b) {
     const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(b.v));
     return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), bits))};
 }
@@ -54,7 +54,7 @@ INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
 }
 
-INLINE I32 all_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+INLINE I32 splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE I32 load_int(const void *p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store_int(void *p, I32 a) { _mm512_storeu_si512(p, a.v); }
 INLINE I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -110,10 +110,10 @@ INLINE F32 byte_turned(I32 words, int byte) {
     return {_mm512_sub_ps(_mm512_castsi512_ps(more), _mm512_set1_ps(8388608.0f + 128.0f))};
 }
 // The same numbers either way: turned in fewer steps, converted on units that products leave free.
-template <bool FEW> INLINE ByteFours load_fours(const int8_t *p) {
+template <bool SMALL_M> INLINE ByteFours load_fours(const int8_t *p) {
     const I32 words = load_int(p);
     const auto of = [&](int byte) {
-        return FEW ? byte_turned(words, byte) : byte_converted(words, byte);
+        return SMALL_M ? byte_turned(words, byte) : byte_converted(words, byte);
     };
     return {of(0), of(1), of(2), of(3)};
 }
@@ -127,10 +127,10 @@ INLINE I32 bf16_pairs(F32 first, F32 second) {
     return {_mm512_or_si512(low, _mm512_castps_si512(second.v))};
 }
 
-INLINE I32 all_words(const void *p) {
+INLINE I32 splat_words(const void *p) {
     int32_t word;
     std::memcpy(&word, p, 4);
-    return all_int(word);
+    return splat_int(word);
 }
 
 #if ANTIPHON_BF16
@@ -191,7 +191,7 @@ struct I32 {
 #define BOTH(op, a, b) {op((a).lo, (b).lo), op((a).hi, (b).hi)}
 
 INLINE F32 zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-INLINE F32 all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE F32 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE F32 load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE F32 load(const float *p, int count) {
     alignas(32) float lanes[LANES] = {};
@@ -222,13 +222,13 @@ INLINE F32 absolute(F32 a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
-INLINE __m256 greater_magnitude(__m256 a, __m256 b) {
+INLINE __m256 magnitude_max(__m256 a, __m256 b) {
     const __m256i bits = _mm256_castps_si256(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), b));
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), bits));
 }
 // Of magnitudes, as whole numbers, whose order is the same: a NaN is greater than all.
-INLINE F32 greater_magnitude(F32 a, F32 b) {
-    return {greater_magnitude(a.lo, b.lo), greater_magnitude(a.hi, b.hi)};
+INLINE F32 magnitude_max(F32 a, F32 b) {
+    return {magnitude_max(a.lo, b.lo), magnitude_max(a.hi, b.hi)};
 }
 INLINE F32 round_even(F32 a) { return {_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
 
@@ -252,7 +252,7 @@ INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
         _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLT_UQ), y.hi)};
 }
 
-INLINE I32 all_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE I32 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE I32 load_int(const void *p) {
     const auto *words = static_cast<const __m256i *>(p);
     return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
@@ -323,10 +323,10 @@ INLINE void store_bytes(int8_t *p, I32 a) {
     for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(lanes[i]);
 }
 
-INLINE I32 all_words(const void *p) {
+INLINE I32 splat_words(const void *p) {
     int32_t word;
     std::memcpy(&word, p, 4);
-    return all_int(word);
+    return splat_int(word);
 }
 
 INLINE __m256 low_half(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
@@ -390,7 +390,7 @@ INLINE int32_t sum(I32 a) {
 }
 
 // The greatest of all lanes' magnitudes; a NaN is greater than all.
-INLINE float greatest_magnitude(F32 a) {
+INLINE float max_magnitude(F32 a) {
     alignas(64) float lanes[LANES];
     store(lanes, a);
     float top = 0.0f;
@@ -399,7 +399,7 @@ INLINE float greatest_magnitude(F32 a) {
 }
 
 // The greatest of all lanes, none of which is a NaN.
-INLINE float greatest(F32 a) {
+INLINE float reduce_max(F32 a) {
     const __m256 eight = halves_max(a);
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -409,15 +409,15 @@ INLINE float greatest(F32 a) {
 // e^x within 2 units in the last place: zero below -104, infinite above 88.8, NaN for NaN.
 // Source: the range reduction and polynomial of expf in S. L. Moshier's Cephes library.
 INLINE F32 exponential(F32 x) {
-    x = min(all(89.0f), max(all(-104.0f), x));
-    const F32 n = round_even(mul(x, all(1.44269504088896341f)));
-    const F32 r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x));
-    F32 p = fma(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
-    p = fma(p, r, all(8.3334519073e-3f));
-    p = fma(p, r, all(4.1665795894e-2f));
-    p = fma(p, r, all(1.6666665459e-1f));
-    p = fma(p, r, all(5.0000001201e-1f));
-    return scale_by_power(add(fma(p, mul(r, r), r), all(1.0f)), n);
+    x = min(splat(89.0f), max(splat(-104.0f), x));
+    const F32 n = round_even(mul(x, splat(1.44269504088896341f)));
+    const F32 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+    F32 p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    return scale_by_power(add(fma(p, mul(r, r), r), splat(1.0f)), n);
 }
 
 // A float as the number format T keeps it.
@@ -429,7 +429,7 @@ template <class T> INLINE F32 rounded(F32 a) {
 // silu(gate) * up, with the roundings of two separate operations on tensors of T; both are
 // values of T already, and the result is rounded by the store.
 template <class T> INLINE F32 silu_mul(F32 gate, F32 up) {
-    const F32 one = all(1.0f);
+    const F32 one = splat(1.0f);
     const F32 silu = div(gate, add(one, exponential(sub(zeros(), gate))));
     return mul(rounded<T>(silu), up);
 }

@@ -12,7 +12,7 @@ static constexpr int64_t stack_phases(int64_t layers) { return 8 * layers + 4; }
 
 class StackRun {
   public:
-    StackRun(const StackCall &call, Member &team) : call_(call), team_(team) {}
+    StackRun(const StackCall &call, TeamThread &team) : call_(call), team_(team) {}
 
     void run() {
         enter(attention_norm(0));
@@ -50,7 +50,7 @@ class StackRun {
 
     NormCall norm(const void *weight, const void *x, void *out, bool *finite) const {
         return {
-            .number = call_.number,
+            .dtype = call_.dtype,
             .rows = call_.tokens,
             .size = call_.hidden,
             .x = x,
@@ -87,12 +87,12 @@ class StackRun {
         const int64_t id = ends.ids[token];
         void *to = row_of(call_.residual, token);
         if (ends.embedding == nullptr) std::memcpy(to, row_of(ends.table, id), row_bytes());
-        else if (call_.number == Number::bf16)
+        else if (call_.dtype == Dtype::bf16)
             linear_row(*ends.embedding, id, static_cast<bf16 *>(to));
         else linear_row(*ends.embedding, id, static_cast<float *>(to));
     }
 
-    int64_t row_bytes() const { return call_.hidden * (call_.number == Number::bf16 ? 2 : 4); }
+    int64_t row_bytes() const { return call_.hidden * (call_.dtype == Dtype::bf16 ? 2 : 4); }
     void *row_of(void *rows, int64_t i) const { return static_cast<char *>(rows) + i * row_bytes(); }
     const void *row_of(const void *rows, int64_t i) const {
         return static_cast<const char *>(rows) + i * row_bytes();
@@ -108,10 +108,10 @@ class StackRun {
     void score(const StackEnds &ends) {
         const void *x = call_.out;
         if (ends.count < call_.tokens) {
-            x = ends.picked;
+            x = ends.gathered;
             team_.run(ends.count, [&](int64_t i) {
                 std::memcpy(
-                    row_of(ends.picked, i), row_of(call_.out, ends.wanted[i]), row_bytes());
+                    row_of(ends.gathered, i), row_of(call_.out, ends.logit_indices[i]), row_bytes());
             });
         }
         linear({*ends.head, x, ends.count, ends.logits, Epilogue::widen}, nullptr);
@@ -127,7 +127,7 @@ class StackRun {
             [&] {
                 for (int64_t row = 0; row < ends.count; ++row)
                     join_parts(
-                        ends.parts + row * parts, parts, ends.finite[row], ends.likeliest[row]);
+                        ends.parts + row * parts, parts, ends.finite[row], ends.argmax[row]);
             });
     }
 
@@ -148,7 +148,7 @@ class StackRun {
 
     // A chunk, while the memory is asked for the next, or for the first of the `next` linear.
     void chunk(LinearCall &call, int64_t i, const PackedLinear *next) const {
-        call.chunk(i, call.coming(i, team_.threads(), next));
+        call.chunk(i, call.prefetch(i, team_.threads(), next));
     }
 
     void linear(LinearCall call, const PackedLinear *next) {
@@ -169,7 +169,7 @@ class StackRun {
     void attention(const StackLayer &layer) {
         const StackGroup &group = call_.groups[layer.group];
         const int64_t stride = layer.qkv.outputs;
-        const HeadsCall heads = {
+        const QkNormRopeCall heads = {
             .shape = group.shape,
             .cache = layer.cache,
             .places = group.places,
@@ -196,23 +196,23 @@ class StackRun {
         if (!call_.one_each)
             in_blocks(8, [&](int64_t first, int64_t last) {
                 for (int64_t token = first; token < last; ++token)
-                    ready_token(heads, token, 0, group.shape.heads);
+                    qk_norm_rope_store_token(heads, token, 0, group.shape.heads);
             });
         team_.run(group.count, [&](int64_t i) {
             const AttentionTask &task = group.tasks[i];
-            if (call_.one_each) ready_token(heads, task.token, task.head, task.heads);
+            if (call_.one_each) qk_norm_rope_store_token(heads, task.token, task.head, task.heads);
             attention_task(attention, group.tasks, group.count, i, team_.threads());
         });
     }
 
     const StackCall &call_;
-    Member &team_;
+    TeamThread &team_;
 };
 
 static void stack_call(const StackCall &call, int threads) {
     static thread_local Scratch scratch;
     const size_t bytes = stack_phases(call.count) * sizeof(Phase);
-    auto *phases = static_cast<Phase *>(scratch.room(bytes));
+    auto *phases = static_cast<Phase *>(scratch.reserve(bytes));
     std::memset(phases, 0, bytes);
-    in_team(threads, phases, [&](Member &team) { StackRun(call, team).run(); });
+    in_team(threads, phases, [&](TeamThread &team) { StackRun(call, team).run(); });
 }

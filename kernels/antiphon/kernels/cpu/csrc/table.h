@@ -23,13 +23,13 @@ struct Table {
     // elementwise.h
     void (*norm)(const NormCall &call, int threads);
     void (*gate)(
-        Number number, const void *gate_up, int64_t rows, int64_t width, void *out, int threads);
-    void (*heads)(const HeadsCall &call, int64_t tokens, int threads);
+        Dtype dtype, const void *gate_up, int64_t rows, int64_t width, void *out, int threads);
+    void (*qk_norm_rope_store)(const QkNormRopeCall &call, int64_t tokens, int threads);
 
     // scan.h
     void (*finite)(
-        Number number, const void *x, int64_t rows, int64_t size, bool *finite, int threads);
-    void (*greatest)(const float *x, int64_t rows, int64_t size, int64_t *found, int threads);
+        Dtype dtype, const void *x, int64_t rows, int64_t size, bool *finite, int threads);
+    void (*argmax)(const float *x, int64_t rows, int64_t size, int64_t *found, int threads);
 
     // attention.h
     void (*attention)(

@@ -14,9 +14,9 @@ struct alignas(64) Phase {
 // About 10 us; a wait is longer only when a core was taken away, and then it is given the core.
 static constexpr int SPINS = 1000;
 
-class Member {
+class TeamThread {
   public:
-    Member(Phase *phases, int threads, bool *failed)
+    TeamThread(Phase *phases, int threads, bool *failed)
         : phase_(phases), threads_(threads), failed_(failed) {}
 
     int threads() const { return threads_; }
@@ -74,7 +74,7 @@ template <class Body> static inline void in_team(int threads, Phase *phases, Bod
     bool failed = false;
 #pragma omp parallel num_threads(threads)
     {
-        Member member(phases, omp_get_num_threads(), &failed);
+        TeamThread member(phases, omp_get_num_threads(), &failed);
         body(member);
     }
     if (failed) throw std::bad_alloc();
@@ -82,14 +82,14 @@ template <class Body> static inline void in_team(int threads, Phase *phases, Bod
 
 // Memory that is read later, asked for a few lines at a time between the sums of what is there: in
 // bursts the questions would stand in the way of what is read now.
-class Coming {
+class PrefetchRange {
   public:
-    Coming() = default;
-    Coming(const void *at, int64_t bytes) : now_{static_cast<const char *>(at), bytes} {}
+    PrefetchRange() = default;
+    PrefetchRange(const void *at, int64_t bytes) : now_{static_cast<const char *>(at), bytes} {}
 
     // What of it lies in the first so many bytes.
-    Coming first(int64_t bytes) const {
-        return Coming(now_.at, now_.bytes < bytes ? now_.bytes : bytes);
+    PrefetchRange first(int64_t bytes) const {
+        return PrefetchRange(now_.at, now_.bytes < bytes ? now_.bytes : bytes);
     }
 
     // Ask for all of it in so many steps.
@@ -139,7 +139,7 @@ class Scratch {
     ~Scratch() { std::free(memory_); }
 
     // At least so many bytes, on a page of their own, with whatever was there. Throws bad_alloc.
-    void *room(size_t bytes) {
+    void *reserve(size_t bytes) {
         if (bytes > bytes_) {
             std::free(memory_);
             bytes_ = 0;  // whatever becomes of the next line, the old memory is gone

@@ -10,23 +10,23 @@
 #include "paged.h"
 
 // Of a tensor in this machine's memory, which is all that a kernel can read.
-inline Number number_of(const at::Tensor &tensor) {
+inline Dtype dtype_of(const at::Tensor &tensor) {
     const auto type = tensor.scalar_type();
     TORCH_CHECK(tensor.is_cpu(), "no kernel for memory of ", tensor.device());
     TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "no kernel for ", type);
-    return type == at::kBFloat16 ? Number::bf16 : Number::f32;
+    return type == at::kBFloat16 ? Dtype::bf16 : Dtype::f32;
 }
 
 // What a cache keeps, of a model that computes in the number format of `like`.
-inline Kept kept_of(const at::Tensor &cache, const at::Tensor &like) {
+inline CacheFormat cache_format_of(const at::Tensor &cache, const at::Tensor &like) {
     const auto type = cache.scalar_type();
     TORCH_CHECK(cache.is_cpu(), "no kernel for memory of ", cache.device());
-    if (type == at::kFloat8_e4m3fn) return Kept::e4m3;
-    if (type == at::kFloat8_e5m2) return Kept::e5m2;
+    if (type == at::kFloat8_e4m3fn) return CacheFormat::e4m3;
+    if (type == at::kFloat8_e5m2) return CacheFormat::e5m2;
     TORCH_CHECK(
-        number_of(cache) == number_of(like),
+        dtype_of(cache) == dtype_of(like),
         "a cache is of the dtype that the model computes in, or in eight bits");
-    return Kept::number;
+    return CacheFormat::model;
 }
 
 // Keys and values (P, S, H, D) of one layer, and their scales.

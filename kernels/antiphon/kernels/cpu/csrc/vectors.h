@@ -5,10 +5,10 @@ struct Whole {};
 struct Part {
     int count;
 };
-template <class T> INLINE F32 take(const T *p, Whole) { return load(p); }
-template <class T> INLINE F32 take(const T *p, Part part) { return load(p, part.count); }
-template <class T> INLINE void put(T *p, F32 a, Whole) { store(p, a); }
-template <class T> INLINE void put(T *p, F32 a, Part part) { store(p, a, part.count); }
+template <class T> INLINE F32 load_part(const T *p, Whole) { return load(p); }
+template <class T> INLINE F32 load_part(const T *p, Part part) { return load(p, part.count); }
+template <class T> INLINE void store_part(T *p, F32 a, Whole) { store(p, a); }
+template <class T> INLINE void store_part(T *p, F32 a, Part part) { store(p, a, part.count); }
 
 // Call `body(i, Whole or Part)` for each vector of a row.
 template <class Body> INLINE void by_vectors(int64_t size, Body &&body) {

@@ -25,8 +25,8 @@ import msgspec
 
 from antiphon.gateway.http.core import fields, limits
 from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.service.fair_queue import FairQueue, OwnerQuota
 from antiphon.service.process_pool import ProcessPool, serve
-from antiphon.service.turns import Admission, Turns
 from antiphon.wire.errors import (
     EngineError,
     ErrorReply,
@@ -99,15 +99,15 @@ class BodyReader:
         self.pool = ProcessPool(
             ("-m", _MODULE), job_s=_JOB_S, jobs_max=_LARGE_MAX, bytes_max=_LARGE_BYTES_MAX
         )
-        self._large = Admission(
+        self._large = OwnerQuota(
             jobs_max=_LARGE_MAX, bytes_max=_LARGE_BYTES_MAX, owners_max=_TENANTS_MAX
         )
-        self._calls = Admission(jobs_max=_CALLS_MAX, bytes_max=0, owners_max=_CALLERS_MAX)
-        self._arriving = Admission(
+        self._calls = OwnerQuota(jobs_max=_CALLS_MAX, bytes_max=0, owners_max=_CALLERS_MAX)
+        self._arriving = OwnerQuota(
             jobs_max=_ARRIVING_MAX, bytes_max=_ARRIVING_BYTES_MAX, owners_max=_CALLERS_MAX
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-body")
-        self._turns = Turns(1)
+        self._turns = FairQueue(1)
 
     async def __aenter__(self) -> Self:
         await self.pool.__aenter__()
@@ -169,9 +169,9 @@ class BodyReader:
         """
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        await self._turns.take(tenant)
+        await self._turns.acquire(tenant)
         done = loop.run_in_executor(self._thread, lambda: context.run(work))
-        done.add_done_callback(lambda _: self._turns.give_back())
+        done.add_done_callback(lambda _: self._turns.release())
         return await asyncio.shield(done)
 
     async def compute(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.native.parse import GenerateResponseOptions
     from antiphon.gateway.owner.actions import Finished, TextDelta
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.text import Origin
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 _SCORED = "output_token_logprobs"
@@ -152,12 +152,12 @@ class GenerateReplyWriter:
             told["hidden_states"] = msgspec.Raw(b"[%b]" % b",".join(parts))
         return told
 
-    def _add_hidden_states(self, piece: DetailPiece, *, together: bool) -> None:
+    def _add_hidden_states(self, piece: TokenOutputsChunk, *, together: bool) -> None:
         """Write hidden states: those of the prompt `together` as one, or each by itself.
 
         The first token of an answer follows the last of its prompt.
         """
         read, drawn = self._states = self._states or (JsonList(), JsonList())
-        for offset, token in enumerate(piece.details.each(), piece.offset):
+        for offset, token in enumerate(piece.details.iter_tokens(), piece.offset):
             column = read if together and offset <= 0 else drawn
             column.add([list(token.hidden)])

@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.wire.details import DetailPiece, TokenDetail
+    from antiphon.wire.token_outputs import TokenOutput, TokenOutputsChunk
 
 LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have: as OpenAI writes what is unlikely."""
@@ -54,7 +54,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-def chat_logprobs(piece: DetailPiece | None) -> ChatLogprobs | None:
+def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
     """Write details as a chat has them; None without."""
     if piece is None:
         return None
@@ -73,14 +73,14 @@ def chat_logprobs(piece: DetailPiece | None) -> ChatLogprobs | None:
                 if other >= 0
             ],
         )
-        for detail in piece.details.each()
+        for detail in piece.details.iter_tokens()
         if detail.token_id >= 0
     ]
     return ChatLogprobs(content)
 
 
 def text_logprobs(
-    piece: DetailPiece | None, start: int, before: tuple[str, ...] = NOTHING_BEFORE
+    piece: TokenOutputsChunk | None, start: int, before: tuple[str, ...] = NOTHING_BEFORE
 ) -> TextLogprobs | None:
     """Write details as a text completion has them; None without.
 
@@ -112,15 +112,15 @@ def _by_text(likeliest: list[tuple[str, float]]) -> dict[str, float]:
     return told
 
 
-def _tokens(piece: DetailPiece) -> Iterator[tuple[str, TokenDetail, list[tuple[str, float]]]]:
-    for detail in piece.details.each():
+def _tokens(piece: TokenOutputsChunk) -> Iterator[tuple[str, TokenOutput, list[tuple[str, float]]]]:
+    for detail in piece.details.iter_tokens():
         if detail.token_id < 0:  # what would follow a prompt after which nothing is drawn
             continue
         likeliest = [(piece.text_of(token), logprob) for token, logprob in detail.top if token >= 0]
         yield piece.text_of(detail.token_id), detail, likeliest
 
 
-def _bytes(piece: DetailPiece, token_id: int) -> list[int] | None:
+def _bytes(piece: TokenOutputsChunk, token_id: int) -> list[int] | None:
     return list(piece.bytes_of(token_id)) or None
 
 

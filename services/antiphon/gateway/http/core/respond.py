@@ -1,8 +1,8 @@
 """The one way from a body to an answer: enter, listen, and tell it by the voice of a family.
 
 A family of APIs is a folder beside this file. It has `operations()`, each a path with the struct of
-its body; a parser, which makes a body a `GenerationRequest`; and a `ResponseWriter`, which formats the
-response. How it shows errors is a line in `errors.py`. It uses neither the bus nor the connection.
+its body; a parser, which makes a body a `GenerationRequest`; and a `ResponseWriter`, which formats
+the response. How it shows errors is a line in `errors.py`. It uses neither bus nor connection.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     SamplingOptions,
 )
-from antiphon.wire.base import Role, State
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error
 from antiphon.wire.sampling import PoolParams
 
@@ -121,7 +121,7 @@ class HealthEndpoints:
 
     async def _ready(self, _: web.Request) -> web.Response:
         self._check()
-        beats = [peer.beat for peer in self._runtime.peers.working(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self._runtime.peers.accepting_work(Role.WORKER)]
         if all(beat.worker is not None and beat.worker.paused for beat in beats):
             raise Unavailable("generation is paused", retry_after_s=1.0)
         return json_reply(Healthy())
@@ -174,10 +174,12 @@ class HealthEndpoints:
         missing = [
             str(role)
             for role in (Role.TOKENIZER, Role.WORKER, Role.DETOKENIZER)
-            if not peers.working(role)
+            if not peers.accepting_work(role)
         ]
-        if not any(peer.beat.leads is not None for peer in peers.working(Role.SCHEDULER)):
+        if not any(
+            peer.heartbeat.leads is not None for peer in peers.accepting_work(Role.SCHEDULER)
+        ):
             missing.append(Role.SCHEDULER)
-        if self._runtime.health.state is not State.READY:
+        if self._runtime.health.state is not ProcessState.READY:
             missing.append(Role.GATEWAY)
         return missing

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang import rows
-from antiphon.config.spellings import shown
+from antiphon.config.sglang_values import shown
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of

@@ -22,7 +22,7 @@ from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX, DetailParams, StopStrings
+from antiphon.wire.sampling import NAMED_MAX, StopStrings, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,10 +84,10 @@ class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.logprobs and self.texts and self.start == 0
 
     @property
-    def token_outputs(self) -> DetailParams:
+    def token_outputs(self) -> TokenOutputParams:
         """What the engine is asked for; ids always are."""
         full = self.hidden == FULL
-        return DetailParams(
+        return TokenOutputParams(
             ids=True,
             logprobs=self.logprobs,
             top=self.top,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.native.parse import GenerateResponseOptions
     from antiphon.gateway.owner.actions import Finished
-    from antiphon.wire.details import DetailPiece, TokenDetail
+    from antiphon.wire.token_outputs import TokenOutput, TokenOutputsChunk
 
 UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
@@ -108,7 +108,7 @@ def finish_body(finished: Finished | None, tokens: int) -> FinishBody | None:
             return FinishBody(type="stop", matched=finished.matched_stop)
 
 
-def output_ids(piece: DetailPiece | None) -> list[int]:
+def output_ids(piece: TokenOutputsChunk | None) -> list[int]:
     """The ids of an answer; those of its prompt lie before offset 0."""
     if piece is None:
         return []
@@ -117,7 +117,7 @@ def output_ids(piece: DetailPiece | None) -> list[int]:
 
 
 def scores(
-    piece: DetailPiece,
+    piece: TokenOutputsChunk,
     reply_options: GenerateResponseOptions,
     prompt_ids: Sequence[int],
     *,
@@ -136,7 +136,7 @@ def scores(
         begins: Whether it is the first piece.
     """
     first = reply_options.start - len(prompt_ids)
-    entries = list(enumerate(piece.details.each(), piece.offset))
+    entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
     told = _scores((token for offset, token in entries if offset >= 0), texts, reply_options)
     columns = _columns("output", told, reply_options)
     if reply_options.start < 0 or (piece.offset >= 0 and not begins):
@@ -163,7 +163,7 @@ def _columns(
 
 
 def _scores(
-    tokens: Iterable[TokenDetail], texts: Mapping[int, str], reply_options: GenerateResponseOptions
+    tokens: Iterable[TokenOutput], texts: Mapping[int, str], reply_options: GenerateResponseOptions
 ) -> Scores:
     scored = Scores(tokens=[], tops=[], named=[])
     for token in tokens:

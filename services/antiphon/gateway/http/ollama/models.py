@@ -223,7 +223,7 @@ class OllamaModelsEndpoints:
     async def _running(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(OllamaProcesses(()))
-        beats = [peer.beat for peer in self._runtime.peers.working(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self._runtime.peers.accepting_work(Role.WORKER)]
         contexts = [beat.worker.context_tokens for beat in beats if beat.worker is not None]
         details = await self._details()
         running = [
@@ -305,7 +305,7 @@ class OllamaModelsEndpoints:
 
     def _weight_bytes(self) -> int:
         """Of the model in the memory of a worker; 0 while there is none."""
-        beats = [peer.beat for peer in self._runtime.peers.of(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
         figures = [beat.worker.figures for beat in beats if beat.worker is not None]
         return max((each.weight_bytes for each in figures), default=0)
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,9 @@ class OllamaResponseWriter(ResponseWriter):
             lines.append(line(msgspec.json.encode(told)))
         return b"".join(lines)
 
-    def _logprobs(self, details: DetailPiece | None) -> list[TokenLogprob] | msgspec.UnsetType:
+    def _logprobs(
+        self, details: TokenOutputsChunk | None
+    ) -> list[TokenLogprob] | msgspec.UnsetType:
         told = chat_logprobs(details) if self._wants_logprobs else None
         return UNSET if told is None else told.content
 

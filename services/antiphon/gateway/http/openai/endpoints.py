@@ -265,6 +265,6 @@ class CompletionsEndpoints:
 
 def weight_version(runtime: Runtime) -> str:
     """What the weights of the workers are called."""
-    beats = (peer.beat for peer in runtime.peers.of(Role.WORKER))
+    beats = (peer.heartbeat for peer in runtime.peers.with_role(Role.WORKER))
     named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
     return next((name for name in named if name), "default")

@@ -48,7 +48,7 @@ from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import DetailParams, StopStrings
+from antiphon.wire.sampling import StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _best_of(body: CompletionBody) -> int:
 def _with_common_fields(
     gen_request: GenerationRequest,
     body: Body,
-    wanted: DetailParams | None,
+    wanted: TokenOutputParams | None,
     *,
     name: str | None,
     choices: int = 0,
@@ -239,7 +239,7 @@ def _with_common_fields(
 
 
 def _sampling(
-    body: Body, wanted: DetailParams | None, form: RequestedGrammar | None
+    body: Body, wanted: TokenOutputParams | None, form: RequestedGrammar | None
 ) -> SamplingOptions:
     if body.top_k == 0:
         raise InvalidRequest("top_k: -1 keeps every token, else it is 1 or more", param="top_k")

@@ -27,7 +27,7 @@ from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_v
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.sampling import DetailParams, PoolParams
+from antiphon.wire.sampling import PoolParams, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class YesNoScorer:
     refused = EMBEDDING
 
     def __init__(self, label_ids: tuple[int, ...]) -> None:
-        self._details = DetailParams(named_ids=label_ids)
+        self._details = TokenOutputParams(named_ids=label_ids)
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
         """Conversations of query and document, as SGLang gives them to the chat template."""
@@ -247,7 +247,7 @@ class YesNoScorer:
 
     def score(self, answer: CollectedResponse) -> float:
         """How much of the chance of both has yes."""
-        (told,) = pooled_outputs(answer).each()
+        (told,) = pooled_outputs(answer).iter_tokens()
         yes, no = told.named
         if -math.inf in (yes, no):
             return 0.0 if yes == -math.inf else 1.0

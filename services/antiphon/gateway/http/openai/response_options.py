@@ -10,7 +10,7 @@ from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.native import parse as native
 from antiphon.gateway.http.openai.schema import CompletionBody, StreamOptions
 from antiphon.gateway.requests.generation_request import TokenOutputFields
-from antiphon.wire.sampling import DetailParams
+from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
     from antiphon.gateway.http.openai.schema import Body
@@ -113,12 +113,12 @@ def with_id_field(fields: TokenOutputFields, body: Body) -> TokenOutputFields:
 
 def token_outputs_wanted(
     body: Body, *, logprobs: bool, top: int, prompt_too: bool = False
-) -> DetailParams | None:
+) -> TokenOutputParams | None:
     """What the engine is asked for, of the answer and perhaps of the prompt; None: text alone."""
     hidden, ids = bool(body.return_hidden_states), any(_fields_needing_ids(body).values())
     if not (logprobs or hidden or ids):
         return None
-    return DetailParams(
+    return TokenOutputParams(
         ids=ids, logprobs=logprobs, top=top, hidden=hidden, prompt_start=0 if prompt_too else -1
     )
 

@@ -25,7 +25,7 @@ from antiphon.gateway.requests.generation_request import (
     TokenOutputFields,
 )
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.sampling import NAMED_MAX, DetailParams
+from antiphon.wire.sampling import NAMED_MAX, TokenOutputParams
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -123,7 +123,7 @@ def _checked(body: ScoreBody) -> ScoreBody:
 
 def _asks(body: ScoreBody) -> list[GenerationRequest]:
     items = [body.items] if isinstance(body.items, str) else body.items
-    details = DetailParams(named_ids=tuple(body.label_token_ids))
+    details = TokenOutputParams(named_ids=tuple(body.label_token_ids))
     gen_requests: list[GenerationRequest] = []
     for item in items:
         first, second = (item, body.query) if body.item_first else (body.query, item)
@@ -150,7 +150,7 @@ def _asks(body: ScoreBody) -> list[GenerationRequest]:
 def _scores(answer: CollectedResponse, body: ScoreBody) -> list[float]:
     piece = answer.choices[0].details
     assert piece is not None, "details were asked for"
-    *_, last = piece.details.each()
+    *_, last = piece.details.iter_tokens()
     if not body.apply_softmax:
         return [math.exp(logprob) for logprob in last.named]
     scaled = [logprob / (body.temperature or 1.0) for logprob in last.named]

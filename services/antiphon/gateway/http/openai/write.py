@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
     from antiphon.gateway.owner.actions import Finished, TextDelta
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class CompletionHeader(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ class OpenAiResponseWriter(ResponseWriter):
         self._unsent_prompts.discard(index)
         return self._prompt_ids[prompt]
 
-    def _collect_hidden_states(self, index: int, piece: DetailPiece | None) -> None:
+    def _collect_hidden_states(self, index: int, piece: TokenOutputsChunk | None) -> None:
         """Keep the states of a choice: a stream sends them once, at the end of the choice."""
         states = self._hidden_states(piece)
         if states is not UNSET:
@@ -156,12 +156,12 @@ class OpenAiResponseWriter(ResponseWriter):
     def _take_hidden_states(self, index: int) -> list[list[float]] | UnsetType:
         return self._hidden.pop(index, []) if self._options.hidden else UNSET
 
-    def _hidden_states(self, piece: DetailPiece | None) -> list[list[float]] | UnsetType:
+    def _hidden_states(self, piece: TokenOutputsChunk | None) -> list[list[float]] | UnsetType:
         if not self._options.hidden or piece is None:
             return UNSET
-        return [list(token.hidden) for token in piece.details.each()]
+        return [list(token.hidden) for token in piece.details.iter_tokens()]
 
-    def _ids(self, piece: DetailPiece | None) -> list[int] | UnsetType:
+    def _ids(self, piece: TokenOutputsChunk | None) -> list[int] | UnsetType:
         """Those of the answer; tokens of the prompt lie before."""
         if not self._options.ids or piece is None:
             return UNSET

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
-    from antiphon.wire.details import DetailPiece
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class PromptEcho(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         )
 
     def _logprobs(
-        self, index: int, details: DetailPiece | None, echo: PromptEcho
+        self, index: int, details: TokenOutputsChunk | None, echo: PromptEcho
     ) -> TextLogprobs | None:
         if not self._options.logprobs:
             return None
@@ -199,7 +199,7 @@ def _mean_logprob(collected: CollectedChoice) -> float:
     logprobs = (
         [
             token.logprob
-            for offset, token in enumerate(piece.details.each(), piece.offset)
+            for offset, token in enumerate(piece.details.iter_tokens(), piece.offset)
             if offset >= 0 and token.logprob is not None
         ]
         if piece is not None

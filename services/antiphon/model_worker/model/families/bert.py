@@ -9,9 +9,9 @@ import msgspec
 
 from antiphon.config.tasks import Task, task_of
 from antiphon.layers.attention import AttentionNames
+from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
@@ -51,7 +51,9 @@ def declare_bert(config: ConfigFile) -> ModelSpec:
 def declare_roberta(config: ConfigFile) -> ModelSpec:
     """Its head has the layer of its own; its positions begin after that of padding."""
     dense = DenseSpec(name="classifier.dense", activation="tanh")
-    head = ClassificationHeadSpec(labels=config.labels, name="classifier.out_proj", bias=True, dense=dense)
+    head = ClassificationHeadSpec(
+        labels=config.labels, name="classifier.out_proj", bias=True, dense=dense
+    )
     return _encoder(
         "roberta", config, head, positions_first=config.family_fields(_BertFields).pad_token_id + 1
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.model_worker.model.families import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
 from antiphon.model_worker.model.spec import ModelFamily
 
@@ -31,7 +31,9 @@ def reward_model(family: ModelFamily) -> ModelFamily:
 
     def declare(config: ConfigFile) -> ModelSpec:
         dense = DenseSpec(name="score.0", activation="relu")
-        return _headed(family, config, ClassificationHeadSpec(labels=1, name="score.2", bias=True, dense=dense))
+        return _headed(
+            family, config, ClassificationHeadSpec(labels=1, name="score.2", bias=True, dense=dense)
+        )
 
     return _made(
         family,
@@ -55,7 +57,9 @@ def _made(
     return ModelFamily(name=family.name, declare=declare, features=features, layers_of=family)
 
 
-def _headed(family: ModelFamily, config: ConfigFile, head: ClassificationHeadSpec | None) -> ModelSpec:
+def _headed(
+    family: ModelFamily, config: ConfigFile, head: ClassificationHeadSpec | None
+) -> ModelSpec:
     spec = family.declare(config)
     # A model that was saved without a head names its tensors from its layers on.
     pooling = "last" if spec.causal else "mean"

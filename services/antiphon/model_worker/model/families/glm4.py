@@ -25,7 +25,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
     norm = rms_norm(config)
     layer = LayerSpec(
-        mixer=replace(attention(config), qkv_bias=config.attention_bias, neighbours=True),
+        mixer=replace(attention(config), qkv_bias=config.attention_bias, interleaved_rope=True),
         feed_forward=replace(gated(config), gate=GATE_UP, up=GATE_UP),
         norm=norm,
         norms=NORMS,

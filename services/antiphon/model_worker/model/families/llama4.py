@@ -101,7 +101,7 @@ def _mixer(config: ConfigFile, fields: Llama4Fields, sight: str, *, rotated: boo
     return replace(
         mixer,
         rotary=mixer.rotary if rotated else None,
-        neighbours=True,
+        interleaved_rope=True,
         window=fields.attention_chunk_size if sight == CHUNKED else None,
         chunked=sight == CHUNKED,
         qkv_bias=bias,

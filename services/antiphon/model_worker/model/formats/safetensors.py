@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.config.safetensors_file import Entry, read_header
+from antiphon.config.safetensors_file import SafetensorsEntry, read_header
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import numbers, open_file
 from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
@@ -49,7 +49,9 @@ def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
     }
 
 
-def _stored(file: Path, name: str, entry: Entry, data_start: int, part: Part) -> StoredTensor:
+def _stored(
+    file: Path, name: str, entry: SafetensorsEntry, data_start: int, part: Part
+) -> StoredTensor:
     if entry.dtype not in DTYPES:
         raise ModelLoadError(
             f"{file}: {name} is {entry.dtype}: only {', '.join(DTYPES)} weights are read"

@@ -104,10 +104,10 @@ class TransformersDecoder:
 
     def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
         patch_dynamic_rotary(model)
-        self._base = cast("Callable[..., Left]", model.base_model)
+        self._base = cast("Callable[..., LayersOutput]", model.base_model)
         self._given = _FixedLayers()
         self._head = _headed(model, self._given)
-        config = cast("Config", model.config)
+        config = cast("TransformersConfig", model.config)
         self.spec, self._manners = _probe_layers(model, config, self._base, self.logits)
         _refuse_hidden_state(self._base, config)
         _refuse_token_mixing(self._base, config)

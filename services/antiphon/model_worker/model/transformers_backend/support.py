@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from antiphon.config.card import read_card
-from antiphon.config.decided import Decided
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
+from antiphon.config.resolved_value import ResolvedValue
 from antiphon.kernels.kv import KvSpec
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
@@ -60,7 +60,7 @@ def declared_spec(files: ModelFiles, config: ConfigFile, implementation: str) ->
     return spec
 
 
-def implementation_of(files: ModelFiles, implementation: str) -> Decided[str]:
+def implementation_of(files: ModelFiles, implementation: str) -> ResolvedValue[str]:
     """Whose layers run a model, for the plan: what they keep of a token differs.
 
     Raises:
@@ -68,7 +68,7 @@ def implementation_of(files: ModelFiles, implementation: str) -> Decided[str]:
         ConfigError: The config is broken.
     """
     spec, reason = _chosen(files, read_config(files), implementation)
-    return Decided("transformers" if spec is None else "antiphon", reason)
+    return ResolvedValue("transformers" if spec is None else "antiphon", reason)
 
 
 def _chosen(
@@ -144,7 +144,9 @@ def _hold_against_plan(files: ModelFiles, decoder: TransformersDecoder) -> None:
         )
 
 
-def _open_decoder(files: ModelFiles, build: BuildContext, context_tokens: int) -> TransformersDecoder:
+def _open_decoder(
+    files: ModelFiles, build: BuildContext, context_tokens: int
+) -> TransformersDecoder:
     import transformers  # noqa: PLC0415
 
     from antiphon.model_worker.model.transformers_backend import model as backend  # noqa: PLC0415

@@ -19,7 +19,7 @@ from antiphon.wire.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from antiphon.bus.store import Store
+    from antiphon.bus.store import KeyValueStore
     from antiphon.gateway.http.openai.responses.store import ResponseStore
     from antiphon.service.clock import Clock
     from antiphon.wire.ids import TenantId
@@ -44,7 +44,9 @@ class ResponseEventLog:
     one value with everything.
     """
 
-    def __init__(self, store: Store, clock: Clock, tenant: TenantId, response_id: str) -> None:
+    def __init__(
+        self, store: KeyValueStore, clock: Clock, tenant: TenantId, response_id: str
+    ) -> None:
         self._store = store
         self._clock = clock
         self._key = (tenant, response_id)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.bus.store import Store, StoreLimits
+from antiphon.bus.store import KeyValueStore, StoreLimits
 from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.openai.responses.items import Item
 from antiphon.gateway.http.openai.responses.replies import ResponseReply
@@ -64,7 +64,7 @@ class ResponseStore:
         limits = StoreLimits(
             keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas
         )
-        self.store = Store(runtime.bus, RESPONSES, limits)
+        self.store = KeyValueStore(runtime.bus, RESPONSES, limits)
 
     async def should_store(self, body: ResponsesBody) -> bool:
         """Whether a response is to be kept; if so, that is possible now.

@@ -31,7 +31,7 @@ from antiphon.gateway.http.openai.responses.replies import (
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import Content
 from antiphon.wire.base import FinishReason
-from antiphon.wire.details import join_pieces
+from antiphon.wire.token_outputs import join_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.openai.responses.tools import ToolTarget
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.wire.base import Usage
-    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 PersistResponse = Callable[["ResponseReply"], Awaitable[None]]
 
@@ -95,7 +95,7 @@ class ResponsesWriter(ResponseWriter):
         self._keep = keep
         self._end_number: int | None = None
         self._logprobs = logprobs
-        self._unsent_outputs: list[DetailPiece] = []
+        self._unsent_outputs: list[TokenOutputsChunk] = []
         self._reason = FinishReason.STOP
         self._parser = OutputParser(parser_options, starts_in_reasoning=inside)
         self._numbers = itertools.count()
@@ -163,7 +163,7 @@ class ResponsesWriter(ResponseWriter):
             self._unsent_outputs.clear()  # they were of thinking, or of a call
 
     def _logprobs_of_pending(self) -> list[TokenLogprob]:
-        piece = join_pieces(self._unsent_outputs)
+        piece = join_chunks(self._unsent_outputs)
         self._unsent_outputs.clear()
         told = chat_logprobs(piece)
         return [] if told is None else told.content

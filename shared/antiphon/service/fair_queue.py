@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _RETRY_S = 1.0
 
 
-class Admission:
+class OwnerQuota:
     """Bounds the jobs of each owner that wait or run, by count and by bytes.
 
     The first job of an owner is admitted whatever its size, so no owner is refused because of
@@ -73,18 +73,18 @@ class Admission:
             raise Overloaded(text, retry_after_s=_RETRY_S)
 
 
-class Turns:
+class FairQueue:
     """Gives places to jobs: those of one owner in order, the owners in turns.
 
     An owner with many jobs delays another's by one. Nothing is bounded here: the callers are.
     """
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._closed = False
 
-    async def take(self, owner: str) -> None:
+    async def acquire(self, owner: str) -> None:
         """Wait for a place; the caller gives it back once the job has ended.
 
         Raises:
@@ -100,10 +100,10 @@ class Turns:
             await turn
             self._check_open()
         except BaseException:
-            self._give_up(owner, turn)
+            self._abandon(owner, turn)
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Pass a place on to the next owner, who goes to the end of the row."""
         while self._waiting:
             owner, turns = next(iter(self._waiting.items()))
@@ -129,7 +129,7 @@ class Turns:
         if self._closed:
             raise _leaving()
 
-    def _give_up(self, owner: str, turn: asyncio.Future[None]) -> None:
+    def _abandon(self, owner: str, turn: asyncio.Future[None]) -> None:
         """Take a job whose caller left out of the row, or pass its turn on if it has come."""
         turns = self._waiting.get(owner, deque())
         if turn in turns:
@@ -137,7 +137,7 @@ class Turns:
             if not turns:
                 del self._waiting[owner]
         elif not turn.cancelled() and turn.exception() is None:
-            self.give_back()
+            self.release()
 
 
 def _leaving() -> Unavailable:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from antiphon.service.sockets import CannotStart
 
-OPEN_BYTES = 192
+OPEN_ENTRY_BYTES = 192
 """Of a line of an open list, about and rather more."""
-HELD_BYTES = 224
+HELD_ENTRY_BYTES = 224
 """Of what a heartbeat says of a request that a worker holds."""
 
 _REST_BYTES = 16 * 1024
 
 
-def check_room(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
+def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
     """Refuse a bound that would make a message larger than the broker takes.
 
     Peers would take a process for dead whose heartbeats are not sent, and its requests for ended.

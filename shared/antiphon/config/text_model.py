@@ -11,20 +11,20 @@ from antiphon.config.errors import ConfigError
 if TYPE_CHECKING:
     from antiphon.config.model_fields import Fields
 
-SEEING = (
+MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
 )
 """Architectures whose model of text is served."""
-WITHIN = "language_model."
+TEXT_MODEL_PREFIX = "language_model."
 """What the names of its tensors have, first or after the name of all."""
 _TIED = "tie_word_embeddings"
-BESIDE_TEXT = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 """How tensors begin that see."""
 
 
-def text_part(config: Fields) -> Fields:
+def text_model_config(config: Fields) -> Fields:
     """The config of the model of text, with what is said of the whole; any other as it is.
 
     Raises:
@@ -33,12 +33,12 @@ def text_part(config: Fields) -> Fields:
     if "text_config" not in config:
         return config
     architecture = _architecture(config)
-    if not sees(architecture):
+    if not is_multimodal(architecture):
         if "hidden_size" in config:  # it says of itself what there is to say
             return config
         raise ConfigError(
             f"config.json: architecture {architecture or 'none'} is not supported:"
-            f" of those with a text_config there are {', '.join(SEEING)}"
+            f" of those with a text_config there are {', '.join(MULTIMODAL_ARCHITECTURES)}"
         )
     try:
         text = msgspec.json.decode(config["text_config"], type=dict[str, msgspec.Raw])
@@ -50,7 +50,7 @@ def text_part(config: Fields) -> Fields:
     flat = config | said | whole
     if "quantization_config" in flat:
         # Names of linears, and patterns of them, are those of the whole.
-        stored = bytes(flat["quantization_config"]).replace(WITHIN.encode(), b"")
+        stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")
         flat["quantization_config"] = msgspec.Raw(stored)
     return flat
 
@@ -58,13 +58,15 @@ def text_part(config: Fields) -> Fields:
 def text_name(tensor: str) -> str:
     """What a tensor is called where there is the model of text alone."""
     return (
-        tensor.replace(WITHIN, "", 1) if tensor.startswith((WITHIN, f"model.{WITHIN}")) else tensor
+        tensor.replace(TEXT_MODEL_PREFIX, "", 1)
+        if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}"))
+        else tensor
     )
 
 
-def sees(architecture: str) -> bool:
+def is_multimodal(architecture: str) -> bool:
     """Whether a model of an architecture sees, and its model of text is served."""
-    return architecture in SEEING
+    return architecture in MULTIMODAL_ARCHITECTURES
 
 
 def _architecture(config: Fields) -> str:

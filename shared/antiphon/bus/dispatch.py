@@ -12,17 +12,17 @@ from antiphon.wire.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from antiphon.bus.transport import Packet, Receive
+    from antiphon.bus.transport import Packet, PacketCallback
 
 log = logging.getLogger(__name__)
 
 
-def waits(receive: Callable[..., Awaitable[None] | None]) -> bool:
+def is_async(receive: Callable[..., Awaitable[None] | None]) -> bool:
     """Whether it may wait, and so needs a task."""
     return inspect.iscoroutinefunction(receive)
 
 
-def hand_at_once(receive: Receive, packet: Packet) -> None:
+def dispatch_sync(receive: PacketCallback, packet: Packet) -> None:
     """Let a plain function have a packet, and log what it raises, as `hand_over` does."""
     try:
         rest = receive(packet)
@@ -33,7 +33,7 @@ def hand_at_once(receive: Receive, packet: Packet) -> None:
         log.exception("receiver failed", extra={"subject": packet.subject})
 
 
-async def hand_over(receive: Receive, packet: Packet) -> None:
+async def dispatch(receive: PacketCallback, packet: Packet) -> None:
     """Let `receive` have a packet, and log what it raises: one message must not end the others."""
     try:
         rest = receive(packet)

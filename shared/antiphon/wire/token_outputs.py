@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", int, float)
 
 
-class TokenDetails(Value):
+class TokenOutputs(Value):
     """Columns about `count` consecutive tokens, each little-endian and row after row.
 
     A column that nobody asked for is empty.
@@ -62,7 +62,7 @@ class TokenDetails(Value):
         )
 
     @classmethod
-    def of(cls, count: int, columns: Iterable[bytes]) -> TokenDetails:
+    def from_columns(cls, count: int, columns: Iterable[bytes]) -> TokenOutputs:
         """Join what `columns` gave."""
         token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
         return cls(
@@ -81,15 +81,15 @@ class TokenDetails(Value):
         """Bytes of all columns."""
         return sum(map(len, self.columns))
 
-    def cut(self, start: int) -> TokenDetails:
+    def drop_first(self, start: int) -> TokenOutputs:
         """All but the first `start` tokens."""
         if start == 0:
             return self
         assert start <= self.count, "there are not so many tokens"
         rest = (column[len(column) // self.count * start :] for column in self.columns)
-        return TokenDetails.of(self.count - start, rest)
+        return TokenOutputs.from_columns(self.count - start, rest)
 
-    def each(self) -> Iterator[TokenDetail]:
+    def iter_tokens(self) -> Iterator[TokenOutput]:
         """The tokens one by one."""
         logprobs = unpack_floats(self.logprobs)
         columns = zip(
@@ -103,7 +103,7 @@ class TokenDetails(Value):
         )
         for token_id, logprob, top_ids, top, named, hidden in columns:
             likeliest = tuple(zip(top_ids, top, strict=True))
-            yield TokenDetail(token_id, logprob, likeliest, tuple(named), hidden)
+            yield TokenOutput(token_id, logprob, likeliest, tuple(named), hidden)
 
     def ids(self) -> set[int]:
         """Every token that is spoken of here, but for those that the request named."""
@@ -111,7 +111,7 @@ class TokenDetails(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDetail:
+class TokenOutput:
     """What is told of one token. `top` are pairs of id and log-probability."""
 
     token_id: int
@@ -121,7 +121,7 @@ class TokenDetail:
     hidden: Sequence[float]
 
 
-class DetailPiece(Value):
+class TokenOutputsChunk(Value):
     """Details of one choice, beginning at a token offset.
 
     Without tokens it says only that nothing is missing up to there. `texts` has the text of each
@@ -132,7 +132,7 @@ class DetailPiece(Value):
     """
 
     offset: TokenOffset
-    details: TokenDetails
+    details: TokenOutputs
     texts: dict[TokenCount, str] = msgspec.field(default_factory=dict[int, str])
     written: dict[TokenCount, bytes] = msgspec.field(default_factory=dict[int, bytes])
 
@@ -158,18 +158,20 @@ class DetailPiece(Value):
         written = self.written.get(token_id)
         return self.texts.get(token_id, "").encode() if written is None else written
 
-    def beyond(self, offset: int) -> DetailPiece:
+    def beyond(self, offset: int) -> TokenOutputsChunk:
         """What lies from `offset` on; `offset` is not past the end."""
         if offset <= self.offset:
             return self
-        details = self.details.cut(offset - self.offset)
-        piece = DetailPiece(offset=offset, details=details)
-        return piece.telling(self.texts, self.written)
+        details = self.details.drop_first(offset - self.offset)
+        piece = TokenOutputsChunk(offset=offset, details=details)
+        return piece.with_texts(self.texts, self.written)
 
-    def telling(self, texts: Mapping[int, str], written: Mapping[int, bytes]) -> DetailPiece:
+    def with_texts(
+        self, texts: Mapping[int, str], written: Mapping[int, bytes]
+    ) -> TokenOutputsChunk:
         """The same, with what is known of its own tokens."""
         ids = sorted(self.details.ids())
-        return DetailPiece(
+        return TokenOutputsChunk(
             offset=self.offset,
             details=self.details,
             texts={token: texts[token] for token in ids if token in texts},
@@ -177,7 +179,7 @@ class DetailPiece(Value):
         )
 
 
-class DetailStore:
+class TokenOutputsBuffer:
     """Details as they come, so that any stretch of them can be told again."""
 
     def __init__(self, first: int = 0) -> None:
@@ -193,7 +195,7 @@ class DetailStore:
         """Bytes of one token's details; 0 as long as there are none."""
         return sum(map(len, self._columns)) // len(self) if len(self) else 0
 
-    def append(self, details: TokenDetails) -> None:
+    def append(self, details: TokenOutputs) -> None:
         """Add what comes next."""
         if not self._columns:
             self._columns = tuple(map(bytearray, details.columns))
@@ -210,14 +212,14 @@ class DetailStore:
                 del column[len(column) // len(self) * keep :]
             self.end = self.first + keep
 
-    def take(self, start: int, stop: int) -> TokenDetails:
+    def read(self, start: int, stop: int) -> TokenOutputs:
         """The tokens from offset `start` to before `stop`, as far as they are here."""
         start, stop = max(start, self.first), min(stop, self.end)
         if stop <= start:
-            return TokenDetails()
+            return TokenOutputs()
         first, last = start - self.first, stop - self.first
         widths = (len(column) // len(self) for column in self._columns)
-        return TokenDetails.of(
+        return TokenOutputs.from_columns(
             stop - start,
             (
                 bytes(column[first * width : last * width])
@@ -226,23 +228,23 @@ class DetailStore:
         )
 
 
-def join(pieces: Iterable[TokenDetails]) -> TokenDetails:
+def join_token_outputs(pieces: Iterable[TokenOutputs]) -> TokenOutputs:
     """Put consecutive details together."""
-    store = DetailStore()
+    store = TokenOutputsBuffer()
     for piece in pieces:
         store.append(piece)
-    return store.take(0, store.end)
+    return store.read(0, store.end)
 
 
-def join_pieces(pieces: Iterable[DetailPiece | None]) -> DetailPiece | None:
+def join_chunks(pieces: Iterable[TokenOutputsChunk | None]) -> TokenOutputsChunk | None:
     """Put consecutive pieces together; None if there are none."""
     told = [piece for piece in pieces if piece is not None]
     if not told:
         return None
     texts = {token: text for piece in told for token, text in piece.texts.items()}
     written = {token: some for piece in told for token, some in piece.written.items()}
-    details = join(piece.details for piece in told)
-    return DetailPiece(offset=told[0].offset, details=details, texts=texts, written=written)
+    details = join_token_outputs(piece.details for piece in told)
+    return TokenOutputsChunk(offset=told[0].offset, details=details, texts=texts, written=written)
 
 
 def pack_floats(values: Iterable[float]) -> bytes:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class Outgoing:
+class ThreadSafeWriter:
     """Writes to the socket of a transport: at once, whole, and in the order of the calls.
 
     A transport may be written to from its event loop's thread alone, so that whoever computes in
@@ -30,51 +30,51 @@ class Outgoing:
         # By a number of our own: the transport's is somebody else's as soon as it has closed it.
         number = os.dup(transport.get_extra_info("socket").fileno())
         self._socket: socket.socket | None = socket.socket(fileno=number)
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
 
     def write(self, data: bytes) -> None:
         """Write, from any thread, without waiting."""
         with self._lock:
             if self._socket is None:
                 return
-            if not self._waiting:
+            if not self._pending:
                 sent = _send(self._socket, data)
                 if sent == len(data):
                     return
                 data = data[sent:]
                 with suppress(RuntimeError):  # nobody is there to write it: the loop is closed
                     self._loop.call_soon_threadsafe(self._watch)
-            self._waiting.append(data)
-            self._waiting_bytes += len(data)
+            self._pending.append(data)
+            self._pending_bytes += len(data)
 
     def get_write_buffer_size(self) -> int:
         """Bytes that the system has not taken yet."""
-        return self._waiting_bytes
+        return self._pending_bytes
 
     def close(self) -> None:
         """Write nothing more, what waits included. In the event loop's thread; idempotent."""
         with self._lock:
             closed, self._socket = self._socket, None
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            self._pending.clear()
+            self._pending_bytes = 0
         if closed is not None:
             self._loop.remove_writer(closed.fileno())
             closed.close()
 
     def _watch(self) -> None:
         if self._socket is not None:
-            self._loop.add_writer(self._socket.fileno(), self._go_on)
+            self._loop.add_writer(self._socket.fileno(), self._write_pending)
 
-    def _go_on(self) -> None:
+    def _write_pending(self) -> None:
         """Write what waits, as much as the system takes."""
         with self._lock:
-            while self._socket is not None and self._waiting:
-                data = self._waiting.popleft()
+            while self._socket is not None and self._pending:
+                data = self._pending.popleft()
                 sent = _send(self._socket, data)
-                self._waiting_bytes -= sent
+                self._pending_bytes -= sent
                 if sent < len(data):
-                    self._waiting.appendleft(data[sent:])
+                    self._pending.appendleft(data[sent:])
                     return
             if self._socket is not None:
                 self._loop.remove_writer(self._socket.fileno())

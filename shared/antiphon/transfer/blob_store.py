@@ -30,7 +30,7 @@ class Blob:
     expires_unix_ms: int
 
 
-class Shelf:
+class BlobStore:
     """Holds bytes under unguessable tokens until they expire.
 
     Args:

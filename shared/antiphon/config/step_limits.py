@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.decided import Decided
+from antiphon.config.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
     from antiphon.config.card import ModelCard
-    from antiphon.config.device import Device
+    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
 
-WHOLE = -1
+UNCHUNKED = -1
 """The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""
 CPU_CHUNK_TOKENS = 512
 CPU_FILL_TOKENS = 256
@@ -24,25 +24,27 @@ TILES_FILL_TOKENS = 1024
 same model, prompts of 128, 1 of them 67 %, 2 of them 80 %, 4 of them 87 % and 8 of them 88 % of the
 rate of 16. Of 16 the last one gains 42 ms by 8 in a pass, and the mean loses 17 (ADR 19)."""
 TILES_ISA = "amx"
-BOTH_WAYS = "a token sees what comes after it"
+BIDIRECTIONAL = "a token sees what comes after it"
 
 
-class Steps(msgspec.Struct, frozen=True):
+class StepLimits(msgspec.Struct, frozen=True):
     """What is decided of steps; the names are those of the plan."""
 
-    step_tokens: Decided[int]
-    whole_prompts: Decided[bool]
-    chunk_tokens: Decided[int]
-    fill_tokens: Decided[int]
-    mixed: Decided[bool]
-    prefix: Decided[bool]
+    step_tokens: ResolvedValue[int]
+    whole_prompts: ResolvedValue[bool]
+    chunk_tokens: ResolvedValue[int]
+    fill_tokens: ResolvedValue[int]
+    mixed: ResolvedValue[bool]
+    prefix: ResolvedValue[bool]
 
 
-def steps(settings: Settings, card: ModelCard, device: Device, context_tokens: int) -> Steps:
+def resolve_step_limits(
+    settings: Settings, card: ModelCard, device: HostDevice, context_tokens: int
+) -> StepLimits:
     """Decide what one step takes of a model whose texts have so many tokens at most."""
     whole = _whole(settings, card)
     step = _step(settings, context_tokens, whole=whole.value)
-    return Steps(
+    return StepLimits(
         step_tokens=step,
         whole_prompts=whole,
         chunk_tokens=_chunk(settings, device, context_tokens, whole=whole.value),
@@ -52,58 +54,64 @@ def steps(settings: Settings, card: ModelCard, device: Device, context_tokens: i
     )
 
 
-def _whole(settings: Settings, card: ModelCard) -> Decided[bool]:
+def _whole(settings: Settings, card: ModelCard) -> ResolvedValue[bool]:
     if not card.causal:
-        return Decided(value=True, reason=BOTH_WAYS)
-    whole = settings.batching.chunk_tokens == WHOLE
+        return ResolvedValue(value=True, reason=BIDIRECTIONAL)
+    whole = settings.batching.chunk_tokens == UNCHUNKED
     reason = "batching.chunk_tokens = -1" if whole else "a prompt may be computed in pieces"
-    return Decided(whole, reason)
+    return ResolvedValue(whole, reason)
 
 
-def _step(settings: Settings, context_tokens: int, *, whole: bool) -> Decided[int]:
+def _step(settings: Settings, context_tokens: int, *, whole: bool) -> ResolvedValue[int]:
     batching = settings.batching
     # A prompt that is never cut takes a pass whatever it is bounded by; where the operator allows
     # more prompt tokens than that, several may share the pass.
     prompts = max(context_tokens, batching.fill_tokens or 0)
     if whole and prompts > batching.tokens_max:
         longest = "the longest prompt, for none is cut"
-        return Decided(prompts, longest if prompts == context_tokens else "batching.fill_tokens")
-    return Decided(batching.tokens_max, "batching.tokens_max")
+        return ResolvedValue(
+            prompts, longest if prompts == context_tokens else "batching.fill_tokens"
+        )
+    return ResolvedValue(batching.tokens_max, "batching.tokens_max")
 
 
-def _chunk(settings: Settings, device: Device, context_tokens: int, *, whole: bool) -> Decided[int]:
+def _chunk(
+    settings: Settings, device: HostDevice, context_tokens: int, *, whole: bool
+) -> ResolvedValue[int]:
     batching = settings.batching
     if whole:
-        return Decided(context_tokens, "the longest prompt, for none is cut")
+        return ResolvedValue(context_tokens, "the longest prompt, for none is cut")
     if batching.chunk_tokens is not None:
-        return Decided(batching.chunk_tokens, "batching.chunk_tokens")
+        return ResolvedValue(batching.chunk_tokens, "batching.chunk_tokens")
     if device.kind == "cpu" and batching.tokens_max > CPU_CHUNK_TOKENS:
         reason = "longer passes are no faster on a CPU, and whoever decodes waits for them"
-        return Decided(CPU_CHUNK_TOKENS, reason)
-    return Decided(batching.tokens_max, "as long as a step")
+        return ResolvedValue(CPU_CHUNK_TOKENS, reason)
+    return ResolvedValue(batching.tokens_max, "as long as a step")
 
 
-def _fill(settings: Settings, device: Device, step_tokens: int) -> Decided[int]:
+def _fill(settings: Settings, device: HostDevice, step_tokens: int) -> ResolvedValue[int]:
     batching = settings.batching
     if batching.fill_tokens is not None:
-        return Decided(batching.fill_tokens, "batching.fill_tokens")
+        return ResolvedValue(batching.fill_tokens, "batching.fill_tokens")
     if device.kind == "cpu":
         enough, reason = CPU_FILL_TOKENS, "keeps a CPU busy; more would only make the first wait"
         if device.arithmetic.get("isa") == TILES_ISA:
             enough, reason = TILES_FILL_TOKENS, "keeps tiles busy, and the last prompts wait less"
         if step_tokens > enough:
-            return Decided(enough, reason)
-    return Decided(step_tokens, "a step takes what fits")
+            return ResolvedValue(enough, reason)
+    return ResolvedValue(step_tokens, "a step takes what fits")
 
 
-def _mixed(settings: Settings) -> Decided[bool]:
+def _mixed(settings: Settings) -> ResolvedValue[bool]:
     if not settings.batching.mixed:
-        return Decided(value=False, reason="batching.mixed")
+        return ResolvedValue(value=False, reason="batching.mixed")
     reason = "a pass reads all weights for a prompt anyway: decodes beside it are almost free"
-    return Decided(value=True, reason=reason)
+    return ResolvedValue(value=True, reason=reason)
 
 
-def _prefix(settings: Settings, card: ModelCard) -> Decided[bool]:
+def _prefix(settings: Settings, card: ModelCard) -> ResolvedValue[bool]:
     if not card.causal:
-        return Decided(value=False, reason=f"{BOTH_WAYS}: one beginning differs in two texts")
-    return Decided(settings.cache.prefix, "cache.prefix")
+        return ResolvedValue(
+            value=False, reason=f"{BIDIRECTIONAL}: one beginning differs in two texts"
+        )
+    return ResolvedValue(settings.cache.prefix, "cache.prefix")

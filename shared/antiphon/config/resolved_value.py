@@ -9,7 +9,7 @@ import msgspec
 T = TypeVar("T")
 
 
-class Decided(msgspec.Struct, Generic[T], frozen=True):
+class ResolvedValue(msgspec.Struct, Generic[T], frozen=True):
     """A value and why it is this one."""
 
     value: T

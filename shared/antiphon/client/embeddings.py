@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
+from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
 from antiphon.wire.base import Usage
-from antiphon.wire.details import unpack_floats
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.routes import EMBED
+from antiphon.wire.token_outputs import unpack_floats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +27,12 @@ CALLS_MAX = 4
 SILENCE_S = 60.0
 """After this long a call is made again: its answer may have been lost."""
 PAUSE_S = 0.2
-GONE_S = 6.0
+NO_RESPONDERS_TIMEOUT_S = 6.0
 """How long nobody may listen where somebody has: gateways need a while to find a broker again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
+class EmbedResult:
     """What texts became, in their order: vectors, or a score for each of the labels."""
 
     vectors: list[Sequence[float]]
@@ -40,7 +40,7 @@ class Vectors:
     usage: Usage
 
 
-async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) -> Vectors:
+async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) -> EmbedResult:
     """Return what all texts became.
 
     Raises:
@@ -59,7 +59,7 @@ async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) ->
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     replies = [call.result() for call in calls]
-    return Vectors(
+    return EmbedResult(
         [unpack_floats(vector) for reply in replies for vector in reply.vectors],
         replies[0].labels,
         Usage(
@@ -79,11 +79,11 @@ async def _call(bus: Bus, request: EmbedRequest, deadline: float) -> EmbedReply:
             return await bus.call(
                 EMBED, asked, timeout_s=min(left_s, SILENCE_S), model=request.model
             )
-        except NobodyListens:
+        except NoResponders:
             alone_since = _now() if alone_since is None else alone_since
-            if tries == 1 or _now() - alone_since >= GONE_S:
+            if tries == 1 or _now() - alone_since >= NO_RESPONDERS_TIMEOUT_S:
                 raise
-        except (AnswerLost, BusDown):
+        except (ReplyLost, BusDown):
             alone_since = None
         except DeadlineExceeded:
             continue

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def parts(rows: Iterable[T], size_bytes: Callable[[T], int], bytes_max: int) -> Iterator[list[T]]:
+def split_rows(
+    rows: Iterable[T], size_bytes: Callable[[T], int], bytes_max: int
+) -> Iterator[list[T]]:
     """Yield the rows in order, in parts of at most `bytes_max`. A row is never cut."""
     part: list[T] = []
     used = 0

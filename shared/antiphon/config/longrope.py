@@ -15,23 +15,23 @@ Fields = dict[str, msgspec.Raw]
 Factors = Literal["short", "long"]
 
 _KINDS = ("longrope", "su")
-_PLACES = ("rope_parameters", "rope_scaling")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
-class _Rope(msgspec.Struct):
+class _LongRopeScaling(msgspec.Struct):
     rope_type: str | None = None
     type: str | None = None
     original_max_position_embeddings: int | None = None
 
 
-class _Config(msgspec.Struct):
+class _LongRopeFields(msgspec.Struct):
     max_position_embeddings: int | None = None
     original_max_position_embeddings: int | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
+    rope_parameters: _LongRopeScaling | None = None
+    rope_scaling: _LongRopeScaling | None = None
 
 
-def factors_of(config: Fields, context_tokens: int | None) -> Factors | None:
+def longrope_factors(config: Fields, context_tokens: int | None) -> Factors | None:
     """Which factors rotate a model; None: it has no two lists, or the config is malformed.
 
     Args:
@@ -39,7 +39,7 @@ def factors_of(config: Fields, context_tokens: int | None) -> Factors | None:
         context_tokens: The longest text that is served; unset: the longest that it was made for.
     """
     try:
-        said = msgspec.json.decode(msgspec.json.encode(config), type=_Config)
+        said = msgspec.json.decode(msgspec.json.encode(config), type=_LongRopeFields)
     except msgspec.DecodeError:
         return None  # what reads the fields names the one that is wrong
     rope = said.rope_parameters or said.rope_scaling
@@ -57,7 +57,7 @@ def with_factors(config: Fields, factors: Factors | None) -> Fields:
     """A config both of whose lists are those factors; without any, the config itself."""
     if factors is None:
         return config
-    place = next(name for name in _PLACES if bytes(config.get(name, b"null")) != b"null")
+    place = next(name for name in _ROPE_KEYS if bytes(config.get(name, b"null")) != b"null")
     rope = msgspec.json.decode(config[place], type=dict[str, msgspec.Raw])
     chosen = rope.get(f"{factors}_factor", msgspec.Raw(b"[]"))  # none: refused where it is read
     rope |= {"short_factor": chosen, "long_factor": chosen}

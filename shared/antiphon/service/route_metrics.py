@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from antiphon.bus.discovery import Endpoint as Tally
+    from antiphon.bus.discovery import EndpointCounters as Tally
     from antiphon.telemetry.metrics import Metrics
 
 OK = "ok"
 
 
-class RouteCounts:
+class RouteMetrics:
     """Counts for one endpoint. Labels are bound once: it is called for every message."""
 
     def __init__(self, metrics: Metrics, tally: Tally) -> None:
@@ -21,7 +21,7 @@ class RouteCounts:
         self._seconds = metrics.call_seconds.labels(tally.name)
         self._messages = metrics.messages.labels(tally.name)
         self._applied = 0
-        metrics.settle_with(self._settle)
+        metrics.before_collect(self._flush)
 
     def open(self, calls: int) -> None:
         """So many calls are taken and not answered."""
@@ -55,6 +55,6 @@ class RouteCounts:
         """A message did not leave."""
         self._metrics.bus_errors.labels(kind).inc()
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         self._messages.inc(self._applied)
         self._applied = 0

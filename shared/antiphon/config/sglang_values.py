@@ -15,11 +15,11 @@ from antiphon.config.grammar import WHITESPACE_MAX
 from antiphon.config.sglang import PARTLY_HELD
 
 if TYPE_CHECKING:
-    from antiphon.config.given import Value
-    from antiphon.config.sglang import Row
+    from antiphon.config.sglang import SglangArgument
+    from antiphon.config.sourced_value import Value
 
 
-class Written(msgspec.Struct, frozen=True):
+class TranslatedValue(msgspec.Struct, frozen=True):
     """An SGLang value as we write it."""
 
     text: str | None
@@ -27,76 +27,76 @@ class Written(msgspec.Struct, frozen=True):
     """By path: what it needs beside, where nothing else says."""
 
 
-def _cache_dtype(text: str) -> Written:
+def _cache_dtype(text: str) -> TranslatedValue:
     """The model's own format has two names."""
-    return Written({"bf16": "bfloat16"}.get(text, text))
+    return TranslatedValue({"bf16": "bfloat16"}.get(text, text))
 
 
-def _checksum(text: str) -> Written:
+def _checksum(text: str) -> TranslatedValue:
     """SGLang's flag without a value compares with the hub's model of the same name."""
-    return Written(text or "hub")
+    return TranslatedValue(text or "hub")
 
 
-def _chunk(text: str) -> Written:
+def _chunk(text: str) -> TranslatedValue:
     """A chunk above our default step raises the step."""
     if not text.isdecimal():
-        return Written(text)
+        return TranslatedValue(text)
     step = fields()["batching.tokens_max"].default
     assert isinstance(step, int)
-    return Written(text, {"batching.tokens_max": str(max(step, int(text)))})
+    return TranslatedValue(text, {"batching.tokens_max": str(max(step, int(text)))})
 
 
-def _deterministic(_: str) -> Written:
+def _deterministic(_: str) -> TranslatedValue:
     """SGLang's switch also gives a seed to requests that name none."""
-    return Written("true", {"model.random_seed": "42"})
+    return TranslatedValue("true", {"model.random_seed": "42"})
 
 
-def _dtype(text: str) -> Written:
-    return Written({"half": "float16", "float": "float32"}.get(text, text))
+def _dtype(text: str) -> TranslatedValue:
+    return TranslatedValue({"half": "float16", "float": "float32"}.get(text, text))
 
 
-def _impl(text: str) -> Written:
+def _impl(text: str) -> TranslatedValue:
     """What SGLang calls its own layers are ours here."""
-    return Written({"sglang": "antiphon"}.get(text, text))
+    return TranslatedValue({"sglang": "antiphon"}.get(text, text))
 
 
-def _lower(text: str) -> Written:
-    return Written(text.lower())
+def _lower(text: str) -> TranslatedValue:
+    return TranslatedValue(text.lower())
 
 
-def _off(_: str) -> Written:
+def _off(_: str) -> TranslatedValue:
     """A switch of SGLang's that turns one of ours off."""
-    return Written("false")
+    return TranslatedValue("false")
 
 
-def _on(_: str) -> Written:
+def _on(_: str) -> TranslatedValue:
     """A switch of SGLang's that turns one of ours on."""
-    return Written("true")
+    return TranslatedValue("true")
 
 
-def _plain(text: str) -> Written:
-    return Written(text)
+def _plain(text: str) -> TranslatedValue:
+    return TranslatedValue(text)
 
 
-def _torchao(text: str) -> Written:
+def _torchao(text: str) -> TranslatedValue:
     """SGLang's shorthands for configurations of torchao; empty: none."""
-    return Written(f"torchao-{text}" if text else None)
+    return TranslatedValue(f"torchao-{text}" if text else None)
 
 
-def _hidden_mode(text: str) -> Written:
+def _hidden_mode(text: str) -> TranslatedValue:
     """Hidden states are there or not."""
-    return Written({"full": "true"}.get(text, text))
+    return TranslatedValue({"full": "true"}.get(text, text))
 
 
 _NEVER = 2**64 - 1
 """No priority exceeds another by more: they are of 64 bits."""
 
 
-def _never(_: str) -> Written:
-    return Written(str(_NEVER))
+def _never(_: str) -> TranslatedValue:
+    return TranslatedValue(str(_NEVER))
 
 
-def _whitespace(text: str) -> Written:
+def _whitespace(text: str) -> TranslatedValue:
     """White space that a pattern allows: all of JSON's up to a bound, or JSON on one line.
 
     A pattern says what may stand between two parts, and nothing has to: less than it allows is
@@ -112,8 +112,8 @@ def _whitespace(text: str) -> Written:
             r"space of which the space is one, with *, ? or a bound: [ \n\r\t]{0,8}, [\n\t ]*, ' ?'"
         )
     if not allowed >= _JSON_WHITE:
-        return Written(None, {"grammar.compact_json": "true"})
-    return Written(None if text.endswith("*") else str(min(most, WHITESPACE_MAX)))
+        return TranslatedValue(None, {"grammar.compact_json": "true"})
+    return TranslatedValue(None if text.endswith("*") else str(min(most, WHITESPACE_MAX)))
 
 
 _JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
@@ -121,7 +121,7 @@ _WHITESPACE = re.compile(
     r"(?P<allowed>\[(?: |\\[nrts])+\]| |\\s)(?:\*|\?|\{0?,(?P<most>\d{1,9})\})"
 )
 
-SPELLINGS: Mapping[str, Callable[[str], Written]] = {
+TRANSLATIONS: Mapping[str, Callable[[str], TranslatedValue]] = {
     "": _plain,
     "cache_dtype": _cache_dtype,
     "checksum": _checksum,
@@ -140,7 +140,7 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
 """How an SGLang value is written here, by the word after the path."""
 
 
-def shown(row: Row, value: Value) -> Value:
+def shown(row: SglangArgument, value: Value) -> Value:
     """SGLang's value of an argument here.
 
     Args:

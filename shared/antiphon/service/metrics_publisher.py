@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.telemetry import catalog
-from antiphon.wire.base import State
+from antiphon.wire.base import ProcessState
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
 from antiphon.wire.metrics import (
@@ -40,7 +40,7 @@ _VALUE_MAX = 1e18
 """Largest number of a message."""
 
 
-class MetricsFeed:
+class MetricsPublisher:
     """Publishes what the process has counted: all of it each time, since messages may be lost."""
 
     def __init__(self, service: Service, runtime: Runtime) -> None:
@@ -49,13 +49,13 @@ class MetricsFeed:
         self._cpu = runtime.metrics.counter(catalog.PROCESS_CPU).labels(service.role)
         self._cpu_s = 0.0
         self._number = 0
-        runtime.metrics.settle_with(self._count_cpu)
+        runtime.metrics.before_collect(self._count_cpu)
 
     async def publish(self) -> None:
         """Send a report each `PERIOD_S` once the process is ready, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            if self._runtime.health.state is not State.STARTING:
+            if self._runtime.health.state is not ProcessState.STARTING:
                 self.send()
 
     def send(self) -> None:

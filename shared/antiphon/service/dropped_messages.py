@@ -12,7 +12,7 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.service.counts import RouteCounts
+    from antiphon.service.route_metrics import RouteMetrics
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class UnknownSender(InvalidRequest):
     """
 
 
-class Refusals:
+class DroppedMessages:
     """Counts the dropped messages of a route, and logs one a second and reason."""
 
     def __init__(
-        self, route: str, counts: RouteCounts, clock: Callable[[], float] = time.monotonic
+        self, route: str, counts: RouteMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._route = route
         self._counts = counts
@@ -53,7 +53,7 @@ class Refusals:
         self._logged_at: dict[str, float] = {}
         self._unlogged: dict[str, int] = {}
 
-    def note(self, error: Exception) -> str:
+    def record(self, error: Exception) -> str:
         """Count a message that was dropped because of this error; return the reason.
 
         A bug is logged with its traceback.

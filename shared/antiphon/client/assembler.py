@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.wire.generate import GenerateText, TextPlace
+from antiphon.wire.generate import GenerateText, TextCursor
 
 
-class Placing:
+class TextAssembler:
     """Takes text in whatever order and as often as it comes; gives each byte out once, in order.
 
     So it does with the details of each token, from the offset `details_from` on.
@@ -19,24 +19,24 @@ class Placing:
         self._tokens: dict[int, int] = {}
 
     @property
-    def places(self) -> tuple[TextPlace, ...]:
+    def cursors(self) -> tuple[TextCursor, ...]:
         """How much of each choice has been given out."""
         return tuple(
-            TextPlace(choice=choice, text_offset=length, token_offset=self.told(choice))
+            TextCursor(choice=choice, text_offset=length, token_offset=self.token_offset(choice))
             for choice, length in self._bytes.items()
         )
 
-    def have(self, choice: int) -> int:
+    def text_offset(self, choice: int) -> int:
         """Return how many bytes of a choice have been given out."""
         return self._bytes.get(choice, 0)
 
-    def told(self, choice: int) -> int:
+    def token_offset(self, choice: int) -> int:
         """Return the token offset up to which details of a choice have been given out."""
         return self._tokens.get(choice, self._details_from)
 
-    def place(self, piece: GenerateText) -> GenerateText | None:
+    def add(self, piece: GenerateText) -> GenerateText | None:
         """Return what is new of a piece, perhaps nothing; None if what lies before is missing."""
-        have, told = self.have(piece.choice), self.told(piece.choice)
+        have, told = self.text_offset(piece.choice), self.token_offset(piece.choice)
         details = piece.details
         if piece.text_offset > have or (details is not None and details.offset > told):
             return None

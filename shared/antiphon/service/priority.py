@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 W = TypeVar("W")
 
 
-class Precedence(msgspec.Struct, frozen=True, kw_only=True):
+class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator said of priorities.
 
     Attributes:
@@ -34,7 +34,7 @@ class Precedence(msgspec.Struct, frozen=True, kw_only=True):
     max_overtake_s: float = 10.0
 
     @classmethod
-    def of(cls, queue: QueueConfig) -> Self:
+    def from_config(cls, queue: QueueConfig) -> Self:
         """Read it from the settings. The policy `priority` switches priorities on, too."""
         return cls(
             priority=queue.by_priority,
@@ -54,7 +54,7 @@ class Precedence(msgspec.Struct, frozen=True, kw_only=True):
         return running - rank > self.preempt_threshold
 
 
-class Overtaken(Generic[W]):
+class OvertakeTracker(Generic[W]):
     """Who waits while somebody who came later was admitted, and since when.
 
     Each is looked at once when it is overtaken and once when it leaves, however many wait. Who has
@@ -65,9 +65,9 @@ class Overtaken(Generic[W]):
         waits: Whether somebody still waits, and has not left and come again since.
     """
 
-    def __init__(self, overtake_s_max: float, waits: Callable[[W], bool]) -> None:
+    def __init__(self, overtake_s_max: float, is_waiting: Callable[[W], bool]) -> None:
         self._overtake_s_max = overtake_s_max
-        self._waits = waits
+        self._is_waiting = is_waiting
         self._fresh: list[tuple[float, int, W]] = []  # a heap
         self._passed: list[tuple[float, int, W]] = []  # a heap, by the time
         self._numbers = count()
@@ -93,17 +93,17 @@ class Overtaken(Generic[W]):
         overtaken: list[W] = []
         while self._fresh and self._fresh[0][0] <= arrival:
             came, number, passed = heappop(self._fresh)
-            if came != arrival and self._waits(passed):
+            if came != arrival and self._is_waiting(passed):
                 since = now - (before_s(passed) if before_s is not None else 0.0)
                 heappush(self._passed, (since, number, passed))
                 overtaken.append(passed)
         return overtaken
 
-    def take_overdue(self, now: float) -> Iterator[W]:
+    def pop_overdue(self, now: float) -> Iterator[W]:
         """Those who have been overtaken for too long, the longest first, each once."""
         while self._passed:
             since, _, waiting = self._passed[0]
-            waits = self._waits(waiting)
+            waits = self._is_waiting(waiting)
             if waits and now - since < self._overtake_s_max:
                 return
             heappop(self._passed)

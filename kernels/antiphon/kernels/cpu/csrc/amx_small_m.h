@@ -8,89 +8,89 @@
 #if ANTIPHON_AMX
 
 // Queries of a head are the columns of one tile.
-INLINE bool are_few(const AttentionCall &call, const AttentionTask &task) {
-    return call.shape.number == Number::bf16 &&
-        task.queries * call.shape.queries_per_head <= SQUARE;
+INLINE bool is_small_m(const AttentionCall &call, const AttentionTask &task) {
+    return call.shape.dtype == Dtype::bf16 &&
+        task.queries * call.shape.queries_per_head <= AMX_ROWS;
 }
 
 // What such a task works in, cut from the thread's scratch memory.
-struct FewRoom {
+struct SmallMScratch {
     int64_t queries, columns;  // of a head; in whole fours, as scores are turned
     int64_t words, width;      // of a head, in whole steps; of a row of sums, in whole vectors
-    uint32_t *asked;           // (heads, words, SQUARE) queries, turned
+    uint32_t *queries_transposed;           // (heads, words, SQUARE) queries, turned
     float *squares;            // (2, heads, SQUARE keys, SQUARE queries) scores of two squares
     float *scores;             // (heads, columns, KEYS)
     bf16 *shares;              // (heads, queries, KEYS)
     bf16 *copies;              // (SQUARE, 2 * words) keys that cannot be read in place
     uint32_t *values;          // (2, SQUARE pairs of keys, width) of two steps
-    bf16 *nothing;             // (2 * words,) zeros, in the place of keys that nobody may read
+    bf16 *zero_row;             // (2 * words,) zeros, in the place of keys that nobody may read
     float *sums;               // (heads, queries, width)
     float *top, *mass;         // (heads, queries) running maximum and sum
     int64_t offsets[2][KEYS];  // of a block's tokens in the cache, in values; -1: not to be read
 
-    FewRoom(Scratch &scratch, const AttentionCall &call, const AttentionTask &task) {
+    SmallMScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task) {
         const int64_t size = call.shape.head_size, heads = task.heads;
         queries = task.queries * call.shape.queries_per_head;
         columns = ceil_div(queries, 4) * 4;
-        words = ceil_div(size, STEP) * SQUARE;
+        words = ceil_div(size, STEP) * AMX_ROWS;
         width = ceil_div(size, LANES) * LANES;
         const int64_t rows = ceil_div(heads * queries, LANES) * LANES;
         int64_t total = 0;
         const auto reserve = [&](int64_t size) { return std::exchange(total, total + size); };
-        const int64_t asked_at = reserve(heads * words * SQUARE);
-        const int64_t squares_at = reserve(2 * heads * SQUARE * SQUARE);
+        const int64_t asked_at = reserve(heads * words * AMX_ROWS);
+        const int64_t squares_at = reserve(2 * heads * AMX_ROWS * AMX_ROWS);
         const int64_t scores_at = reserve(heads * columns * KEYS);
         const int64_t shares_at = reserve(rows * KEYS / 2);
-        const int64_t copies_at = reserve(SQUARE * words);
-        const int64_t values_at = reserve(2 * SQUARE * width);
+        const int64_t copies_at = reserve(AMX_ROWS * words);
+        const int64_t values_at = reserve(2 * AMX_ROWS * width);
         const int64_t nothing_at = reserve(words);
         const int64_t sums_at = reserve(rows * width);
         const int64_t top_at = reserve(rows), mass_at = reserve(rows);
-        auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
-        asked = at + asked_at;
+        auto *at = static_cast<uint32_t *>(scratch.reserve(total * sizeof(uint32_t)));
+        queries_transposed = at + asked_at;
         squares = reinterpret_cast<float *>(at + squares_at);
         scores = reinterpret_cast<float *>(at + scores_at);
         shares = reinterpret_cast<bf16 *>(at + shares_at);
         copies = reinterpret_cast<bf16 *>(at + copies_at);
         values = at + values_at;
-        nothing = reinterpret_cast<bf16 *>(at + nothing_at);
+        zero_row = reinterpret_cast<bf16 *>(at + nothing_at);
         sums = reinterpret_cast<float *>(at + sums_at);
         top = reinterpret_cast<float *>(at + top_at);
         mass = reinterpret_cast<float *>(at + mass_at);
-        std::memset(nothing, 0, words * sizeof(uint32_t));
+        std::memset(zero_row, 0, words * sizeof(uint32_t));
         std::memset(sums, 0, rows * width * sizeof(float));
         std::memset(mass, 0, rows * sizeof(float));
         for (int64_t i = 0; i < rows; ++i) top[i] = LOWEST;
         // Columns beyond the head are read, and so must hold numbers.
-        if (width != size) std::memset(values, 0, 2 * SQUARE * width * sizeof(uint32_t));
+        if (width != size) std::memset(values, 0, 2 * AMX_ROWS * width * sizeof(uint32_t));
     }
 };
 
 // Tiles 0 to 3 are sums, 4 the shares that 6 and 7, values, are multiplied by; 5 is a square of
 // scores, of keys in 6 and queries in 7. K is what keys and values are kept as.
-template <class K> class FewQueries {
+template <class K> class SmallMAttention {
   public:
-    FewQueries(const AttentionCall &call, const AttentionTask &task, FewRoom &room)
+    SmallMAttention(const AttentionCall &call, const AttentionTask &task, SmallMScratch &room)
         : call_(call),
           task_(task),
           room_(room),
           bases_(call, task),
           ahead_(ahead_of(call, task)),
           size_(call.shape.head_size) {
-        squares_.shape_for_few(room.queries);
+        squares_.shape_for_small_m(room.queries);
         for (int64_t head = 0; head < task.heads; ++head) turn_queries(head);
     }
 
     // Meet a block whose tokens lie at `offsets`; after it come those at `coming`. Queries that see
     // nothing of it meet it too, with no weight.
     void meet(const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
-        const int64_t squares = ceil_div(block.until, SQUARE);
+        const int64_t squares = ceil_div(block.until, AMX_ROWS);
         ahead_.begin(
-            {bases_.keys, offsets + TOKENS_AHEAD, squares * SQUARE - TOKENS_AHEAD},
+            {bases_.keys, offsets + TOKENS_AHEAD, squares * AMX_ROWS - TOKENS_AHEAD},
             {bases_.values, offsets, block.until}, {bases_.keys, coming, TOKENS_AHEAD});
         for (int64_t i = 0; i < squares; ++i) {
             for (int64_t head = 0; head < task_.heads; ++head)
-                score(head, offsets + i * SQUARE, square_of(i, head));
+                score(head, offsets + i * AMX_ROWS, square_of(i, head));
             // Squares wait for what has just been written, so others are computed in between.
             if (i > 0) turn_scores(i - 1);
         }
@@ -106,40 +106,40 @@ template <class K> class FewQueries {
 
   private:
     // How many tokens ahead the memory is asked.
-    static constexpr int64_t TOKENS_AHEAD = 3 * SQUARE;
+    static constexpr int64_t TOKENS_AHEAD = 3 * AMX_ROWS;
     // Half of what a step of a square of scores reads.
-    static constexpr int64_t LINES = SQUARE * STEP * sizeof(K) / Ahead::LINE / 2;
+    static constexpr int64_t LINES = AMX_ROWS * STEP * sizeof(K) / TokenPrefetcher::LINE / 2;
 
     float *square_of(int64_t i, int64_t head) const {
-        return room_.squares + (i % 2 * task_.heads + head) * SQUARE * SQUARE;
+        return room_.squares + (i % 2 * task_.heads + head) * AMX_ROWS * AMX_ROWS;
     }
-    uint32_t *values_of(int64_t i) const { return room_.values + i % 2 * SQUARE * room_.width; }
+    uint32_t *values_of(int64_t i) const { return room_.values + i % 2 * AMX_ROWS * room_.width; }
 
     void turn_queries(int64_t head) const {
         const bf16 *rows[LANES];
         for (int64_t i = 0; i < LANES; ++i)
-            rows[i] = i < room_.queries ? query_at<bf16>(call_, task_, head, i) : room_.nothing;
+            rows[i] = i < room_.queries ? query_at<bf16>(call_, task_, head, i) : room_.zero_row;
         const int64_t words = size_ / 2;
-        uint32_t *to = room_.asked + head * room_.words * SQUARE;
-        transpose<bf16>(rows, words, to, SQUARE);
-        std::memset(to + words * SQUARE, 0, (room_.words - words) * SQUARE * sizeof(uint32_t));
+        uint32_t *to = room_.queries_transposed + head * room_.words * AMX_ROWS;
+        transpose<bf16>(rows, words, to, AMX_ROWS);
+        std::memset(to + words * AMX_ROWS, 0, (room_.words - words) * AMX_ROWS * sizeof(uint32_t));
     }
 
     const K *find(const char *base, int64_t head, int64_t offset) const {
-        const char *at = offset < 0 ? reinterpret_cast<const char *>(room_.nothing)
+        const char *at = offset < 0 ? reinterpret_cast<const char *>(room_.zero_row)
                                     : base + (head * size_ + offset) * sizeof(K);
         return reinterpret_cast<const K *>(at);
     }
 
     // Sixteen keys are read where they lie if all are there, at one distance, in whole steps.
     bool in_place(const int64_t *offsets) const {
-        return !IN_BYTES<K> && offsets[0] >= 0 && offsets[SQUARE - 1] >= 0 &&
-            call_.shape.page_tokens % SQUARE == 0 && size_ % STEP == 0;
+        return !IN_BYTES<K> && offsets[0] >= 0 && offsets[AMX_ROWS - 1] >= 0 &&
+            call_.shape.page_tokens % AMX_ROWS == 0 && size_ % STEP == 0;
     }
 
     void copy_keys(int64_t head, const int64_t *offsets) const {
         bf16 *to = room_.copies;
-        for (int64_t i = 0; i < SQUARE; ++i, to += 2 * room_.words) {
+        for (int64_t i = 0; i < AMX_ROWS; ++i, to += 2 * room_.words) {
             copy_key(find(bases_.keys, head, offsets[i]), to);
             std::memset(to + size_, 0, (2 * room_.words - size_) * sizeof(bf16));
         }
@@ -169,26 +169,26 @@ template <class K> class FewQueries {
             copy_keys(head, offsets);
         }
         const auto *words = static_cast<const char *>(keys);
-        const uint32_t *queries = room_.asked + head * room_.words * SQUARE;
-        Squares::written();
+        const uint32_t *queries = room_.queries_transposed + head * room_.words * AMX_ROWS;
+        AmxTiles::written();
         _tile_zero(5);
-        for (int64_t word = 0; word < room_.words; word += SQUARE) {
+        for (int64_t word = 0; word < room_.words; word += AMX_ROWS) {
             ahead_.step<_MM_HINT_T1>(LINES);
             _tile_loadd(6, words + word * sizeof(uint32_t), bytes);
             ahead_.step<_MM_HINT_T1>(LINES);
-            _tile_loadd(7, queries + word * SQUARE, SQUARE * sizeof(uint32_t));
+            _tile_loadd(7, queries + word * AMX_ROWS, AMX_ROWS * sizeof(uint32_t));
             _tile_dpbf16ps(5, 6, 7);
         }
-        _tile_stored(5, square, SQUARE * sizeof(float));
-        Squares::written();
+        _tile_stored(5, square, AMX_ROWS * sizeof(float));
+        AmxTiles::written();
     }
 
     // The scores of all heads' `i`-th squares, a row a query.
     void turn_scores(int64_t i) const {
         for (int64_t head = 0; head < task_.heads; ++head) {
             const float *rows[LANES];
-            for (int row = 0; row < LANES; ++row) rows[row] = square_of(i, head) + row * SQUARE;
-            float *to = room_.scores + head * room_.columns * KEYS + i * SQUARE;
+            for (int row = 0; row < LANES; ++row) rows[row] = square_of(i, head) + row * AMX_ROWS;
+            float *to = room_.scores + head * room_.columns * KEYS + i * AMX_ROWS;
             transpose<float>(rows, room_.columns, reinterpret_cast<uint32_t *>(to), KEYS);
         }
     }
@@ -196,8 +196,8 @@ template <class K> class FewQueries {
     void weigh_head(int64_t head, const KeyBlock &block) const {
         const int64_t row = head * room_.queries;
         bf16 *shares = room_.shares + row * KEYS;
-        float kept[SQUARE];
-        weigh_all(
+        float kept[AMX_ROWS];
+        softmax_weights_all(
             call_, task_, 0, static_cast<int>(room_.queries), block,
             room_.scores + head * room_.columns * KEYS, room_.top + row, room_.mass + row, shares,
             kept);
@@ -207,7 +207,7 @@ template <class K> class FewQueries {
 
     // A head's values of a step, in pairs of keys.
     void lay_values(int64_t head, const int64_t *offsets, uint32_t *to) {
-        const int64_t bytes = 2 * size_ * sizeof(K), lines = ceil_div(bytes, Ahead::LINE);
+        const int64_t bytes = 2 * size_ * sizeof(K), lines = ceil_div(bytes, TokenPrefetcher::LINE);
         for (int64_t i = 0; i < STEP; i += 2, to += room_.width) {
             ahead_.step<_MM_HINT_T1>(lines);
             lay_rows<bf16>(
@@ -219,26 +219,26 @@ template <class K> class FewQueries {
     // Add the values that were laid out as the block's `i`-th to the sums of their head.
     void mix(int64_t i) const {
         const int64_t row = i % task_.heads * room_.queries, step = i / task_.heads;
-        mix_on_squares(
+        mix_amx(
             room_.sums + row * room_.width, room_.width,
             room_.shares + row * KEYS + step * STEP, values_of(i), 1);
     }
 
     const AttentionCall &call_;
     const AttentionTask &task_;
-    FewRoom &room_;
+    SmallMScratch &room_;
     const TaskBases bases_;
-    Ahead ahead_;
+    TokenPrefetcher ahead_;
     const int64_t size_;
-    Squares squares_;
+    AmxTiles squares_;
 };
 
-static void attend_few(
+static void attend_small_m(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
     static thread_local Scratch scratch;
-    FewRoom room(scratch, call, task);
-    by_kept<bf16>(call.shape, [&](auto kept) {
-        FewQueries<decltype(kept)> few(call, task, room);
+    SmallMScratch room(scratch, call, task);
+    by_cache_format<bf16>(call.shape, [&](auto kept) {
+        SmallMAttention<decltype(kept)> few(call, task, room);
         through_blocks<bf16>(
             call, task, following, room.offsets,
             [&](const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
@@ -250,7 +250,7 @@ static void attend_few(
 
 #else
 
-INLINE bool are_few(const AttentionCall &, const AttentionTask &) { return false; }
-static void attend_few(const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
+INLINE bool is_small_m(const AttentionCall &, const AttentionTask &) { return false; }
+static void attend_small_m(const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
 
 #endif

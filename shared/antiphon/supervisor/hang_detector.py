@@ -22,7 +22,7 @@ PROBE_S = 5.0
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # compared only
 
 
-class HangWatch:
+class HangDetector:
     """Asks each child on its health port, and ends the one that is silent for too long.
 
     A port that refuses is no hang: the process is starting, or has ended, which `Child.keep` sees.
@@ -50,7 +50,7 @@ class HangWatch:
         self._misses_max = max(1, math.ceil(timeout_s / probe_s))
         self._probe_s = probe_s
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             for child in self._children:
@@ -61,7 +61,7 @@ class HangWatch:
         while True:
             if child.process is not process:
                 misses, process = 0, child.process
-            if not child.alive or await self._answers(child):
+            if not child.alive or await self._responds(child):
                 misses = 0
                 await asyncio.sleep(self._probe_s)
                 continue
@@ -74,20 +74,20 @@ class HangWatch:
                 child.kill()
                 await child.died()
 
-    async def _answers(self, child: Child) -> bool:
+    async def _responds(self, child: Child) -> bool:
         """Whether a process says anything, or none is there to say it."""
         port = self._port_of(child.instance)
         if port is None:
             return True
         try:
             async with asyncio.timeout(self._probe_s):
-                return await self._ask(port)
+                return await self._probe(port)
         except TimeoutError:
             return False
         except OSError:
             return True
 
-    async def _ask(self, port: int) -> bool:
+    async def _probe(self, port: int) -> bool:
         reader, writer = await asyncio.open_connection(self._host, port)
         try:
             writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")

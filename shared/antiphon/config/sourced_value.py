@@ -13,23 +13,23 @@ from antiphon.config.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.config.fields import Field
+    from antiphon.config.fields import SettingField
 
 Value = str | int | float | bool | None
 
 
-class Given(msgspec.Struct, frozen=True):
+class SourcedValue(msgspec.Struct, frozen=True):
     """A value and its source: a file, a variable or a flag."""
 
     value: Value
     source: str
 
 
-Layer = dict[str, Given]
+Layer = dict[str, SourcedValue]
 """Values by path, as one source gave them."""
 
 
-def parse(text: str, field: Field, source: str) -> Given:
+def parse(text: str, field: SettingField, source: str) -> SourcedValue:
     """Turn text into a value of the field's type. `null` unsets what may be unset.
 
     Raises:
@@ -39,16 +39,16 @@ def parse(text: str, field: Field, source: str) -> Given:
         value: object = msgspec.convert(_literal(text, field), field.annotation, strict=False)
     except msgspec.ValidationError as error:
         raise refusal(field, text, source) from error
-    return Given(msgspec.to_builtins(value), source)
+    return SourcedValue(msgspec.to_builtins(value), source)
 
 
-def refusal(field: Field, value: object, source: str) -> ConfigError:
+def refusal(field: SettingField, value: object, source: str) -> ConfigError:
     """Say in one line where a bad value came from and what would be a good one."""
     shown = "***" if field.secret else repr(value)
     return ConfigError(f"{source}: {field.path} = {shown}: must be {describe(field)}")
 
 
-def describe(field: Field) -> str:
+def describe(field: SettingField) -> str:
     """What a field takes, in words: `an integer >= 1 (tokens), or null`."""
     words = f"one of {', '.join(field.choices)}" if field.choices else _ARTICLED[field.kind]
     if field.bounds:
@@ -94,7 +94,7 @@ def _misspelled(typed: list[str], words: list[str], vocabulary: set[str]) -> boo
     )
 
 
-def _literal(text: str, field: Field) -> int | float | str:
+def _literal(text: str, field: SettingField) -> int | float | str:
     """Python reads more numbers than msgspec does: `.5`, `+1`."""
     try:
         match field.kind:
