@@ -14,7 +14,14 @@ from tests.bench.figures import Machine, machine
 from tests.bench.latency import HOPS, Latency, measure
 from tests.bench.services import echo_stack
 from tests.bench.services_cpu import ServicesCpu
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import (
+    RESULTS,
+    Measurement,
+    Summary,
+    measured,
+    of_figure,
+    write_results,
+)
 from tests.support.nats import NatsServer
 
 FILE = RESULTS / "services.json"
@@ -43,6 +50,30 @@ def _round(nats_url: str) -> tuple[Latency, ServicesCpu]:
         latency = measure(stack)
     with echo_stack(nats_url, services_cpu.WORKER) as stack:
         return latency, services_cpu.measure(stack)
+
+
+def summarize(report: Report) -> Summary:
+    """Reduce a run to rows: latency by hop and round, and what each service used of a core."""
+    rows: list[Measurement] = []
+    for number, latency in enumerate(report.latency):
+        parts = {**latency.hops_ms, "first_byte_ms": latency.first_byte_ms}
+        rows += [
+            of_figure(name, figure, case=f"round {number + 1}") for name, figure in parts.items()
+        ]
+    cpu = report.services_cpu
+    if cpu:
+        rows.append(measured("tokens_per_s", (one.tokens_per_s for one in cpu), case="cpu"))
+        rows += [
+            measured("percent", (o.services_percent[name] for o in cpu), case="cpu", arm=name)
+            for name in cpu[0].services_percent
+        ]
+        rows.append(measured("percent", (o.total_percent for o in cpu), case="cpu", arm="all"))
+    return Summary(
+        section="services",
+        machine=report.machine,
+        setup={"rounds": len(report.latency)},
+        rows=tuple(rows),
+    )
 
 
 def show(report: Report) -> Table:
@@ -84,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.rounds))
     Console(width=120).print(show(report), show_cpu(report))
-    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

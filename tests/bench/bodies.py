@@ -28,7 +28,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Machine, machine
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, single, write_results
 from tests.system.stack import Stack, serving
 from tests.unit.gateway.keyed import key_of, write_keys
 
@@ -169,9 +169,33 @@ class Report(msgspec.Struct, frozen=True):
     cases: tuple[Case, ...]
 
 
-def read(file: Path) -> Report:
-    """Read what was written."""
-    return msgspec.json.decode(file.read_bytes(), type=Report)
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for one in report.cases:
+        case, pairs = f"{one.name}, `{one.path}`", one.pairs
+        rows += [
+            single("size_bytes", one.size_bytes, case=case),
+            measured("status", (pair.status for pair in pairs), case=case, by_round=True),
+            measured("reply_ms", (pair.reply_ms for pair in pairs), case=case),
+            measured("gap_p99_ms", (pair.quiet_ms for pair in pairs), case=case, arm="without"),
+            measured("gap_p99_ms", (pair.loud_ms for pair in pairs), case=case, arm="with"),
+            measured("gap_max_ms", (pair.longest_ms for pair in pairs), case=case, arm="with"),
+            measured(
+                "difference_ms", (pair.difference_ms for pair in pairs), case=case, by_round=True
+            ),
+        ]
+    return Summary(
+        section="bodies",
+        machine=report.machine,
+        setup={
+            "streams": report.streams,
+            "tokens": report.tokens,
+            "rounds": max(len(case.pairs) for case in report.cases),
+            "difference_ms_max": DIFFERENCE_MS_MAX,
+        },
+        rows=tuple(rows),
+    )
 
 
 async def run(stack: Stack, rounds: int) -> tuple[int, tuple[Case, ...]]:
@@ -297,7 +321,7 @@ def main() -> None:
             tokens, cases = asyncio.run(run(stack, arguments.rounds))
     Console(width=140).print(table(cases))
     report = Report(machine(), STREAMS, tokens, cases)
-    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    write_results(arguments.json, report, summarize(report))
     late = [case.name for case in cases if case.difference_ms > DIFFERENCE_MS_MAX]
     assert not late, f"more than {DIFFERENCE_MS_MAX:g} ms: {late}"
 

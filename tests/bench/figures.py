@@ -25,11 +25,12 @@ INSTRUCTIONS = (
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A distribution in three numbers."""
+    """A distribution in three numbers, of `n` values; None in results that are older."""
 
     p50: float
     p10: float
     p90: float
+    n: int | None = None
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -44,7 +45,7 @@ class Machine(msgspec.Struct, frozen=True):
 def figure(values: Sequence[float]) -> Figure:
     """Sum up measurements."""
     tenths = quantiles(values, n=10)
-    return Figure(round(median(values), 4), round(tenths[0], 4), round(tenths[-1], 4))
+    return Figure(round(median(values), 4), round(tenths[0], 4), round(tenths[-1], 4), len(values))
 
 
 def machine() -> Machine:

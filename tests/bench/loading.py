@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Machine, machine
 from tests.bench.models import QWEN_05B, SHAPES, made
+from tests.bench.summary import Measurement, Summary, measured, single, write_results
 
 LINEARS = ("plain", "packed", "int8")
 BLOCK_BYTES = 1 << 20
@@ -78,6 +79,35 @@ class Report(msgspec.Struct, frozen=True):
     file_bytes: int
     disk: float
     results: list[Result]
+
+
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for result in report.results:
+        case, rounds = result.linear, result.rounds
+        rows += [
+            measured("seconds", (each.seconds for each in rounds), case=case, by_round=True),
+            measured("cpu_seconds", (each.cpu_seconds for each in rounds), case=case),
+            single("megabytes_per_s", result.megabytes_per_s, case=case),
+            single("share_of_disk_rate", result.rate, case=case),
+            measured(
+                "peak_per_weight_bytes",
+                (each.peak_bytes / each.weight_bytes for each in rounds),
+                case=case,
+            ),
+        ]
+    return Summary(
+        section="loading",
+        machine=report.machine,
+        setup={
+            "model": report.model,
+            "file_bytes": report.file_bytes,
+            "disk_megabytes_per_s": report.disk,
+            "rounds": len(report.results[0].rounds),
+        },
+        rows=tuple(rows),
+    )
 
 
 def forget(file: Path) -> None:
@@ -237,7 +267,7 @@ def main() -> None:
         table.add_row(result.linear, *map(str, numbers))
     Console().print(f"{report.model}: the disk reads {report.disk:.0f} MB/s", table)
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Machine, machine
+from tests.bench.summary import Measurement, Summary, single, write_results
 from tests.models.specs import attention_of
 from tests.training.batches import Encoder
 from tests.training.dialogue import seeded
@@ -165,6 +166,29 @@ def score(told: Foretold, plain: Foretold, counted: Tensor) -> Score:
     )
 
 
+def summarize(report: Report) -> Summary:
+    """Reduce a run to rows: the change of the perplexity, and how often the argmax is the same."""
+    rows: list[Measurement] = []
+    for result in report.results:
+        for tokens, one in (("answers", result.answers), ("all", result.all)):
+            rows += [
+                single("tokens", one.tokens, case=tokens, arm=result.linear),
+                single("perplexity", one.perplexity, case=tokens, arm=result.linear),
+                single("change", one.change, case=tokens, arm=result.linear),
+                single("agreement", one.agreement, case=tokens, arm=result.linear),
+            ]
+    return Summary(
+        section="perplexity",
+        machine=report.machine,
+        setup={
+            "model": report.model,
+            "dtype": report.dtype,
+            "conversations": report.conversations,
+        },
+        rows=tuple(rows),
+    )
+
+
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,7 +212,7 @@ def main() -> None:
             )
     Console().print(table)
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Figure, Machine, figure, machine
 from tests.bench.micro.bench_batching import LOADS, FullWorker
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import RESULTS, Summary, of_figure, write_results
 
 ROUNDS = 5
 STEPS = 2_000
@@ -66,6 +66,23 @@ def measure(name: str, rounds: int, steps: int) -> Planned:
     return Planned(name, figure(np.round(plans, 1).tolist()), figure(np.round(whole, 1).tolist()))
 
 
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    return Summary(
+        section="planning",
+        machine=report.machine,
+        setup={"rounds": report.rounds, "steps": report.steps},
+        rows=tuple(
+            row
+            for planned in report.loads
+            for row in (
+                of_figure("plan_us", planned.plan_us, case=planned.load),
+                of_figure("step_us", planned.step_us, case=planned.load),
+            )
+        ),
+    )
+
+
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.planning", description=__doc__)
@@ -78,7 +95,7 @@ def main() -> None:
     for planned in loads:
         table.add_row(planned.load, *map(told, (planned.plan_us, planned.step_us)))
     Console(width=120).print(table)
-    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    write_results(arguments.json, report, summarize(report))
 
 
 def told(figure: Figure) -> str:

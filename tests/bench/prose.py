@@ -31,6 +31,7 @@ from tests.bench.figures import Machine, machine
 from tests.bench.models import CACHE
 from tests.bench.peers.llama_cpp import VERSION, LlamaCpp
 from tests.bench.peers.peer import NotHere
+from tests.bench.summary import RESULTS, Summary, single, write_results
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles
 
 PROSE = Path(__file__).parent / "prose.txt"
-RESULTS = Path(__file__).parent / "results" / "prose.json"
+FILE = RESULTS / "prose.json"
 MODEL = "smollm2"
 WINDOW, WINDOWS = 1024, 4
 PAGE_TOKENS, CHUNK = 16, 256
@@ -176,13 +177,34 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
     return Report(machine(), MODEL, wheel.member_sha256, WINDOW * WINDOWS, results)
 
 
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    return Summary(
+        section="prose",
+        machine=report.machine,
+        setup={
+            "model": report.model,
+            "file_sha256": report.file_sha256,
+            "tokens": report.tokens,
+        },
+        rows=tuple(
+            row
+            for result in report.results
+            for row in (
+                single("perplexity", result.perplexity, arm=result.reader),
+                single("change", result.change, arm=result.reader),
+            )
+        ),
+    )
+
+
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", action="store_true")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peer and model live")
     parser.add_argument("--without-peer", action="store_true", help="leave llama.cpp out")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=FILE)
     arguments = parser.parse_args()
     base = Settings()
     settings = replace(
@@ -205,7 +227,7 @@ def main() -> None:
         parser.error(f"{error}; --without-peer leaves it out")
     for result in report.results:
         console.print(f"{result.reader:<24} {result.perplexity:8.4f}  {result.change:+.3%}")
-    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

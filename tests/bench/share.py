@@ -29,13 +29,12 @@ from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import play
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, write_results
 from tests.bench.told import health_ports, numbers
 from tests.system.stack import Stack, serving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from tests.bench.models import Model
 
@@ -115,12 +114,26 @@ def main() -> None:
     cases = tuple(_case(case, rounds) for case in CASES)
     report = Report(machine(), cases)
     Console(width=120).print(table(cases))
-    FILE.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    write_results(FILE, report, summarize(report))
 
 
-def read(file: Path) -> Report:
-    """Read what was written."""
-    return msgspec.json.decode(file.read_bytes(), type=Report)
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for one in report.cases:
+        case = f"{one.shape}, {one.clients}"
+        rows.append(measured("step_ms", (w.step_ms for w in one.windows), case=case))
+        rows += [
+            measured("cpu_ms", (w.part_ms(part) for w in one.windows), case=case, arm=part)
+            for part in PARTS
+        ]
+        rows.append(measured("share", (w.share for w in one.windows), case=case))
+    return Summary(
+        section="share",
+        machine=report.machine,
+        setup={"windows": len(report.cases[0].windows)},
+        rows=tuple(rows),
+    )
 
 
 def table(cases: Sequence[Shares]) -> Table:

@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 import numpy as np
 from tests.bench.figures import Machine, machine
+from tests.bench.summary import Measurement, Summary, single, write_results
 from tests.bench.told import health_ports, numbers
 from tests.system.stack import Stack, serving
 
@@ -86,6 +87,33 @@ class Result(msgspec.Struct, frozen=True):
     growth: dict[str, Growth]
     growth_kib_max: float
     failures: list[str]
+
+
+def summarize(result: Result) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    rows += [single("requests", count, case=name) for name, count in result.outcomes.items()]
+    rows += [single("left", count, arm=name) for name, count in result.left.items()]
+    for name, growth in result.growth.items():
+        rows += [
+            single("first_kib", growth.first_kib, arm=name),
+            single("last_kib", growth.last_kib, arm=name),
+            single("kib_per_minute", growth.kib_per_minute, arm=name),
+        ]
+    return Summary(
+        section="soak",
+        machine=result.machine,
+        setup={
+            "seed": result.seed,
+            "minutes": result.minutes,
+            "requests": result.requests,
+            "output_tokens": result.output_tokens,
+            "retractions": result.retractions,
+            "growth_kib_max": result.growth_kib_max,
+        },
+        notes=tuple(result.failures),
+        rows=tuple(rows),
+    )
 
 
 def soak(minutes: float, seed: int = 0) -> Result:
@@ -289,7 +317,7 @@ def main() -> int:
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     sys.stdout.write(text.decode() + "\n")
     if arguments.json is not None:
-        arguments.json.write_bytes(text)
+        write_results(arguments.json, result, summarize(result))
     return 1 if result.failures else 0
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tests.bench.page import write as benchmarks
 from tests.bench.page.open_load import PLOT
-from tests.bench.serving.report import drawn, read
+from tests.bench.serving.report import drawn
+from tests.bench.summary import RESULTS, read
 from tests.support import status_page
 
 from antiphon.bus import reference as bus_reference
@@ -94,8 +95,8 @@ def test_generated_pages_are_current():
 
 def test_the_page_of_benchmarks_says_what_the_committed_results_say():
     again = "run python -m tests.bench.peers --page-only"
-    assert benchmarks.PAGE.read_text() == benchmarks.page(benchmarks.RESULTS), again
-    plot = drawn(read(benchmarks.RESULTS / "open-load.json"))
+    assert benchmarks.PAGE.read_text() == benchmarks.page(RESULTS), again
+    plot = drawn(read(RESULTS / "open-load.json"))
     assert benchmarks.PAGE.with_name(PLOT).read_text() == plot, again
 
 

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.crowd import gateway as watched
 from tests.bench.crowd.listeners import Heard
-from tests.bench.crowd.report import Crowd, CrowdReport, Profile
+from tests.bench.crowd.report import Crowd, CrowdReport, Profile, summarize
 from tests.bench.crowd.sampler import read
 from tests.bench.figures import machine
 from tests.bench.services import GATEWAY, echo_stack
 from tests.bench.services_cpu import used_s
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import RESULTS, write_results
 from tests.support.nats import NatsServer
 from tests.system.stack import wait_until
 
@@ -157,8 +157,7 @@ def main() -> None:
     report = asyncio.run(run(arguments.rounds))
     Console(width=160).print(show(report), report.profiles)
     if not arguments.dry:
-        file = RESULTS / "crowd.json"
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(RESULTS / "crowd.json", report, summarize(report))
 
 
 if __name__ == "__main__":

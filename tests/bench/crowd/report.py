@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from tests.bench.figures import Machine
+from tests.bench.summary import Measurement, Summary, measured, single
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,3 +36,34 @@ class CrowdReport(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     windows: dict[str, list[Crowd]]
     profiles: dict[str, Profile]
+
+
+def summarize(report: CrowdReport) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for case, windows in report.windows.items():
+        rows += [
+            measured("events_per_s", (each.events_per_s for each in windows), case=case),
+            measured("gap_p50_ms", (each.gaps_ms[0] for each in windows), case=case),
+            measured("gap_p90_ms", (each.gaps_ms[1] for each in windows), case=case),
+            measured("gap_p99_ms", (each.gaps_ms[2] for each in windows), case=case),
+            measured("gap_max_ms", (each.gaps_ms[3] for each in windows), case=case),
+            measured("gateway_us_per_event", (each.us_an_event for each in windows), case=case),
+        ]
+        rows += [
+            measured(
+                "percent_of_core", (each.percents[name] for each in windows), case=case, arm=name
+            )
+            for name in windows[0].percents
+        ]
+    for case, profile in report.profiles.items():
+        rows += [
+            single("percent_of_gateway", share, case=case, arm=part)
+            for part, share in profile.parts.items()
+        ]
+    return Summary(
+        section="crowd",
+        machine=report.machine,
+        setup={"streams": report.streams, "rounds": min(map(len, report.windows.values()))},
+        rows=tuple(rows),
+    )

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Figure, Machine, machine
 from tests.bench.kernels.linears import SWEEP_BYTES, alternate
+from tests.bench.summary import Measurement, Summary, of_figure, single, write_results
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu import extension
@@ -158,11 +159,36 @@ def _results(
 ) -> list[Result]:
     found: list[Result] = []
     for name, format_ in FORMATS.items():
-        ms = Figure(*(round(part / layers, 4) for part in msgspec.structs.astuple(times[name])))
+        p50, p10, p90 = (
+            round(part / layers, 4) for part in (times[name].p50, times[name].p10, times[name].p90)
+        )
+        ms = Figure(p50, p10, p90, times[name].n)
         gb_s = round(numbers * format_.itemsize / ms.p50 / 1e6, 1)
         ratio = round(times["bfloat16"].p50 / times[name].p50, 3)
         found.append(Result(shape.name, what, name, ms, gb_s, ratio))
     return found
+
+
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for one in report.results:
+        case = f"{one.shape}, {one.what}"
+        rows.append(of_figure("ms", one.ms, case=case, arm=one.format))
+        if one.read_gb_s:
+            rows.append(single("read_gb_s", one.read_gb_s, case=case, arm=one.format))
+        rows.append(single("speedup", one.ratio, case=case, arm=one.format))
+    return Summary(
+        section="attention",
+        machine=report.machine,
+        setup={
+            "isa": report.isa,
+            "threads": report.threads,
+            "memory_gb_s": report.memory_gb_s,
+            "stored_tokens": TOKENS,
+        },
+        rows=tuple(rows),
+    )
 
 
 def show(report: Report) -> Table:
@@ -195,7 +221,7 @@ def main() -> None:
         report = measure()
     Console(width=120).print(show(report))
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

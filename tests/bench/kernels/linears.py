@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Figure, Machine, figure, machine
 from tests.bench.models import SHAPES, Shape
+from tests.bench.summary import Summary, of_figure, single, write_results
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import Format, PackedWeight
@@ -163,6 +164,28 @@ def alternate(
     return {name: figure(taken[1:]) for name, taken in times.items()}
 
 
+def summarize(report: Report) -> Summary:
+    """Reduce a run to rows."""
+    rows = [
+        single("read_gb_s", rate, case=f"{count} rows", arm="plain read")
+        for count, rate in report.read_gb_s.items()
+    ]
+    for one in report.results:
+        case = f"{one.rows} rows"
+        rows += [
+            of_figure("ms", one.ms, case=case, arm=one.way),
+            single("read_gb_s", one.gb_s, case=case, arm=one.way),
+            single("gflop_s", one.gflop_s, case=case, arm=one.way),
+            single("speedup_over_torch", one.torch_ratio, case=case, arm=one.way),
+        ]
+    return Summary(
+        section="linears",
+        machine=report.machine,
+        setup={"shape": report.shape, "isa": report.isa, "threads": report.threads},
+        rows=tuple(rows),
+    )
+
+
 def show(report: Report) -> Table:
     """Lay out the results."""
     table = Table(title=f"{report.shape}, {report.isa}, {report.threads} threads")
@@ -195,7 +218,7 @@ def main() -> None:
         report = measure(SHAPES[arguments.shape], tuple(arguments.rows))
     Console(width=120).print(show(report))
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
-"""What steps took, as JSON. It needs no torch, so that the page can be written without."""
+"""Times of steps. It needs no torch, so that the page can be written without."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from tests.bench.figures import Figure, Machine
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.bench.summary import Measurement, Summary, of_figure, single
 
 DETERMINISTIC, DEFAULT = "deterministic", "default"
 """Two of the ways: what determinism costs is the one against the other."""
@@ -20,6 +16,11 @@ class Case(msgspec.Struct, frozen=True):
     rows: int
     new: int
     kv: int
+
+    @property
+    def title(self) -> str:
+        """As summaries and the page show it."""
+        return f"{self.rows} x {self.new} of {self.kv}"
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -47,21 +48,21 @@ class Report(msgspec.Struct, frozen=True):
     shape: str
     results: list[Result]
 
-    def of(self, case: Case, way: str) -> Result:
-        """Return what one case took, one way."""
-        return next(each for each in self.results if (each.case, each.way) == (case, way))
 
-    def cases(self) -> list[Case]:
-        """What was measured, in order."""
-        return [each.case for each in self.results if each.way == DEFAULT]
-
-
-def write(report: Report, file: Path) -> None:
-    """Write it, readable."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-
-
-def read(file: Path) -> Report:
-    """Read it again."""
-    return msgspec.json.decode(file.read_bytes(), type=Report)
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    rows: list[Measurement] = []
+    for result in report.results:
+        case, way = result.case.title, result.way
+        rows += [
+            of_figure("step_ms", result.step, case=case, arm=way),
+            of_figure("layers_ms", result.layers, case=case, arm=way),
+            of_figure("beside_ms", result.beside, case=case, arm=way),
+            single("limit_ms", result.limit, case=case, arm=way),
+        ]
+    return Summary(
+        section="steps",
+        machine=report.machine,
+        setup={"shape": report.shape, "isa": report.isa, "threads": report.threads},
+        rows=tuple(rows),
+    )

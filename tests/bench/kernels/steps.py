@@ -21,8 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import figure, machine
-from tests.bench.kernels.step_report import DEFAULT, DETERMINISTIC, Case, Report, Result, write
+from tests.bench.kernels.step_report import DEFAULT, DETERMINISTIC, Case, Report, Result, summarize
 from tests.bench.models import SHAPES, VOCABULARY, Shape, made
+from tests.bench.summary import write_results
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.ops import REGISTRY
@@ -187,7 +188,7 @@ def main() -> None:
     report = measure(SHAPES[arguments.shape], CASES)
     Console(width=120).print(show(report))
     if arguments.json:
-        write(report, arguments.json)
+        write_results(arguments.json, report, summarize(report))
 
 
 if __name__ == "__main__":

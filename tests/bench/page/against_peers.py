@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from tests.bench.page.markdown import markdown, where
 from tests.bench.peers.cases import CASES
-from tests.bench.peers.report import PeersReport, Result, Row, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from tests.bench.peers.cases import Case, Figure
+    from tests.bench.summary import Measurement, Summary
 
 HEAD = """
 ## Against other servers
@@ -43,8 +45,8 @@ class OnProcessor:
     """
 
     instructions: str
-    whole: PeersReport | None
-    later: PeersReport | None = None
+    whole: Summary | None
+    later: Summary | None = None
 
 
 def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
@@ -62,55 +64,42 @@ def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
             yield from _measured(each.later)
 
 
-def _measured(report: PeersReport) -> Iterable[str]:
-    names = [each.name for each in report.entrants if each.skipped is None]
-    yield "\n" + where(report.machine, report.device) + "\n"
-    rounds = len({turn.round for turn in report.turns})
+def _measured(summary: Summary) -> Iterable[str]:
+    names = [each.name for each in summary.entrants if each.skipped is None]
+    yield "\n" + where(summary) + "\n"
+    rounds = int(summary.setup["rounds"])
     caution = "" if rounds >= ROUNDS_MIN else " Too few to trust the spread."
     yield f"Rounds: {rounds}.{caution}\n\n"
-    asked = {sample.case for turn in report.turns for sample in turn.samples}
-    cases = [case for case in CASES if case.name in asked]
+    asked = summary.cases()
     yield markdown(
         ("", *names, "ratio", "best other", "must / aim", "limit"),
-        (_cells(row, names) for row in rows(report, cases)),
+        (
+            _cells(summary, case, figure, names)
+            for case in CASES
+            if case.name in asked
+            for figure in case.figures
+        ),
     )
     yield "\n"
-    for each in report.entrants:
+    for each in summary.entrants:
         said = f"skipped: {each.skipped}" if each.skipped else f"{each.version}; {each.arithmetic}"
         yield f"* {each.name}: {said}\n"
-    yield from _failures(report)
+    yield from (f"* {note}\n" for note in summary.notes)
 
 
-def _cells(row: Row, names: Sequence[str]) -> Sequence[str]:
-    figure = row.figure
+def _cells(summary: Summary, case: Case, figure: Figure, names: Sequence[str]) -> Sequence[str]:
+    assert summary.device is not None, "peers are measured beside what the machine can do"
+    ratio = summary.find(figure.title, case=case.name, ratio=True)
     wanted = " / ".join("" if each is None else f"{each:g}" for each in (figure.must, figure.aim))
     return (
-        f"{row.case.title}: {figure.name}, {figure.unit}",
-        *(_shown(row.results.get(name)) for name in names),
-        f"**{row.ratio.middle:.2f}** ({row.ratio.least:.2f}-{row.ratio.most:.2f})"
-        if row.ratio
-        else "",
-        row.best or "",
+        f"{case.title}: {figure.title}",
+        *(_shown(summary.find(figure.title, case=case.name, arm=name)) for name in names),
+        f"**{ratio.middle:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})" if ratio else "",
+        ratio.against if ratio else "",
         f"{'>=' if figure.higher_wins else '<='} {wanted}",
-        f"{row.limit:.0f}",
+        f"{figure.limit(summary.device):.0f}",
     )
 
 
-def _shown(result: Result | None) -> str:
-    if result is None:
-        return "not measured"
-    return f"{result.middle:.0f} ({result.least:.0f}-{result.most:.0f})"
-
-
-def _failures(report: PeersReport) -> Iterable[str]:
-    """Say what went wrong or was disturbed: it is left out above."""
-    samples = [sample for turn in report.turns for sample in turn.samples]
-    wrong = {(s.peer, s.case, s.wrong) for s in samples if s.wrong}
-    for peer, case, what in sorted(wrong, key=str):
-        yield f"* {peer}, {case}, left out: {what}\n"
-    for turn in report.turns:
-        if turn.failed:
-            yield f"* {turn.peer}, round {turn.round + 1}, {turn.model}: {turn.failed}\n"
-    disturbed = sum(not sample.good and not sample.wrong for sample in samples)
-    if disturbed:
-        yield f"* {disturbed} of {len(samples)} samples were disturbed by others and left out\n"
+def _shown(row: Measurement | None) -> str:
+    return "not measured" if row is None else row.span(".0f")

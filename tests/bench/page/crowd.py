@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import markdown
+from tests.bench.page.markdown import markdown, who
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tests.bench.crowd.report import Crowd, CrowdReport
+    from tests.bench.summary import Summary
 
 HEAD = """
 ## Many streams
@@ -26,34 +25,39 @@ Where the gateway's processor time goes, in percent of it:
 """
 
 
-def crowd(report: CrowdReport) -> Iterable[str]:
-    rounds = min(map(len, report.windows.values()))
-    yield HEAD.format(streams=report.streams, rounds=rounds) + "\n"
-    machine = report.machine
-    yield f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}.\n\n"
-    processes = list(next(iter(report.windows.values()))[0].percents)
+def crowd(summary: Summary) -> Iterable[str]:
+    yield HEAD.format(**summary.setup) + "\n"
+    yield f"{who(summary)}.\n\n"
+    cases = summary.cases()
+    processes = summary.arms("percent_of_core")
     yield markdown(
         ("worker", "events/s", "gap p50, ms", "gap p99, ms", "gateway, us an event", "% of a core"),
-        (_crowd_row(name, windows, processes) for name, windows in report.windows.items()),
+        (_crowd_row(summary, case, processes) for case in cases),
     )
     yield PROFILE
-    parts = sorted({part for profile in report.profiles.values() for part in profile.parts})
     yield markdown(
-        ("part", *report.profiles),
+        ("part", *cases),
         (
-            (part, *(f"{profile.parts.get(part, 0.0):.1f}" for profile in report.profiles.values()))
-            for part in parts
+            (part, *(f"{_share(summary, case, part):.1f}" for case in cases))
+            for part in sorted(summary.arms("percent_of_gateway"))
         ),
     )
 
 
-def _crowd_row(name: str, windows: Sequence[Crowd], processes: Sequence[str]) -> Sequence[str]:
-    shares = {each: median(window.percents[each] for window in windows) for each in processes}
+def _share(summary: Summary, case: str, part: str) -> float:
+    row = summary.find("percent_of_gateway", case=case, arm=part)
+    return 0.0 if row is None else row.middle
+
+
+def _crowd_row(summary: Summary, case: str, processes: Sequence[str]) -> Sequence[str]:
+    shares = {
+        name: summary.row("percent_of_core", case=case, arm=name).middle for name in processes
+    }
     return (
-        name,
-        f"{median(window.events_per_s for window in windows):.0f}",
-        f"{median(window.gaps_ms[0] for window in windows):.1f}",
-        f"{median(window.gaps_ms[2] for window in windows):.1f}",
-        f"{median(window.us_an_event for window in windows):.1f}",
-        ", ".join(f"{each} {share:.0f}" for each, share in shares.items()),
+        case,
+        f"{summary.row('events_per_s', case=case).middle:.0f}",
+        f"{summary.row('gap_p50_ms', case=case).middle:.1f}",
+        f"{summary.row('gap_p99_ms', case=case).middle:.1f}",
+        f"{summary.row('gateway_us_per_event', case=case).middle:.1f}",
+        ", ".join(f"{name} {share:.0f}" for name, share in shares.items()),
     )

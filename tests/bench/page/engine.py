@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-from tests.bench.page.markdown import markdown, where, who
+from tests.bench.page.markdown import markdown, rows, where, who
+from tests.bench.peers.peer import OURS
 from tests.bench.serving import int8
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
-    from tests.bench.peers.report import PeersReport
-    from tests.bench.prose import Report as ProseReport
-    from tests.bench.serving.report import Report
+    from tests.bench.summary import Summary
 
 RADIX_HEAD = """
 ## The radix cache
@@ -56,112 +53,113 @@ that it rounds to eight bits, and keeps keys and values in float16: its arithmet
 """
 
 
-def prose(report: ProseReport) -> Iterable[str]:
-    yield PROSE_HEAD.format(model=report.model, tokens=report.tokens) + "\n"
-    yield f"{who(report.machine)}.\n\n"
+def prose(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    yield PROSE_HEAD.format(model=setup["model"], tokens=setup["tokens"]) + "\n"
+    yield f"{who(summary)}.\n\n"
     yield markdown(
         ("reader", "perplexity", "against transformers"),
-        [(one.reader, f"{one.perplexity:.4f}", f"{one.change:+.3%}") for one in report.results],
+        [
+            (
+                reader,
+                f"{summary.row('perplexity', arm=reader).middle:.4f}",
+                f"{summary.row('change', arm=reader).middle:+.3%}",
+            )
+            for reader in summary.arms("perplexity")
+        ],
     )
 
 
-def radix(report: Report) -> Iterable[str]:
-    facts = report.facts
-    yield RADIX_HEAD.format(pairs=len(report.runs) // 2) + "\n"
-    yield where(report.machine, report.device) + "\n"
+def radix(summary: Summary) -> Iterable[str]:
+    yield RADIX_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
+    yield where(summary) + "\n"
     yield markdown(
         ("", ""),
         (
-            ("times faster", f"{facts['times_faster']:.1f}"),
-            ("hit rate", f"{facts['hit_rate']:.4f}"),
-            ("hit rate that follows from the prompts", f"{facts['hit_rate_computed']:.4f}"),
+            ("times faster", f"{summary.row('times_faster').middle:.1f}"),
+            ("hit rate", f"{summary.row('hit_rate').middle:.4f}"),
+            (
+                "hit rate that follows from the prompts",
+                f"{summary.row('hit_rate_computed').middle:.4f}",
+            ),
         ),
     )
 
 
-def waiting(report: Report) -> Iterable[str]:
-    facts = report.facts
-    yield WAITING_HEAD.format(pairs=len(report.runs) // 2) + "\n"
-    yield where(report.machine, report.device) + "\n"
+def waiting(summary: Summary) -> Iterable[str]:
+    def middle(quantity: str) -> float:
+        return summary.row(quantity).middle
+
+    yield WAITING_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
+    yield where(summary) + "\n"
     yield markdown(
         ("", ""),
         (
-            ("alone, tok/s", f"{facts['tokens_per_s_alone']:.1f}"),
-            ("beside 2,000, tok/s", f"{facts['tokens_per_s_beside_2000']:.1f}"),
-            (
-                "ratio, pair by pair",
-                f"{facts['ratio']:.3f} ({facts['ratio_least']:.3f}-{facts['ratio_most']:.3f})",
-            ),
+            ("alone, tok/s", f"{middle('tokens_per_s_alone'):.1f}"),
+            ("beside 2,000, tok/s", f"{middle('tokens_per_s_beside_2000'):.1f}"),
+            ("ratio, pair by pair", summary.row("ratio").span(".3f")),
             (
                 "p99 between two pieces of an answer, alone and beside, ms",
-                f"{facts['gap_p99_ms_alone']:.0f}, {facts['gap_p99_ms_beside_2000']:.0f}",
+                f"{middle('gap_p99_ms_alone'):.0f}, {middle('gap_p99_ms_beside_2000'):.0f}",
             ),
-            ("until 2,000 more were taken in, s", f"{facts['queue_formed_in_s']:.1f}"),
+            ("until 2,000 more were taken in, s", f"{middle('queue_formed_in_s'):.1f}"),
         ),
     )
 
 
-def int8_weights(report: PeersReport, perplexity: Path) -> Iterable[str]:
-    found = int8.facts(report)
-    if found is None:
+def int8_weights(summary: Summary) -> Iterable[str]:
+    if not summary.rows:
         return
-    yield INT8_HEAD.format(pairs=found.pairs) + "\n"
-    yield where(report.machine, report.device) + "\n"
+    yield INT8_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
+    yield where(summary) + "\n"
+    bf16, rounded, limit = (
+        summary.row(int8.OUTPUT, arm=arm).middle for arm in (OURS, int8.Int8.name, int8.LIMIT)
+    )
+    ratio = summary.row(int8.OUTPUT, ratio=True)
     lines = [
-        ("bf16, tok/s", f"{found.bf16:.1f}"),
-        ("int8, tok/s", f"{found.int8:.1f}"),
+        ("bf16, tok/s", f"{bf16:.1f}"),
+        ("int8, tok/s", f"{rounded:.1f}"),
         (
             "times faster, pair by pair",
-            f"**{found.times_faster:.2f}** ({found.least:.2f}-{found.most:.2f})",
+            f"**{ratio.middle:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})",
         ),
-        ("limit of int8 by the read rate, tok/s", f"{found.limit:.1f}"),
-        ("share of that limit", f"{found.int8 / found.limit:.0%}"),
+        ("limit of int8 by the read rate, tok/s", f"{limit:.1f}"),
+        ("share of that limit", f"{rounded / limit:.0%}"),
     ]
-    if perplexity.exists():
-        rounded = msgspec.json.decode(perplexity.read_bytes(), type=_Perplexity).of("int8")
-        lines += [
-            ("change in perplexity of the embedded model", f"{rounded.change:+.2%}"),
-            ("its likeliest token stays the same", f"{rounded.agreement:.2%}"),
-        ]
     yield markdown(("", ""), lines)
 
 
-class _Rounded(msgspec.Struct, frozen=True):
-    """What rounding changes; see `tests.bench.perplexity.Score`."""
-
-    change: float
-    agreement: float
-
-
-class _Linear(msgspec.Struct, frozen=True):
-    linear: str
-    all: _Rounded
-
-
-class _Perplexity(msgspec.Struct, frozen=True):
-    """What the page needs of `tests.bench.perplexity.Report`, which needs torch."""
-
-    results: list[_Linear]
-
-    def of(self, linear: str) -> _Rounded:
-        return next(each.all for each in self.results if each.linear == linear)
+def int8_perplexity(summary: Summary) -> Iterable[str]:
+    """More lines of the table of int8 weights."""
+    change, agreement = (
+        summary.row(quantity, case="all", arm="int8").middle for quantity in ("change", "agreement")
+    )
+    yield rows(
+        (
+            ("change in perplexity of the embedded model", f"{change:+.2%}"),
+            ("its likeliest token stays the same", f"{agreement:.2%}"),
+        )
+    )
 
 
-def grammar(report: Report) -> Iterable[str]:
-    facts = report.facts
-    yield GRAMMAR_HEAD.format(pairs=len(report.runs) // 2) + "\n"
-    yield where(report.machine, report.device) + "\n"
-    cost, least, most = (100 * facts[name] for name in ("cost", "cost_least", "cost_most"))
+def grammar(summary: Summary) -> Iterable[str]:
+    def middle(quantity: str) -> float:
+        return summary.row(quantity).middle
+
+    yield GRAMMAR_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
+    yield where(summary) + "\n"
+    row = summary.row("cost")
+    cost, least, most = (100 * share for share in (row.middle, row.least, row.most))
     yield markdown(
         ("", ""),
         (
-            ("without, tok/s", f"{facts['tokens_per_s_plain']:.1f}"),
-            ("with a schema, tok/s", f"{facts['tokens_per_s_schema']:.1f}"),
+            ("without, tok/s", f"{middle('tokens_per_s_plain'):.1f}"),
+            ("with a schema, tok/s", f"{middle('tokens_per_s_schema'):.1f}"),
             ("cost, pair by pair", f"**{cost:.1f} %** ({least:.1f} to {most:.1f})"),
-            ("following 16 tokens, of a step", f"{facts['walks_us']:.0f} us"),
-            ("of these, in the grammar", f"{facts['of_walks_accept_us']:.0f} us"),
-            ("of these, masks", f"{facts['of_walks_fill_us']:.0f} us"),
-            ("masks into the plan", f"{facts['into_the_plan_us']:.0f} us"),
-            ("masks into the logits", f"{facts['into_the_logits_us']:.0f} us"),
+            ("following 16 tokens, of a step", f"{middle('walks_us'):.0f} us"),
+            ("of these, in the grammar", f"{middle('of_walks_accept_us'):.0f} us"),
+            ("of these, masks", f"{middle('of_walks_fill_us'):.0f} us"),
+            ("masks into the plan", f"{middle('into_the_plan_us'):.0f} us"),
+            ("masks into the logits", f"{middle('into_the_logits_us'):.0f} us"),
         ),
     )

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from tests.bench.page.markdown import markdown, where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from tests.bench.serving.metrics import Spread
-    from tests.bench.serving.report import Report
+    from tests.bench.summary import Measurement, Summary
 
 PLOT = "open-load.svg"
 HEAD = """
@@ -23,35 +22,37 @@ beginning and end count. Times are ms, p50 and p99; good are requests that keep
 """
 
 
-def open_load(report: Report) -> Iterable[str]:
-    slo = report.runs[0].slo
-    promises = [] if slo is None else slo.promises()
-    said = " and ".join(f"{name} <= {most:g} ms" for name, most in promises)
-    dataset = report.runs[0].dataset
-    yield HEAD.format(model=report.model, dataset=dataset, slo=said or "nothing: none asked") + "\n"
-    yield where(report.machine, report.device) + "\n"
+def open_load(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    yield HEAD.format_map(setup | {"slo": setup["slo"] or "nothing: none asked"}) + "\n"
+    yield where(summary) + "\n"
     yield markdown(
         (
             *("begun a second", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s"),
             *("good", "others, % of the cores"),
         ),
-        (
-            (
-                run.arrival.removeprefix("poisson:"),
-                f"{run.metrics.requests - run.metrics.failed} of {run.metrics.requests}",
-                f"{run.metrics.output_tokens_per_s:.0f}",
-                _times(run.metrics.ttft_ms),
-                _times(run.metrics.tpot_ms),
-                _times(run.metrics.itl_ms),
-                f"{run.metrics.requests_per_s:.2f}",
-                "" if run.metrics.goodput is None else f"{run.metrics.goodput:.2f}",
-                "not looked at" if run.others is None else f"{100 * run.others:.0f}",
-            )
-            for run in report.runs
-        ),
+        (_cells(summary, case) for case in summary.cases()),
     )
     yield f"\n![Times against throughput]({PLOT})\n"
 
 
-def _times(spread: Spread) -> str:
-    return f"{spread.p50:.0f}, {spread.p99:.0f}"
+def _cells(summary: Summary, case: str) -> Sequence[str]:
+    def row(quantity: str) -> Measurement:
+        return summary.row(quantity, case=case)
+
+    requests = row("requests").middle
+    good = summary.find("goodput", case=case)
+    others = summary.find("others", case=case)
+    return (
+        case.removeprefix("poisson:"),
+        f"{requests - row('failed').middle:.0f} of {requests:.0f}",
+        f"{row('output_tokens_per_s').middle:.0f}",
+        *(_times(row(quantity)) for quantity in ("ttft_ms", "tpot_ms", "itl_ms")),
+        f"{row('requests_per_s').middle:.2f}",
+        "" if good is None else f"{good.middle:.2f}",
+        "not looked at" if others is None else f"{100 * others.middle:.0f}",
+    )
+
+
+def _times(row: Measurement) -> str:
+    return f"{row.middle:.0f}, {row.p99:.0f}"

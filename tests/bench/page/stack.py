@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench import bodies, planning
 from tests.bench.page.markdown import markdown, who
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from tests.bench.__main__ import Report
-    from tests.bench.soak import Result
+    from tests.bench.summary import Measurement, Summary
 
 PLANNING_HEAD = """
 ## Planning
@@ -47,83 +44,93 @@ grew in the second half:
 """
 
 
-def planned(report: planning.Report) -> Iterable[str]:
-    yield PLANNING_HEAD.format(steps=report.rounds * report.steps) + "\n"
-    yield who(report.machine) + ".\n\n"
+def planned(summary: Summary) -> Iterable[str]:
+    steps = int(summary.setup["rounds"]) * int(summary.setup["steps"])
+    yield PLANNING_HEAD.format(steps=steps) + "\n"
+    yield who(summary) + ".\n\n"
     yield markdown(
         ("load", "plan", "plan and commit"),
         (
-            (line.load, f"**{planning.told(line.plan_us)}**", planning.told(line.step_us))
-            for line in report.loads
+            (
+                case,
+                f"**{summary.row('plan_us', case=case).tenths('.0f')}**",
+                summary.row("step_us", case=case).tenths(".0f"),
+            )
+            for case in summary.cases()
         ),
     )
 
 
-def services(report: Report) -> Iterable[str]:
-    rounds = report.services_cpu
-    rate = median(result.tokens_per_s for result in rounds)
-    yield SERVICES_HEAD.format(tokens_per_s=rate, rounds=len(rounds)) + "\n"
-    yield who(report.machine) + ".\n\n"
-    names = list(rounds[0].services_percent)
-    lines = [(name, [result.services_percent[name] for result in rounds]) for name in names]
-    lines.append(("all", [result.total_percent for result in rounds]))
+def services(summary: Summary) -> Iterable[str]:
+    rate = summary.row("tokens_per_s")
+    yield SERVICES_HEAD.format(tokens_per_s=rate.middle, rounds=rate.n or 0) + "\n"
+    yield who(summary) + ".\n\n"
     yield markdown(
         ("service", "percent"),
-        (
-            (name, f"{median(shares):.1f} ({min(shares):.1f}-{max(shares):.1f})")
-            for name, shares in lines
-        ),
+        ((name, summary.row("percent", arm=name).span(".1f")) for name in summary.arms("percent")),
     )
 
 
-def large_bodies(report: bodies.Report) -> Iterable[str]:
-    rounds = max(len(case.pairs) for case in report.cases)
-    yield (
-        BODIES_HEAD.format(streams=report.streams, rounds=rounds, most=bodies.DIFFERENCE_MS_MAX)
-        + "\n"
-    )
-    load = report.machine.load
-    yield f"{who(report.machine)}; load average {load:g} at the end.\n\n"
+def large_bodies(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    yield BODIES_HEAD.format_map(setup | {"most": setup["difference_ms_max"]}) + "\n"
+    yield f"{who(summary)}; load average {summary.machine.load:g} at the end.\n\n"
     yield markdown(
         ("body", "MB", "status", "reply, ms", "p99 without", "p99 with", "longest", "difference"),
-        (
-            (
-                f"{case.name}, `{case.path}`",
-                f"{case.size_bytes / 1e6:.1f}",
-                ", ".join(sorted({str(pair.status) for pair in case.pairs})),
-                f"{median(pair.reply_ms for pair in case.pairs):.0f}",
-                f"{median(pair.quiet_ms for pair in case.pairs):.0f}",
-                f"{median(pair.loud_ms for pair in case.pairs):.0f}",
-                f"{max(pair.longest_ms for pair in case.pairs):.0f}",
-                f"**{case.difference_ms:+.0f}**",
-            )
-            for case in report.cases
-        ),
+        (_body_cells(summary, case) for case in summary.cases()),
     )
 
 
-def soaked(result: Result) -> Iterable[str]:
-    yield SOAK_HEAD.format(
-        requests=result.requests,
-        minutes=result.minutes,
-        left=_share(result, "left"),
-        refused=_share(result, "503", "overloaded", "deadline"),
-        retractions=result.retractions,
+def _body_cells(summary: Summary, case: str) -> Sequence[str]:
+    def row(quantity: str, arm: str | None = None) -> Measurement:
+        return summary.row(quantity, case=case, arm=arm)
+
+    status = row("status")
+    return (
+        case,
+        f"{row('size_bytes').middle / 1e6:.1f}",
+        ", ".join(sorted({f"{each:.0f}" for each in status.by_round or (status.middle,)})),
+        f"{row('reply_ms').middle:.0f}",
+        f"{row('gap_p99_ms', 'without').middle:.0f}",
+        f"{row('gap_p99_ms', 'with').middle:.0f}",
+        f"{row('gap_max_ms', 'with').most:.0f}",
+        f"**{row('difference_ms').middle:+.0f}**",
     )
-    yield f"\n{who(result.machine)}.\n\n"
-    left = ", ".join(f"{name.removeprefix('antiphon_')} {n:g}" for name, n in result.left.items())
-    grown = {name: growth.kib_per_minute / 1024 for name, growth in result.growth.items()}
+
+
+def soaked(summary: Summary) -> Iterable[str]:
+    yield SOAK_HEAD.format_map(
+        summary.setup
+        | {
+            "left": _share(summary, "left"),
+            "refused": _share(summary, "503", "overloaded", "deadline"),
+        }
+    )
+    yield f"\n{who(summary)}.\n\n"
+    left = (
+        f"{name.removeprefix('antiphon_')} {summary.row('left', arm=name).middle:g}"
+        for name in summary.arms("left")
+    )
+    grown = (
+        f"{name} {summary.row('kib_per_minute', arm=name).middle / 1024:+.2f}"
+        for name in summary.arms("kib_per_minute")
+    )
     yield markdown(
         ("", ""),
         (
-            ("left", left),
-            ("MiB a minute", ", ".join(f"{name} {mib:+.2f}" for name, mib in grown.items())),
-            ("found wrong", ", ".join(result.failures) or "nothing"),
+            ("left", ", ".join(left)),
+            ("MiB a minute", ", ".join(grown)),
+            ("found wrong", ", ".join(summary.notes) or "nothing"),
         ),
     )
 
 
-def _share(result: Result, *ends: str) -> float:
+def _share(summary: Summary, *ends: str) -> float:
     """The share of requests that ended in one of these ways."""
-    ways = ((name.partition(": ")[2], n) for name, n in result.outcomes.items())
-    return sum(n for way, n in ways if way.startswith(ends)) / result.requests
+    outcomes = (
+        (row.case.partition(": ")[2], row.middle)
+        for row in summary.rows
+        if row.quantity == "requests"
+    )
+    count = sum(n for way, n in outcomes if way.startswith(ends))
+    return count / int(summary.setup["requests"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench import share
-from tests.bench.kernels import attention, step_report
+from tests.bench.kernels import step_report
 from tests.bench.page.markdown import markdown, who
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tests.bench import loading
+    from tests.bench.summary import Summary
 
 STEPS_HEAD = """
 ## One step
@@ -49,87 +47,101 @@ in brackets, the 10th and 90th percentile: [tests/bench/kernels/attention.py]\
 """
 
 
-def steps(report: step_report.Report) -> Iterable[str]:
-    where = report.machine
-    yield STEPS_HEAD.format(shape=report.shape) + "\n"
-    yield f"{where.cpu}, {report.isa}, {report.threads} threads, commit {where.commit}.\n\n"
+def steps(summary: Summary) -> Iterable[str]:
+    setup, machine = summary.setup, summary.machine
+    yield STEPS_HEAD.format_map(setup) + "\n"
+    yield (
+        f"{machine.cpu}, {setup['isa']}, {setup['threads']} threads, commit {machine.commit}.\n\n"
+    )
     yield markdown(
         ("rows x new of all", "default", "deterministic", "its cost", "beside", "torch", "limit"),
-        (_step_cells(report, case) for case in report.cases()),
+        (_step_cells(summary, case) for case in summary.cases()),
     )
 
 
-def _step_cells(report: step_report.Report, case: step_report.Case) -> Sequence[str]:
+def _step_cells(summary: Summary, case: str) -> Sequence[str]:
     default, strict, torch = (
-        report.of(case, way) for way in (step_report.DEFAULT, step_report.DETERMINISTIC, "torch")
+        summary.row("step_ms", case=case, arm=way)
+        for way in (step_report.DEFAULT, step_report.DETERMINISTIC, "torch")
+    )
+    beside, limit = (
+        summary.row(quantity, case=case, arm=step_report.DEFAULT).middle
+        for quantity in ("beside_ms", "limit_ms")
     )
     return (
-        f"{case.rows} x {case.new} of {case.kv}",
-        f"{default.step.p50:.2f} ({default.step.p10:.2f}-{default.step.p90:.2f})",
-        f"{strict.step.p50:.2f} ({strict.step.p10:.2f}-{strict.step.p90:.2f})",
-        f"{strict.step.p50 / default.step.p50 - 1:+.1%}",
-        f"{default.beside.p50:.2f} ({default.beside.p50 / default.step.p50:.1%})",
-        f"{torch.step.p50:.2f}",
-        f"{default.limit:.2f}",
+        case,
+        default.tenths(".2f"),
+        strict.tenths(".2f"),
+        f"{strict.middle / default.middle - 1:+.1%}",
+        f"{beside:.2f} ({beside / default.middle:.1%})",
+        f"{torch.middle:.2f}",
+        f"{limit:.2f}",
     )
 
 
-def shares(report: share.Report) -> Iterable[str]:
+def shares(summary: Summary) -> Iterable[str]:
     """What a step spends outside of its kernels."""
-    yield SHARE_HEAD.format(windows=len(report.cases[0].windows)) + "\n"
-    yield f"{who(report.machine)}.\n\n"
+    yield SHARE_HEAD.format_map(summary.setup) + "\n"
+    yield f"{who(summary)}.\n\n"
+    parts = summary.arms("cpu_ms")
     yield markdown(
-        ("model", "clients", "step ms", *(f"{part} ms" for part in share.PARTS), "but kernels"),
-        map(_share_cells, report.cases),
+        ("model", "clients", "step ms", *(f"{part} ms" for part in parts), "but kernels"),
+        (_share_cells(summary, case, parts) for case in summary.cases()),
     )
 
 
-def _share_cells(case: share.Shares) -> Sequence[str]:
-    found = [window.share for window in case.windows]
+def _share_cells(summary: Summary, case: str, parts: Sequence[str]) -> Sequence[str]:
+    share = summary.row("share", case=case)
     return (
-        case.shape,
-        str(case.clients),
-        f"{median(window.step_ms for window in case.windows):.1f}",
-        *(f"{median(w.part_ms(part) for w in case.windows):.2f}" for part in share.PARTS),
-        f"**{median(found):.1%}** ({min(found):.1%}-{max(found):.1%})",
+        *case.split(", "),
+        f"{summary.row('step_ms', case=case).middle:.1f}",
+        *(f"{summary.row('cpu_ms', case=case, arm=part).middle:.2f}" for part in parts),
+        f"**{share.middle:.1%}** ({share.least:.1%}-{share.most:.1%})",
     )
 
 
-def loading_weights(report: loading.Report) -> Iterable[str]:
-    rounds, size = len(report.results[0].rounds), report.file_bytes / 1e6
-    yield LOADING_HEAD.format(model=report.model, megabytes=size, rounds=rounds) + "\n"
-    yield f"{who(report.machine)}; the disk reads {report.disk:.0f} MB/s.\n\n"
+def loading_weights(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    megabytes = int(setup["file_bytes"]) / 1e6
+    yield LOADING_HEAD.format_map(setup | {"megabytes": megabytes}) + "\n"
+    yield f"{who(summary)}; the disk reads {setup['disk_megabytes_per_s']:.0f} MB/s.\n\n"
     yield markdown(
         ("weights kept", "s", "CPU s", "MB/s", "of the disk's rate", "peak / weights"),
         (
             (
-                result.linear,
-                f"{result.seconds:.2f}",
-                f"{result.cpu_seconds:.2f}",
-                f"{result.megabytes_per_s:.0f}",
-                f"**{result.rate:.2f}**",
-                f"**{result.peak:.2f}**",
+                case,
+                f"{summary.row('seconds', case=case).middle:.2f}",
+                f"{summary.row('cpu_seconds', case=case).middle:.2f}",
+                f"{summary.row('megabytes_per_s', case=case).middle:.0f}",
+                f"**{summary.row('share_of_disk_rate', case=case).middle:.2f}**",
+                f"**{summary.row('peak_per_weight_bytes', case=case).middle:.2f}**",
             )
-            for result in report.results
+            for case in summary.cases()
         ),
     )
 
 
-def eight_bits(report: attention.Report) -> Iterable[str]:
-    yield KEPT_HEAD.format(tokens=attention.TOKENS) + "\n"
-    yield f"{who(report.machine)}; {report.isa}, {report.threads} threads; reads"
-    yield f" {report.memory_gb_s:.1f} GB/s.\n\n"
+def eight_bits(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    yield KEPT_HEAD.format(tokens=setup["stored_tokens"]) + "\n"
+    yield f"{who(summary)}; {setup['isa']}, {setup['threads']} threads; reads"
+    yield f" {setup['memory_gb_s']:.1f} GB/s.\n\n"
     yield markdown(
         ("heads", "rows of tokens", "cache", "ms", "GB/s", "bfloat16 / this"),
         (
-            (
-                one.shape,
-                one.what,
-                one.format,
-                f"{one.ms.p50:.3f} ({one.ms.p10:.3f}-{one.ms.p90:.3f})",
-                f"{one.read_gb_s:.1f}" if one.read_gb_s else "",
-                f"**{one.ratio:.2f}**",
-            )
-            for one in report.results
+            _cache_cells(summary, case, form)
+            for case in summary.cases()
+            for form in summary.arms("ms")
         ),
+    )
+
+
+def _cache_cells(summary: Summary, case: str, form: str) -> Sequence[str]:
+    rate = summary.find("read_gb_s", case=case, arm=form)
+    return (
+        *case.split(", "),
+        form,
+        summary.row("ms", case=case, arm=form).tenths(".3f"),
+        "" if rate is None else f"{rate.middle:.1f}",
+        f"**{summary.row('speedup', case=case, arm=form).middle:.2f}**",
     )

@@ -16,21 +16,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from tests.bench.figures import instructions, machine
 from tests.bench.models import CACHE, SHAPES, Model, made
-from tests.bench.page.write import PAGE, RESULTS, write_page
+from tests.bench.page.write import PAGE, write_page
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.llama_cpp import LlamaCpp
 from tests.bench.peers.openvino import OpenVino
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.report import Entrant, PeersReport, entrant
+from tests.bench.peers.report import PeersReport, entrant, summarize
 from tests.bench.peers.rounds import Referee, Turn, play_rounds
 from tests.bench.peers.transformers_serve import TransformersServe
 from tests.bench.peers.vllm import Vllm
 from tests.bench.serving.device import Device, measure_device
+from tests.bench.summary import RESULTS, Entrant, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,7 @@ def _measure(
         report = PeersReport(
             machine=where, devices=tuple(devices), entrants=tuple(entrants), turns=tuple(turns)
         )
-        _write(report, arguments.json)
+        write_results(arguments.json, report, summarize(report))
 
 
 def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer], list[Entrant]]:
@@ -110,11 +110,6 @@ def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer
 
 def _models(cases: Sequence[Case]) -> list[str]:
     return list(dict.fromkeys(case.shape.name for case in cases))
-
-
-def _write(report: PeersReport, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
 def _tell(text: str) -> None:

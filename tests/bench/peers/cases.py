@@ -36,6 +36,11 @@ class Figure:
     must: float | None = None
     aim: float | None = None
 
+    @property
+    def title(self) -> str:
+        """Name and unit, as summaries and the page show it."""
+        return f"{self.name}, {self.unit}"
+
     def times_behind(self, run: Metrics, others: Iterable[Metrics]) -> float:
         """How many times worse a run is than the best of others: 1 if it is that one."""
         mine, theirs = self.of(run), [self.of(each) for each in others]

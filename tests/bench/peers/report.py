@@ -1,43 +1,38 @@
-"""A run against peers as JSON, and the table made of it."""
+"""A run against peers: the raw results, and the summary made of them."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench.figures import Machine
+from tests.bench.peers.cases import CASES
 from tests.bench.peers.peer import OURS
 from tests.bench.peers.rounds import Turn
 from tests.bench.serving.device import Device
+from tests.bench.summary import Entrant, Measurement, Summary, measured
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable
 
     from tests.bench.models import Model
     from tests.bench.peers.cases import Case, Figure
     from tests.bench.peers.peer import Peer
+    from tests.bench.serving.metrics import Metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-class Entrant(msgspec.Struct, frozen=True, kw_only=True):
-    """One server of the run.
-
-    Attributes:
-        config_digest: Of its command line, without what differs from run to run.
-        skipped: Why it was not measured.
-    """
-
-    name: str
-    arithmetic: str
-    version: str = ""
-    config_digest: str = ""
-    skipped: str | None = None
+OBSERVED: dict[str, Callable[[Metrics], float]] = {
+    "TTFT p50, ms": lambda metrics: metrics.ttft_ms.p50,
+    "ITL p50, ms": lambda metrics: metrics.itl_ms.p50,
+    "ITL p99, ms": lambda metrics: metrics.itl_ms.p99,
+}
+"""What is recorded of every case, beside its own figures."""
 
 
 class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,34 +56,6 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Result(msgspec.Struct, frozen=True):
-    """One figure of one server: middle and extremes over its rounds."""
-
-    middle: float
-    least: float
-    most: float
-    rounds: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure of one case.
-
-    Attributes:
-        results: By server; who is missing was not measured undisturbed.
-        best: The best peer, ourselves left out.
-        ratio: Ours over theirs, round by round; None unless both were measured in some round.
-        limit: What the device would allow.
-    """
-
-    case: Case
-    figure: Figure
-    results: dict[str, Result]
-    best: str | None
-    ratio: Result | None
-    limit: float
-
-
 def entrant(peer: Peer, model: Model) -> Entrant:
     """Describe a server that is installed."""
     return Entrant(
@@ -109,41 +76,88 @@ def config_digest(peer: Peer, model: Model) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
-def rows(report: PeersReport, cases: Sequence[Case]) -> list[Row]:
-    """Compute the table."""
-    return [_row(report, case, figure) for case in cases for figure in case.figures]
+def summarize(report: PeersReport) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    asked = {sample.case for turn in report.turns for sample in turn.samples}
+    return Summary(
+        section="peers",
+        machine=report.machine,
+        device=report.device,
+        setup={"rounds": len({turn.round for turn in report.turns})},
+        entrants=report.entrants,
+        notes=tuple(_notes(report)),
+        rows=tuple(row for case in CASES if case.name in asked for row in rows(report, case)),
+    )
 
 
-def _row(report: PeersReport, case: Case, figure: Figure) -> Row:
-    values = _values(report, case, figure)
-    results = {name: result(list(by_round.values())) for name, by_round in values.items()}
-    best = _best(results, figure)
-    ratio = None
-    if best is not None and OURS in values:
+def rows(report: PeersReport, case: Case) -> list[Measurement]:
+    """Reduce a case: each server's figures, and the ratio to the best of the others."""
+    found: list[Measurement] = []
+    for figure in case.figures:
+        values = _values(report, case, figure.of)
+        found += _measured(values, case, figure.title)
+        best = _best(values, figure)
+        if best is None or OURS not in values:
+            continue
         ours, theirs = values[OURS], values[best]
-        ratios = [ours[n] / theirs[n] for n in ours.keys() & theirs.keys()]
-        ratio = result(ratios) if ratios else None
-    return Row(case, figure, results, best, ratio, figure.limit(report.device))
+        ratios = [
+            ours[n] / theirs[n] if n in ours and n in theirs else None
+            for n in sorted(ours.keys() | theirs.keys())
+        ]
+        if any(ratios):
+            found.append(
+                measured(
+                    figure.title, ratios, case=case.name, arm=OURS, against=best, by_round=True
+                )
+            )
+    titles = {figure.title for figure in case.figures}
+    for title, of in OBSERVED.items():
+        if title not in titles:
+            found += _measured(_values(report, case, of), case, title)
+    return found
 
 
-def _values(report: PeersReport, case: Case, figure: Figure) -> dict[str, dict[int, float]]:
-    """Return what counts, by server and round."""
+def _measured(
+    values: dict[str, dict[int, float]], case: Case, quantity: str
+) -> Iterable[Measurement]:
+    for name, by_round in values.items():
+        yield measured(quantity, by_round.values(), case=case.name, arm=name)
+
+
+def _values(
+    report: PeersReport, case: Case, of: Callable[[Metrics], float]
+) -> dict[str, dict[int, float]]:
+    """Return the values of undisturbed samples, by server and round."""
     values: dict[str, dict[int, float]] = {}
     for turn in report.turns:
         for sample in turn.samples:
             if sample.case == case.name and sample.good:
-                values.setdefault(sample.peer, {})[sample.round] = figure.of(sample.metrics)
+                values.setdefault(sample.peer, {})[sample.round] = of(sample.metrics)
     return values
 
 
-def _best(results: dict[str, Result], figure: Figure) -> str | None:
-    peers = [name for name in results if not name.startswith(OURS)]
-    if not peers:
+def _best(values: dict[str, dict[int, float]], figure: Figure) -> str | None:
+    """Return the best server other than ours."""
+    medians = {
+        name: median(by_round.values())
+        for name, by_round in values.items()
+        if not name.startswith(OURS)
+    }
+    if not medians:
         return None
-    choose = max if figure.higher_wins else min
-    return choose(peers, key=lambda name: results[name].middle)
+    choose: Callable[..., str] = max if figure.higher_wins else min
+    return choose(medians, key=lambda name: medians[name])
 
 
-def result(values: Sequence[float]) -> Result:
-    """Reduce a server's rounds."""
-    return Result(median(values), min(values), max(values), len(values))
+def _notes(report: PeersReport) -> Iterable[str]:
+    """Return what failed or was disturbed, and is left out of the rows."""
+    samples = [sample for turn in report.turns for sample in turn.samples]
+    wrong = {(s.peer, s.case, s.wrong) for s in samples if s.wrong}
+    for peer, case, what in sorted(wrong, key=str):
+        yield f"{peer}, {case}, left out: {what}"
+    for turn in report.turns:
+        if turn.failed:
+            yield f"{turn.peer}, round {turn.round + 1}, {turn.model}: {turn.failed}"
+    disturbed = sum(not sample.good and not sample.wrong for sample in samples)
+    if disturbed:
+        yield f"{disturbed} of {len(samples)} samples were disturbed by others and left out"

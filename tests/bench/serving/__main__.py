@@ -39,7 +39,8 @@ from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Slo, measure
 from tests.bench.serving.nats import NatsTarget
-from tests.bench.serving.report import Report, Run, drawn, table, write
+from tests.bench.serving.report import Report, Run, drawn, summarize, table
+from tests.bench.summary import write_results
 
 from antiphon.client import Client
 
@@ -101,9 +102,9 @@ def main() -> None:
     )
     Console(width=140).print(table(runs))
     if arguments.json:
-        write(report, arguments.json)
+        write_results(arguments.json, report, summarize(report))
     if arguments.plot:
-        arguments.plot.write_text(drawn(report))
+        arguments.plot.write_text(drawn(summarize(report)))
 
 
 async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) -> list[Run]:

@@ -33,7 +33,8 @@ from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import RESULTS, Report, Run, table, write
+from tests.bench.serving.report import Report, Run, summarize_facts, table
+from tests.bench.summary import RESULTS, Summary, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,23 +91,34 @@ def main() -> None:
         facts=facts(runs) | guiding.measure(model.folder, SCHEMA, CLIENTS),
     )
     Console(width=140).print(table(runs), report.facts)
-    write(report, RESULTS / "grammar.json")
+    write_results(RESULTS / "grammar.json", report, summarize(report))
 
 
 def facts(runs: Sequence[Run]) -> dict[str, float]:
     """Reduce to what was promised: the rates, and what share of it the grammar took, by pairs."""
+    pairs = by_round(runs)
+    return {name: median(values) for name, values in pairs.items()} | {
+        "cost_least": min(pairs["cost"]),
+        "cost_most": max(pairs["cost"]),
+    }
+
+
+def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Return the values of each pair of runs."""
     plain, schema = (
         [run.metrics.output_tokens_per_s for run in runs if run.name.split()[0] == name]
         for name in ARMS
     )
-    costs = [1 - with_it / without for without, with_it in zip(plain, schema, strict=True)]
     return {
-        "tokens_per_s_plain": median(plain),
-        "tokens_per_s_schema": median(schema),
-        "cost": median(costs),
-        "cost_least": min(costs),
-        "cost_most": max(costs),
+        "tokens_per_s_plain": plain,
+        "tokens_per_s_schema": schema,
+        "cost": [1 - with_it / without for without, with_it in zip(plain, schema, strict=True)],
     }
+
+
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    return summarize_facts("grammar", report, by_round(report.runs))
 
 
 async def _pairs(model: Model, server: Server) -> list[Run]:

@@ -29,7 +29,7 @@ from tests.bench.peers.quiet import Busy
 from tests.bench.peers.report import PeersReport, entrant
 from tests.bench.peers.rounds import Referee, Turn, play_rounds
 from tests.bench.serving.device import Device, measure_device
-from tests.bench.serving.report import RESULTS
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, single, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
 PAIRS = 5
 FILE = RESULTS / "int8.json"
+OUTPUT = CASE.figures[0].title
+LIMIT = "limit"
+"""The row of what reading a byte a weight would allow."""
 
 
 class Int8(Antiphon):
@@ -71,12 +74,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts(report: PeersReport) -> Facts | None:
     """Reduce a report; None without an undisturbed pair."""
-    rates: dict[int, dict[str, float]] = {}
-    for turn in report.turns:
-        for sample in turn.samples:
-            if sample.good:
-                rates.setdefault(turn.round, {})[turn.peer] = sample.metrics.output_tokens_per_s
-    pairs = [(one[OURS], one[Int8.name]) for one in rates.values() if len(one) == 2]
+    pairs = _pairs(report)
     if not pairs:
         return None
     ratios = [int8 / bf16 for bf16, int8 in pairs]
@@ -91,6 +89,39 @@ def facts(report: PeersReport) -> Facts | None:
     )
 
 
+def summarize(report: PeersReport) -> Summary:
+    """Reduce a run to the rows of its page section; there are none without an undisturbed pair."""
+    pairs = _pairs(report)
+    rows: tuple[Measurement, ...] = ()
+    if pairs:
+        bf16, int8 = zip(*pairs, strict=True)
+        ratios = [b / a for a, b in pairs]
+        rows = (
+            measured(OUTPUT, bf16, case=CASE.name, arm=OURS, by_round=True),
+            measured(OUTPUT, int8, case=CASE.name, arm=Int8.name, by_round=True),
+            measured(OUTPUT, ratios, case=CASE.name, arm=Int8.name, against=OURS, by_round=True),
+            single(OUTPUT, limit(report.device), case=CASE.name, arm=LIMIT),
+        )
+    return Summary(
+        section="int8",
+        machine=report.machine,
+        device=report.device,
+        setup={"pairs": len(pairs)},
+        entrants=report.entrants,
+        rows=rows,
+    )
+
+
+def _pairs(report: PeersReport) -> list[tuple[float, float]]:
+    """Return the rates of the rounds in which neither server was disturbed."""
+    rates: dict[int, dict[str, float]] = {}
+    for turn in report.turns:
+        for sample in turn.samples:
+            if sample.good:
+                rates.setdefault(turn.round, {})[turn.peer] = sample.metrics.output_tokens_per_s
+    return [(one[OURS], one[Int8.name]) for one in rates.values() if len(one) == 2]
+
+
 def limit(device: Device) -> float:
     """Output tok/s of a client where each weight is one byte. Its scales are left out."""
     return output_limit(
@@ -102,11 +133,6 @@ def limit(device: Device) -> float:
         output=CASE.dataset.output_tokens,
         weight_bytes=1,
     )
-
-
-def read(file: Path) -> PeersReport:
-    """Read what was written."""
-    return msgspec.json.decode(file.read_bytes(), type=PeersReport)
 
 
 def main() -> None:
@@ -124,7 +150,7 @@ def main() -> None:
         sys.exit(f"not measured: {error}")
     Console().print(facts(report))
     if not arguments.rehearse:
-        FILE.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_results(FILE, report, summarize(report))
 
 
 def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:

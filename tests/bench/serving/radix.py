@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from tests.bench.figures import machine
@@ -24,10 +25,14 @@ from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.nats import WholeNatsTarget
-from tests.bench.serving.report import RESULTS, Report, Run, table, write
+from tests.bench.serving.report import Report, Run, summarize_facts, table
+from tests.bench.summary import RESULTS, Summary, write_results
 from tests.system.stack import Stack, serving
 
 from antiphon.client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 REQUESTS = 32
 DATASET = SharedPrefix(768, 32, 1)
@@ -54,23 +59,36 @@ def main() -> None:
         facts=facts(runs),
     )
     Console(width=140).print(table(runs), report.facts)
-    write(report, RESULTS / "radix.json")
+    write_results(RESULTS / "radix.json", report, summarize(report))
 
 
-def facts(runs: list[Run]) -> dict[str, float]:
+def facts(runs: Sequence[Run]) -> dict[str, float]:
     """Reduce to what was promised: how much faster, and that the hit rate is the computed one."""
-    cached, plain = (
-        [run.metrics for run in runs if run.name.rpartition(" ")[0] == name] for name in SETTINGS
-    )
-    prompt = cached[0].prompt_tokens
+    pairs = by_round(runs)
+    plain = [run.metrics for run in runs if run.name.startswith("not cached")]
+    prompt = plain[0].prompt_tokens
     return {
-        "times_faster": median(
-            b.duration_s / a.duration_s for a, b in zip(cached, plain, strict=True)
-        ),
-        "hit_rate": median((run.cached_tokens or 0) / prompt for run in cached),
+        "times_faster": median(pairs["times_faster"]),
+        "hit_rate": median(pairs["hit_rate"]),
         "hit_rate_computed": (REQUESTS - 1) * shared_tokens() / prompt,
         "hit_rate_without_cache": max((run.cached_tokens or 0) / prompt for run in plain),
     }
+
+
+def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Return the values of each pair of runs."""
+    cached, plain = (
+        [run.metrics for run in runs if run.name.rpartition(" ")[0] == name] for name in SETTINGS
+    )
+    return {
+        "times_faster": [b.duration_s / a.duration_s for a, b in zip(cached, plain, strict=True)],
+        "hit_rate": [(run.cached_tokens or 0) / run.prompt_tokens for run in cached],
+    }
+
+
+def summarize(report: Report) -> Summary:
+    """Reduce a run to the rows of its page section."""
+    return summarize_facts("radix", report, by_round(report.runs))
 
 
 def shared_tokens() -> int:

@@ -1,8 +1,7 @@
-"""A serving benchmark as JSON: what was asked of what, where, and what came of it."""
+"""A serving benchmark: its raw results, and the summary made of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,11 +10,11 @@ from tests.bench.figures import Machine
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Slo
 from tests.bench.serving.plot import Line, chart
+from tests.bench.summary import Measurement, Summary, measured, of_spread, single
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,35 +51,110 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
     facts: dict[str, float] = {}
 
-    def run(self, name: str) -> Run:
-        """Return the run of a name."""
-        return next(run for run in self.runs if run.name == name)
-
-
-def write(report: Report, file: Path) -> None:
-    """Write it, readable."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-
 
 def read(file: Path) -> Report:
-    """Read it again."""
+    """Read raw results."""
     return msgspec.json.decode(file.read_bytes(), type=Report)
 
 
-def drawn(report: Report) -> str:
-    """Draw throughput against what it costs the one who waits, as SVG."""
-    runs = sorted(report.runs, key=lambda run: run.metrics.output_tokens_per_s)
+def summarize(report: Report) -> Summary:
+    """Reduce each run to its rows."""
+    slo = report.runs[0].slo
+    limits = [] if slo is None else slo.promises()
+    setup = _setup(report) | {
+        "slo": " and ".join(f"{name} <= {most:g} ms" for name, most in limits)
+    }
+    return Summary(
+        section="serving",
+        machine=report.machine,
+        device=report.device,
+        setup=setup,
+        rows=tuple(
+            row
+            for case, run in zip(_cases(report.runs), report.runs, strict=True)
+            for row in _rows(case, run)
+        ),
+    )
+
+
+def summarize_facts(
+    section: str, report: Report, by_round: Mapping[str, Sequence[float]]
+) -> Summary:
+    """Reduce runs in pairs to a row for each fact.
+
+    Args:
+        section: Of the page.
+        report: Two runs a pair.
+        by_round: The values behind facts, by their names, where they were recorded.
+    """
+    rows: list[Measurement] = []
+    for name, value in report.facts.items():
+        if name in by_round:
+            rows.append(measured(name, by_round[name], case=report.model, by_round=True))
+        elif not name.endswith(("_least", "_most")):
+            rows.append(single(name, value, case=report.model))
+    return Summary(
+        section=section,
+        machine=report.machine,
+        device=report.device,
+        setup=_setup(report) | {"pairs": len(report.runs) // 2},
+        rows=tuple(rows),
+    )
+
+
+def _setup(report: Report) -> dict[str, str | int | float]:
+    first = report.runs[0]
+    return {
+        "model": report.model,
+        "dataset": first.dataset,
+        "over": first.over,
+        "config_digest": report.config_digest,
+    }
+
+
+def _cases(runs: Sequence[Run]) -> Iterable[str]:
+    """Name each run by its arrival process, and by its seed where that is not enough."""
+    names = [run.arrival for run in runs]
+    for run in runs:
+        alone = names.count(run.arrival) == 1
+        yield run.arrival if alone else f"{run.arrival}, seed {run.seed}"
+
+
+def _rows(case: str, run: Run) -> Iterable[Measurement]:
+    metrics = run.metrics
+    for name, value in (
+        ("requests", metrics.requests),
+        ("failed", metrics.failed),
+        ("output_tokens_per_s", metrics.output_tokens_per_s),
+        ("requests_per_s", metrics.requests_per_s),
+        ("goodput", metrics.goodput),
+        ("concurrency", metrics.concurrency),
+        ("others", run.others),
+    ):
+        if value is not None:
+            yield single(name, value, case=case)
+    finished = metrics.requests - metrics.failed
+    yield of_spread("ttft_ms", metrics.ttft_ms, case=case, n=finished)
+    yield of_spread("tpot_ms", metrics.tpot_ms, case=case)
+    yield of_spread("itl_ms", metrics.itl_ms, case=case)
+    yield of_spread("e2e_ms", metrics.e2e_ms, case=case, n=finished)
+
+
+def drawn(summary: Summary) -> str:
+    """Draw latency against throughput as SVG."""
+
+    def point(case: str, quantity: str, percentile: str) -> tuple[float, float]:
+        row = summary.row(quantity, case=case)
+        y = row.middle if percentile == "p50" else row.p99 or 0.0
+        return summary.row("output_tokens_per_s", case=case).middle, y
+
     lines = [
-        Line(name, [(run.metrics.output_tokens_per_s, value(run)) for run in runs])
-        for name, value in (
-            ("TTFT p50", lambda run: run.metrics.ttft_ms.p50),
-            ("TTFT p99", lambda run: run.metrics.ttft_ms.p99),
-            ("ITL p50", lambda run: run.metrics.itl_ms.p50),
-            ("ITL p99", lambda run: run.metrics.itl_ms.p99),
-        )
+        Line(f"{name} {each}", sorted(point(case, quantity, each) for case in summary.cases()))
+        for name, quantity in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"))
+        for each in ("p50", "p99")
     ]
-    title = f"{report.model}, {report.runs[0].dataset}, {report.machine.commit}"
+    setup = summary.setup
+    title = f"{setup['model']}, {setup['dataset']}, {summary.machine.commit}"
     return chart(title, "output tok/s", "ms", lines)
 
 

@@ -45,7 +45,8 @@ from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import RESULTS, Report, Run, table, write
+from tests.bench.serving.report import Report, Run, summarize_facts, table
+from tests.bench.summary import RESULTS, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,22 +123,29 @@ def main() -> None:
     )
     Console(width=140).print(table(runs), report.facts)
     if not arguments.rehearse:
-        write(report, RESULTS / "waiting.json")
+        summary = summarize_facts("waiting", report, by_round(found))
+        write_results(RESULTS / "waiting.json", report, summary)
 
 
 def facts(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, float]:
     """Reduce to what was promised: the rates alone and beside, and their ratio pair by pair."""
-    ratios = [beside.decode.tokens_per_s / alone.decode.tokens_per_s for alone, beside in pairs]
+    values = by_round(pairs)
+    return {name: median(each) for name, each in values.items()} | {
+        "ratio_least": min(values["ratio"]),
+        "ratio_most": max(values["ratio"]),
+    }
+
+
+def by_round(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, list[float]]:
+    """Return the values of each pair."""
     alone, beside = zip(*pairs, strict=True)
     return {
-        "tokens_per_s_alone": median(each.decode.tokens_per_s for each in alone),
-        "tokens_per_s_beside_2000": median(each.decode.tokens_per_s for each in beside),
-        "ratio": median(ratios),
-        "ratio_least": min(ratios),
-        "ratio_most": max(ratios),
-        "gap_p99_ms_alone": median(each.decode.gap_p99_ms for each in alone),
-        "gap_p99_ms_beside_2000": median(each.decode.gap_p99_ms for each in beside),
-        "queue_formed_in_s": median(each.formed_in_s for each in beside),
+        "tokens_per_s_alone": [each.decode.tokens_per_s for each in alone],
+        "tokens_per_s_beside_2000": [each.decode.tokens_per_s for each in beside],
+        "ratio": [b.decode.tokens_per_s / a.decode.tokens_per_s for a, b in pairs],
+        "gap_p99_ms_alone": [each.decode.gap_p99_ms for each in alone],
+        "gap_p99_ms_beside_2000": [each.decode.gap_p99_ms for each in beside],
+        "queue_formed_in_s": [each.formed_in_s for each in beside],
     }
 
 

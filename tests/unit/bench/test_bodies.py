@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.bodies import BODIES, Case, Pair, Report
+from tests.bench.bodies import BODIES, Case, Pair, Report, summarize
 from tests.bench.figures import Machine
 from tests.bench.page.write import page
+from tests.bench.summary import write
 
 from antiphon.config.gateway import GatewayConfig
 
@@ -33,5 +34,5 @@ def test_difference_is_the_median_of_the_pairs() -> None:
 def test_page_shows_a_row_a_body(tmp_path: Path) -> None:
     machine = Machine("abc", "cpu", 2, 0.5)
     report = Report(machine, 8, 100, (Case("Some ids", "/generate", 2_000_000, PAIRS),))
-    (tmp_path / "bodies.json").write_bytes(msgspec.json.encode(report))
+    write(summarize(report), tmp_path / "bodies.json")
     assert "| Some ids, `/generate` | 2.0 | 400 | 10 | 10 | 19 | 51 | **+10** |" in page(tmp_path)

@@ -7,13 +7,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
 from tests.bench.crowd.__main__ import LOOP, PARTS
 from tests.bench.crowd.listeners import Listener, Tally, request
-from tests.bench.crowd.report import Crowd, CrowdReport, Profile
+from tests.bench.crowd.report import Crowd, CrowdReport, Profile, summarize
 from tests.bench.crowd.sampler import Sampler, Samples, read, write
 from tests.bench.figures import Machine
 from tests.bench.page.write import page
+from tests.bench.summary import write as write_summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +99,7 @@ def test_the_page_shows_medians_and_where_the_time_goes(tmp_path: Path) -> None:
         windows={"steady": windows},
         profiles={"steady": Profile({"asyncio": 12.5, LOOP: 87.5}, {})},
     )
-    (tmp_path / "crowd.json").write_bytes(msgspec.json.encode(report))
+    write_summary(summarize(report), tmp_path / "crowd.json")
     text = page(tmp_path)
     assert "| steady | 6390 | 20.0 | 31.5 | 41.0 | gateway-0 31, broker 12 |" in text
     assert "| asyncio | 12.5 |" in text

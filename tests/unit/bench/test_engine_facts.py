@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.bench.figures import Figure, Machine
-from tests.bench.kernels.step_report import Case, Report, Result, read, write
+from tests.bench.kernels.step_report import Case, Report, Result, summarize
 from tests.bench.page.write import page
 from tests.bench.peers.report import PeersReport
 from tests.bench.peers.rounds import Sample, Turn
 from tests.bench.serving import grammar, int8, radix, waiting
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import RESULTS, Run
+from tests.bench.serving.report import Run
 from tests.bench.serving.timeline import Piece, Timeline
+from tests.bench.summary import RAW, RESULTS, read, write, write_results
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +114,7 @@ def test_int8_is_held_against_bf16_pair_by_pair() -> None:
 
 
 def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
-    (tmp_path / "int8.json").write_bytes(msgspec.json.encode(pairs((50.0, 80.0))))
+    write(int8.summarize(pairs((50.0, 80.0))), tmp_path / "int8.json")
     assert "perplexity of the embedded" not in page(tmp_path)
     (tmp_path / "perplexity.json").write_bytes((RESULTS / "perplexity.json").read_bytes())
     text = page(tmp_path)
@@ -129,8 +130,10 @@ def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
     case = Case(16, 1, 256)
     results = [took("deterministic", 10.2), took("default", 10.0), took("torch", 30.0)]
     report = Report(Machine("c", "cpu", 2, 0.0), "avx512", 2, "llama-135m", results)
-    write(report, tmp_path / "steps.json")
-    assert read(tmp_path / "steps.json") == report
+    write_results(tmp_path / "steps.json", report, summarize(report))
+    assert read(tmp_path / "steps.json") == summarize(report)
+    raw = (tmp_path / RAW / "steps.json").read_bytes()
+    assert msgspec.json.decode(raw, type=Report) == report
     (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
     assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line
 

@@ -17,15 +17,18 @@ from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit, prefill_s, step_s
 from tests.bench.peers.quiet import Work, work
-from tests.bench.peers.report import Entrant, PeersReport, config_digest, rows
+from tests.bench.peers.report import PeersReport, config_digest, summarize
 from tests.bench.peers.rounds import Sample, Turn, contends, seed_of
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Spread
+from tests.bench.summary import Entrant, Measurement, write
 
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.bench.peers.cases import Case
 
 DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
 DEVICE = Device(31.8, 433.0)
@@ -72,21 +75,36 @@ def report(*turns: Turn) -> PeersReport:
     )
 
 
+def ratios(*turns: Turn, case: Case = DECODE) -> list[Measurement | None]:
+    """The ratio of each figure of a case."""
+    summary = summarize(report(*turns))
+    return [summary.find(figure.title, case=case.name, ratio=True) for figure in case.figures]
+
+
 def test_the_ratio_is_taken_round_by_round() -> None:
     """A machine that is twice as fast in one round changes no ratio."""
-    given = report(*turns("antiphon", 110, 220, 120), *turns("vllm", 100, 200, 100))
-    row = rows(given, [DECODE])[0]
-    assert row.ratio is not None
-    assert (row.ratio.middle, row.ratio.least, row.ratio.most) == pytest.approx((1.1, 1.1, 1.2))
-    assert row.ratio.rounds == 3
+    (ratio,) = ratios(*turns("antiphon", 110, 220, 120), *turns("vllm", 100, 200, 100))
+    assert ratio is not None
+    assert (ratio.middle, ratio.least, ratio.most) == pytest.approx((1.1, 1.1, 1.2))
+    assert ratio.n == 3
+    assert ratio.by_round == pytest.approx((1.1, 1.1, 1.2))
+
+
+def test_a_round_without_a_pair_has_no_ratio() -> None:
+    (ratio,) = ratios(
+        *turns("antiphon", 110, 120, 130), *turns("vllm", 100), turns("vllm", 0, 0, 100)[2]
+    )
+    assert ratio is not None
+    assert ratio.n == 2
+    assert ratio.by_round[1] is None
 
 
 def test_the_best_peer_is_the_one_to_beat() -> None:
     slow, fast = turns("vllm", 100, 100), turns("openvino", 150, 150)
-    row = rows(report(*turns("antiphon", 300, 300), *slow, *fast), [DECODE])[0]
-    assert row.best == "openvino"
-    assert row.ratio is not None
-    assert row.ratio.middle == pytest.approx(2.0)
+    (ratio,) = ratios(*turns("antiphon", 300, 300), *slow, *fast)
+    assert ratio is not None
+    assert ratio.against == "openvino"
+    assert ratio.middle == pytest.approx(2.0)
 
 
 def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() -> None:
@@ -109,10 +127,11 @@ def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() ->
 
 def test_for_times_the_lowest_is_best() -> None:
     slow, fast = (turns(p, t, case="ttft") for p, t in (("vllm", 900), ("openvino", 600)))
-    first, last = rows(report(*turns("antiphon", 300, case="ttft"), *slow, *fast), [BURST])
-    assert (first.best, last.best) == ("openvino", "openvino")
-    assert first.ratio is not None
-    assert first.ratio.middle == pytest.approx(0.5)
+    first, last = ratios(*turns("antiphon", 300, case="ttft"), *slow, *fast, case=BURST)
+    assert first is not None
+    assert last is not None
+    assert (first.against, last.against) == ("openvino", "openvino")
+    assert first.middle == pytest.approx(0.5)
 
 
 def test_disturbed_and_wrong_samples_count_for_nothing() -> None:
@@ -120,9 +139,9 @@ def test_disturbed_and_wrong_samples_count_for_nothing() -> None:
     wrong = Turn(
         1, "antiphon", "m", 1.0, (Sample(1, "antiphon", DECODE.name, 0.0, metrics(9), "no"),)
     )
-    row = rows(report(*disturbed, wrong, *turns("vllm", 100, 100)), [DECODE])[0]
-    assert "antiphon" not in row.results
-    assert row.ratio is None
+    summary = summarize(report(*disturbed, wrong, *turns("vllm", 100, 100)))
+    assert "antiphon" not in summary.arms("output, tok/s")
+    assert summary.find("output, tok/s", ratio=True) is None
 
 
 def test_prompts_differ_between_rounds_and_cases_and_not_between_servers() -> None:
@@ -161,7 +180,7 @@ def test_the_page_shows_ratio_spread_limit_and_who_was_left_out(tmp_path: Path) 
     given = report(*turns("antiphon", 110, 120), *turns("vllm", 100, 100))
     skipped = Entrant(name="llama.cpp", arithmetic="f16 KV", skipped="cmake is not installed")
     given = msgspec.structs.replace(given, entrants=(*given.entrants, skipped))
-    (tmp_path / "peers-avx2.json").write_bytes(msgspec.json.encode(given))
+    write(summarize(given), tmp_path / "peers-avx2.json")
     text = page(tmp_path)
     line = next(line for line in text.splitlines() if DECODE.title in line)
     assert "**1.15** (1.10-1.20)" in line
@@ -176,8 +195,8 @@ def test_cases_that_were_measured_later_stand_by_themselves(tmp_path: Path) -> N
         report(*turns("antiphon", 110), *turns("vllm", 100)),
         report(*turns("antiphon", 130), *turns("vllm", 100)),
     )
-    (tmp_path / "peers-amx.json").write_bytes(msgspec.json.encode(whole))
-    (tmp_path / "peers-amx-later.json").write_bytes(msgspec.json.encode(later))
+    write(summarize(whole), tmp_path / "peers-amx.json")
+    write(summarize(later), tmp_path / "peers-amx-later.json")
     before, after = page(tmp_path).split(LATER)
     assert "**1.10** (1.10-1.10)" in before
     assert "**1.30** (1.30-1.30)" in after
@@ -188,7 +207,7 @@ def test_cases_that_were_measured_later_stand_by_themselves(tmp_path: Path) -> N
 def test_each_kind_of_processor_has_its_table(tmp_path: Path) -> None:
     for name, ours in (("avx512bf16", 120.0), ("amx", 110.0)):
         given = report(*turns("antiphon", ours), *turns("vllm", 100))
-        (tmp_path / f"peers-{name}.json").write_bytes(msgspec.json.encode(given))
+        write(summarize(given), tmp_path / f"peers-{name}.json")
     text = page(tmp_path)
     assert text.count("## Against other servers") == 1
     before, after = text.split(TITLES["avx512bf16"])

@@ -6,19 +6,18 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import torch
 from tests.bench.prose import (
+    FILE,
     PROSE,
-    RESULTS,
     WINDOW,
     WINDOWS,
-    Report,
     perplexity,
     perplexity_of,
     windows,
 )
+from tests.bench.summary import read
 
 from antiphon.config.models import packaged
 
@@ -55,27 +54,29 @@ def test_windows_are_the_first_tokens_of_the_text() -> None:
 
 
 def test_committed_perplexities_are_of_the_pinned_text_and_file() -> None:
-    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
-    wheel = packaged(report.model)
+    setup = read(FILE).setup
+    wheel = packaged(str(setup["model"]))
     assert wheel is not None
-    assert report.file_sha256 == wheel.member_sha256
+    assert setup["file_sha256"] == wheel.member_sha256
     found = hashlib.sha256(PROSE.read_bytes()).hexdigest()
     assert found == PROSE_SHA256, "measure again: the text is another"
 
 
 def test_committed_perplexities_are_those_of_transformers() -> None:
-    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
-    assert report.tokens == WINDOW * WINDOWS
-    changes = {result.reader: result.change for result in report.results}
-    assert abs(changes["antiphon, float32"]) < 1e-5
-    assert abs(changes["antiphon, bfloat16"]) < 0.01
+    summary = read(FILE)
+    assert summary.setup["tokens"] == WINDOW * WINDOWS
+    assert abs(summary.row("change", arm="antiphon, float32").middle) < 1e-5
+    assert abs(summary.row("change", arm="antiphon, bfloat16").middle) < 0.01
 
 
 def test_committed_perplexities_are_within_one_percent_of_those_of_llama_cpp() -> None:
-    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
-    found = {result.reader.partition(",")[0]: result.perplexity for result in report.results[2:]}
+    summary = read(FILE)
+    found = {
+        reader.partition(",")[0]: summary.row("perplexity", arm=reader).middle
+        for reader in summary.arms("perplexity")[2:]
+    }
     assert abs(found["antiphon"] / found["llama.cpp"] - 1) < 0.01
-    assert "dirty" not in report.machine.commit
+    assert "dirty" not in summary.machine.commit
 
 
 def test_losses_of_another_reader_are_summed_up_over_the_same_tokens() -> None:

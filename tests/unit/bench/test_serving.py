@@ -20,7 +20,9 @@ from tests.bench.serving.device import Device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
-from tests.bench.serving.report import Report, drawn, read, table, write
+from tests.bench.serving.report import Report, drawn, read, summarize, table
+from tests.bench.summary import RAW, write_results
+from tests.bench.summary import read as read_summary
 from tests.support.services import CLUSTER
 from tests.unit.client.gateway import MODEL, USAGE, gateway
 
@@ -130,11 +132,13 @@ async def test_the_command_measures_and_writes_what_it_measured(
     device = Device(30.0, 400.0)
     where = Machine("abc", "cpu", 2, 0.0)
     report = Report(machine=where, device=device, model="m", config_digest="", runs=tuple(runs))
-    write(report, tmp_path / "result.json")
-    assert read(tmp_path / "result.json") == report
+    summary = summarize(report)
+    write_results(tmp_path / "result.json", report, summary)
+    assert read(tmp_path / RAW / "result.json") == report
+    assert read_summary(tmp_path / "result.json") == summary
     assert table(runs).row_count == 2
     assert all(run.slo == Slo(ttft_ms=900) for run in runs)
-    assert drawn(report).count("<polyline") == 4
+    assert drawn(summary).count("<polyline") == 4
 
 
 async def test_over_nats_times_and_text_are_seen(words: Vocabulary) -> None:
