@@ -71,12 +71,12 @@ class Body:
 
 BODIES = (
     Body(
-        "2.8 MB of marks to parse",
+        "2.8 MB of tool-call markers",
         "/parse_function_call",
         lambda: {"text": CALLS * 200_000, "tools": [], "tool_call_parser": "llama3"},
     ),
     Body(
-        "7 MB of thinking to parse",
+        "7 MB of reasoning text",
         "/separate_reasoning",
         lambda: {"text": "<think>" + "<th " * 1_700_000, "reasoning_parser": "qwen3"},
     ),
@@ -97,27 +97,27 @@ BODIES = (
     ),
     Body("4.1 M input_ids", "/generate", lambda: {"input_ids": [1] * 4_100_000}),
     Body("500,000 input_ids", "/generate", lambda: {"input_ids": [1] * 500_000}),
-    Body("8 rows of 70,000 ids", "/generate", lambda: {"input_ids": [[1] * 70_000] * 8}),
+    Body("8 sequences of 70,000 input_ids", "/generate", lambda: {"input_ids": [[1] * 70_000] * 8}),
     Body(
-        "a tool of 0.3 MB",
+        "a 0.3 MB tool definition",
         "/v1/chat/completions",
         lambda: {"messages": TURNS, "tools": [TOOL], "max_tokens": 1},
     ),
-    Body("1 MB to tokenize", "/tokenize", lambda: {"prompt": "a b " * 250_000}),
-    Body("25 kB to tokenize", "/tokenize", lambda: {"prompt": "a b " * 6_500}),
-    Body("7 MB of text", "/generate", lambda: {"text": "a b " * 1_800_000}),
+    Body("1 MB prompt", "/tokenize", lambda: {"prompt": "a b " * 250_000}),
+    Body("25 kB prompt", "/tokenize", lambda: {"prompt": "a b " * 6_500}),
+    Body("7 MB prompt", "/generate", lambda: {"text": "a b " * 1_800_000}),
     Body(
-        "8 rows of text to embed",
+        "8 texts of 1 MB",
         "/v1/embeddings",
         lambda: {"input": ["a b " * 240_000] * 8},
     ),
     Body(
-        "a query and 2,000 documents",
+        "2,000 documents",
         "/v1/rerank",
         lambda: {"query": "a", "documents": ["a b"] * 2000},
     ),
     Body(
-        "ids to score",
+        "500,000 query ids",
         "/v1/score",
         lambda: {"query": [1] * 500_000, "items": ["a"], "label_token_ids": [1]},
     ),

@@ -45,15 +45,15 @@ SETTLE_S = 2.0
 WINDOW_S = 6.0
 WORKERS = {"steady": "tests.bench.crowd.steady_worker", "hasty": "tests.bench.crowd.hasty_worker"}
 WATCHED = "tests.bench.crowd.gateway"
-LOOP = "the event loop and the kernel"
+LOOP = "event loop and system calls"
 PARTS = (
     (LOOP, ("asyncio/runners.py", "uvloop/")),  # no function runs but the one that runs the loop
-    ("nats-py: messages in", ("nats/",)),
-    ("aiohttp: chunks, and the socket's write", ("aiohttp/",)),
-    ("bytes to messages, and the inbox", ("antiphon/bus/", "antiphon/wire/", "antiphon/service/")),
-    ("the owner: which text is new", ("antiphon/gateway/owner/",)),
-    ("JSON of events", ("antiphon/gateway/http/openai/", "http/sse", "gateway/parsing/")),
-    ("from the owner to the connection's task", ("antiphon/gateway/",)),
+    ("nats-py: receiving messages", ("nats/",)),
+    ("aiohttp: chunked encoding, socket writes", ("aiohttp/",)),
+    ("message decoding, inbox", ("antiphon/bus/", "antiphon/wire/", "antiphon/service/")),
+    ("owner: text deltas", ("antiphon/gateway/owner/",)),
+    ("event JSON encoding", ("antiphon/gateway/http/openai/", "http/core/sse", "gateway/parsing/")),
+    ("hand-over from owner to connection task", ("antiphon/gateway/",)),
     ("metrics", ("prometheus_client/",)),
     ("asyncio", ("asyncio/",)),
 )

@@ -145,11 +145,11 @@ def measure() -> Report:
             }
             times = alternate({"read": sweep.sum, **work}, CASE_S)
             reads.append(SWEEP_BYTES / times["read"].p50 / 1e6)
-            what = f"{batch} of {context}"
+            what = f"{batch} x {context}"
             results += _results(shape, what, times, layers, read)
         stores = {name: store(shape, format_) for name, format_ in FORMATS.items()}
         times = alternate({"read": sweep.sum, **stores}, CASE_S)
-        results += _results(shape, f"store of {TOKENS}", times, 1, 0)
+        results += _results(shape, f"store {TOKENS}", times, 1, 0)
     isa, threads = extension.load().isa(), torch.get_num_threads()
     return Report(machine(), isa, threads, round(float(np.median(reads)), 1), results)
 
@@ -195,7 +195,14 @@ def show(report: Report) -> Table:
     """Lay out the results."""
     title = f"{report.isa}, {report.threads} threads; memory reads {report.memory_gb_s} GB/s"
     table = Table(title=title)
-    for column in ("shape", "rows of tokens", "cache", "ms a layer", "GB/s", "bfloat16 / this"):
+    for column in (
+        "shape",
+        "batch x context",
+        "cache",
+        "ms a layer",
+        "GB/s",
+        "vs. bfloat16",
+    ):
         table.add_column(column, justify="right")
     for one in report.results:
         table.add_row(

@@ -143,13 +143,13 @@ class FullWorker:
 
 
 LOADS = {
-    "1 runs": (Load(1, 0), 30, 50),
-    "64 run": (Load(64, 0), 150, 300),
-    "64 run, 2,000 wait": (Load(64, 2000), 150, 300),
-    "256 run, 2,000 wait": (Load(256, 2000), 600, 1200),
-    "256 run, 2,000 wait for pages": (Load(256, 2000, pages_each=10), 600, 1200),
-    "64 run, 120 wait, lpm": (Load(64, 120, Policy.LPM), 300, 450),
-    "64 run, 120 wait, dfs-weight": (Load(64, 120, Policy.DFS_WEIGHT), 300, 450),
+    "1 running": (Load(1, 0), 30, 50),
+    "64 running": (Load(64, 0), 150, 300),
+    "64 running, 2,000 queued": (Load(64, 2000), 150, 300),
+    "256 running, 2,000 queued": (Load(256, 2000), 600, 1200),
+    "256 running, 2,000 queued for pages": (Load(256, 2000, pages_each=10), 600, 1200),
+    "64 running, 120 queued, lpm": (Load(64, 120, Policy.LPM), 300, 450),
+    "64 running, 120 queued, dfs-weight": (Load(64, 120, Policy.DFS_WEIGHT), 300, 450),
 }
 
 

@@ -1,11 +1,11 @@
-"""The section of other servers."""
+"""The section that compares servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import markdown, where
+from tests.bench.page.markdown import device_line, markdown
 from tests.bench.peers.cases import CASES
 
 if TYPE_CHECKING:
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 HEAD = """
 ## Against other servers
 
-The same weights (random: speed depends on shapes alone), the same prompts, over HTTP, one server at
-a time, in turn, each started anew and warmed up for each round. A cell is the median of the rounds
-and, in brackets, the least and the most. The ratio is ours over the best other server's, round by
-round; for times, lower is better. Who was 1.4 times behind another peer in the first round was not
-asked that case again. The limit is what the machine would allow by its own measured
-rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
-What servers make of a processor differs, so there is a table for each kind that was measured.
+All servers load the same weights (random values: speed depends on shapes alone) and receive the
+same prompts over HTTP. One server runs at a time; the servers take turns, and each is restarted and
+warmed up in every round. A cell is the median over rounds, with the minimum and maximum in
+parentheses. The ratio is ours to that of the best other server, computed per round; for times,
+lower is better. A server more than 1.4x slower than the best peer in round 1 is skipped for that
+case in later rounds. The limit follows from the machine's measured memory and matrix-multiply
+rates: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py). Results depend on the
+processor's instruction set, so each one measured has its own table.
 """
 TITLES = {
     "amx": "With matrix units (AMX)",
@@ -31,17 +32,17 @@ TITLES = {
     "avx512": "With AVX-512",
     "avx2": "With AVX2",
 }
-LATER = "\nCases that were measured by themselves after what they ask of the worker had changed:\n"
+LATER = "\nCases measured again after a change of the worker that affects them:\n"
 ROUNDS_MIN = 5
 
 
 @dataclass(frozen=True)
 class OnProcessor:
-    """What was measured on processors of one kind.
+    """Results of one instruction set.
 
     Attributes:
-        instructions: Their instruction set, by its name among our kernels.
-        later: Of some cases only.
+        instructions: Its name in the kernels.
+        later: Some cases, measured again.
     """
 
     instructions: str
@@ -50,7 +51,7 @@ class OnProcessor:
 
 
 def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
-    """One table a kind of processor; nothing if no kind was measured."""
+    """Yield a table for each instruction set that was measured."""
     head = HEAD
     for each in processors:
         if each.whole is None:
@@ -66,9 +67,9 @@ def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
 
 def _measured(summary: Summary) -> Iterable[str]:
     names = [each.name for each in summary.entrants if each.skipped is None]
-    yield "\n" + where(summary) + "\n"
+    yield "\n" + device_line(summary) + "\n"
     rounds = int(summary.setup["rounds"])
-    caution = "" if rounds >= ROUNDS_MIN else " Too few to trust the spread."
+    caution = "" if rounds >= ROUNDS_MIN else " Too few for a reliable spread."
     yield f"Rounds: {rounds}.{caution}\n\n"
     asked = summary.cases()
     yield markdown(
@@ -82,21 +83,21 @@ def _measured(summary: Summary) -> Iterable[str]:
     )
     yield "\n"
     for each in summary.entrants:
-        said = f"skipped: {each.skipped}" if each.skipped else f"{each.version}; {each.arithmetic}"
-        yield f"* {each.name}: {said}\n"
+        about = f"skipped: {each.skipped}" if each.skipped else f"{each.version}; {each.arithmetic}"
+        yield f"* {each.name}: {about}\n"
     yield from (f"* {note}\n" for note in summary.notes)
 
 
 def _cells(summary: Summary, case: Case, figure: Figure, names: Sequence[str]) -> Sequence[str]:
-    assert summary.device is not None, "peers are measured beside what the machine can do"
+    assert summary.device is not None, "servers are measured beside the device"
     ratio = summary.find(figure.title, case=case.name, ratio=True)
-    wanted = " / ".join("" if each is None else f"{each:g}" for each in (figure.must, figure.aim))
+    targets = " / ".join("" if each is None else f"{each:g}" for each in (figure.must, figure.aim))
     return (
         f"{case.title}: {figure.title}",
         *(_shown(summary.find(figure.title, case=case.name, arm=name)) for name in names),
         f"**{ratio.middle:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})" if ratio else "",
         ratio.against if ratio else "",
-        f"{'>=' if figure.higher_wins else '<='} {wanted}",
+        f"{'>=' if figure.higher_wins else '<='} {targets}",
         f"{figure.limit(summary.device):.0f}",
     )
 

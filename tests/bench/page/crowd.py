@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import markdown, who
+from tests.bench.page.markdown import machine_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 HEAD = """
 ## Many streams
 
-{streams} chats streamed at a time over HTTP through one gateway, with a worker that says their
-tokens at a pace: every 20 ms one each, and as fast as the services take them. A gap is between two
-events of a stream, seen by the client; medians of {rounds} windows of 6 s. Broker, services and
-clients share the cores: [tests/bench/crowd](../tests/bench/crowd/__main__.py).
+{streams} concurrent chat streams over HTTP through one gateway. The worker computes nothing: it
+sends one token per stream every 20 ms (`steady`), or tokens as fast as the services accept them
+(`hasty`). A gap is the time between two events of a stream, as the client sees it; medians of
+{rounds} windows of 6 s. Broker, services and clients share the cores:
+[tests/bench/crowd](../tests/bench/crowd/__main__.py).
 """
 PROFILE = """
-Where the gateway's processor time goes, in percent of it:
+Where the gateway's CPU time goes, in percent:
 
 """
 
 
 def crowd(summary: Summary) -> Iterable[str]:
     yield HEAD.format(**summary.setup) + "\n"
-    yield f"{who(summary)}.\n\n"
+    yield f"{machine_line(summary)}.\n\n"
     cases = summary.cases()
     processes = summary.arms("percent_of_core")
     yield markdown(
-        ("worker", "events/s", "gap p50, ms", "gap p99, ms", "gateway, us an event", "% of a core"),
+        ("worker", "events/s", "gap p50, ms", "gap p99, ms", "gateway, us/event", "% of a core"),
         (_crowd_row(summary, case, processes) for case in cases),
     )
     yield PROFILE

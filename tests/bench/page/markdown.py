@@ -1,4 +1,4 @@
-"""Tables, and where something was measured."""
+"""Tables, and descriptions of machines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def rows(lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def who(summary: Summary) -> str:
+def machine_line(summary: Summary) -> str:
     machine = summary.machine
     return f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}"
 
 
-def where(summary: Summary) -> str:
+def device_line(summary: Summary) -> str:
     device = summary.device
-    assert device is not None, f"{summary.section}: what the machine can do was not measured"
+    assert device is not None, f"{summary.section}: the device was not measured"
     return (
-        f"{who(summary)}; reads"
-        f" {device.read_gb_s:.1f} GB/s, multiplies {device.product_gflop_s:.0f} GFLOP/s in bf16.\n"
+        f"{machine_line(summary)}; memory"
+        f" {device.read_gb_s:.1f} GB/s, matmul {device.product_gflop_s:.0f} GFLOP/s in bf16.\n"
     )

@@ -1,10 +1,10 @@
-"""The section of open load: people who come when they please, and how long they wait then."""
+"""The section of open-loop load: latency under Poisson arrivals."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import markdown, where
+from tests.bench.page.markdown import device_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 PLOT = "open-load.svg"
 HEAD = """
-## People who come when they please
+## Open-loop load (Poisson arrivals)
 
-Conversations of the {model} shape over HTTP that begin at random (Poisson) and of which each turn
-follows the answer before, `{dataset}`: turns, tokens in and tokens out. A line is one run, whose
-beginning and end count. Times are ms, p50 and p99; good are requests that keep
-{slo}.
+Multi-turn conversations, the {model} shape, over HTTP. Conversations start at random times (a
+Poisson process), and each turn follows the previous response. Dataset `{dataset}`: turns, input
+tokens and output tokens. A row is one run, including its ramp-up and ramp-down. Times are p50 and
+p99 in ms. Goodput counts requests with {slo}.
 """
 
 
 def open_load(summary: Summary) -> Iterable[str]:
     setup = summary.setup
-    yield HEAD.format_map(setup | {"slo": setup["slo"] or "nothing: none asked"}) + "\n"
-    yield where(summary) + "\n"
+    yield HEAD.format_map(setup | {"slo": setup["slo"] or "no SLO: none was set"}) + "\n"
+    yield device_line(summary) + "\n"
     yield markdown(
         (
-            *("begun a second", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s"),
-            *("good", "others, % of the cores"),
+            *("conversations/s", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s"),
+            *("goodput", "CPU of other processes, %"),
         ),
         (_cells(summary, case) for case in summary.cases()),
     )
-    yield f"\n![Times against throughput]({PLOT})\n"
+    yield f"\n![Latency against throughput]({PLOT})\n"
 
 
 def _cells(summary: Summary, case: str) -> Sequence[str]:
@@ -41,7 +41,7 @@ def _cells(summary: Summary, case: str) -> Sequence[str]:
         return summary.row(quantity, case=case)
 
     requests = row("requests").middle
-    good = summary.find("goodput", case=case)
+    goodput = summary.find("goodput", case=case)
     others = summary.find("others", case=case)
     return (
         case.removeprefix("poisson:"),
@@ -49,8 +49,8 @@ def _cells(summary: Summary, case: str) -> Sequence[str]:
         f"{row('output_tokens_per_s').middle:.0f}",
         *(_times(row(quantity)) for quantity in ("ttft_ms", "tpot_ms", "itl_ms")),
         f"{row('requests_per_s').middle:.2f}",
-        "" if good is None else f"{good.middle:.2f}",
-        "not looked at" if others is None else f"{100 * others.middle:.0f}",
+        "" if goodput is None else f"{goodput.middle:.2f}",
+        "not measured" if others is None else f"{100 * others.middle:.0f}",
     )
 
 

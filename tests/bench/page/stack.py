@@ -1,10 +1,10 @@
-"""The sections of all services together: what they take, and what minutes of load leave behind."""
+"""The sections of all services together: CPU use, large bodies, and a soak test."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import markdown, who
+from tests.bench.page.markdown import machine_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -14,40 +14,39 @@ if TYPE_CHECKING:
 PLANNING_HEAD = """
 ## Planning
 
-Processor time of the batching loop beside the model, in us: a worker that is kept full plans a
-step, and commits what it drew. Medians of {steps:,} steps and in brackets the tenth and the
-ninetieth percentile: [tests/bench/planning.py](../tests/bench/planning.py).
+CPU time of the batching loop outside the model, in us, with all slots in use: planning a step, and
+planning plus committing its sampled tokens. Medians of {steps:,} steps, with the 10th and 90th
+percentile in parentheses: [tests/bench/planning.py](../tests/bench/planning.py).
 """
 SERVICES_HEAD = """
-## What the services take
+## CPU use of the services
 
-Of one core, in percent, while a worker that computes nothing says {tokens_per_s:.0f} tokens a
-second to 16 clients over HTTP: medians of {rounds} rounds. The worker is left out:
+In percent of one core, while a worker that computes nothing sends {tokens_per_s:.0f} tokens/s to 16
+clients over HTTP. Medians of {rounds} rounds, without the worker:
 [tests/bench/services_cpu.py](../tests/bench/services_cpu.py).
 """
 BODIES_HEAD = """
-## Large bodies of one client
+## Large request bodies
 
-One client posts a large body while {streams} chats of another tenant stream: p99 of their gaps in
-ms, without the body and with it, {rounds} windows of each in turn. The difference is the median of
-the pairs; it has to be at most {most:g} ms. No stream ended early, and none was refused:
-[tests/bench/bodies.py](../tests/bench/bodies.py).
+One client posts a large body while another tenant streams {streams} chats. The columns are the p99
+of the gaps between events of these streams in ms, without and with the body; windows of each in
+turn, {rounds} per body. The difference is the median over pairs and must not exceed {most:g} ms. No
+stream ended early, and none was rejected: [tests/bench/bodies.py](../tests/bench/bodies.py).
 """
 SOAK_HEAD = """
 ## Ten minutes of random load
 
-{requests:,} requests over HTTP and NATS in {minutes:.0f} minutes, of which {left:.0%} left early
-and {refused:.0%} were refused or came too late, with so little room that {retractions:,} answers
-lost their pages on the way: what is left when all have gone, and how the memory of each service
-grew in the second half:
-[tests/bench/soak.py](../tests/bench/soak.py).
+{requests:,} requests over HTTP and NATS in {minutes:.0f} minutes. Clients abandoned {left:.0%} of
+them, and {refused:.0%} were rejected or missed their deadline. The cache is so small that
+{retractions:,} requests were retracted. The table shows what remains after the last request, and
+the memory growth of each service in the second half: [tests/bench/soak.py](../tests/bench/soak.py).
 """
 
 
 def planned(summary: Summary) -> Iterable[str]:
     steps = int(summary.setup["rounds"]) * int(summary.setup["steps"])
     yield PLANNING_HEAD.format(steps=steps) + "\n"
-    yield who(summary) + ".\n\n"
+    yield machine_line(summary) + ".\n\n"
     yield markdown(
         ("load", "plan", "plan and commit"),
         (
@@ -64,7 +63,7 @@ def planned(summary: Summary) -> Iterable[str]:
 def services(summary: Summary) -> Iterable[str]:
     rate = summary.row("tokens_per_s")
     yield SERVICES_HEAD.format(tokens_per_s=rate.middle, rounds=rate.n or 0) + "\n"
-    yield who(summary) + ".\n\n"
+    yield machine_line(summary) + ".\n\n"
     yield markdown(
         ("service", "percent"),
         ((name, summary.row("percent", arm=name).span(".1f")) for name in summary.arms("percent")),
@@ -74,9 +73,18 @@ def services(summary: Summary) -> Iterable[str]:
 def large_bodies(summary: Summary) -> Iterable[str]:
     setup = summary.setup
     yield BODIES_HEAD.format_map(setup | {"most": setup["difference_ms_max"]}) + "\n"
-    yield f"{who(summary)}; load average {summary.machine.load:g} at the end.\n\n"
+    yield f"{machine_line(summary)}; load average {summary.machine.load:g} at the end.\n\n"
     yield markdown(
-        ("body", "MB", "status", "reply, ms", "p99 without", "p99 with", "longest", "difference"),
+        (
+            "body",
+            "MB",
+            "status",
+            "response, ms",
+            "p99 without",
+            "p99 with",
+            "max with",
+            "difference",
+        ),
         (_body_cells(summary, case) for case in summary.cases()),
     )
 
@@ -106,7 +114,7 @@ def soaked(summary: Summary) -> Iterable[str]:
             "refused": _share(summary, "503", "overloaded", "deadline"),
         }
     )
-    yield f"\n{who(summary)}.\n\n"
+    yield f"\n{machine_line(summary)}.\n\n"
     left = (
         f"{name.removeprefix('antiphon_')} {summary.row('left', arm=name).middle:g}"
         for name in summary.arms("left")
@@ -118,15 +126,15 @@ def soaked(summary: Summary) -> Iterable[str]:
     yield markdown(
         ("", ""),
         (
-            ("left", ", ".join(left)),
-            ("MiB a minute", ", ".join(grown)),
-            ("found wrong", ", ".join(summary.notes) or "nothing"),
+            ("remaining", ", ".join(left)),
+            ("memory growth, MiB/min", ", ".join(grown)),
+            ("failures", ", ".join(summary.notes) or "none"),
         ),
     )
 
 
 def _share(summary: Summary, *ends: str) -> float:
-    """The share of requests that ended in one of these ways."""
+    """Return the share of requests with one of these outcomes."""
     outcomes = (
         (row.case.partition(": ")[2], row.middle)
         for row in summary.rows

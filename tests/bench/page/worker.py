@@ -1,11 +1,11 @@
-"""The sections of what a worker does alone: a step, attention, loading."""
+"""The sections of the worker alone: a step, attention, loading."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from tests.bench.kernels import step_report
-from tests.bench.page.markdown import markdown, who
+from tests.bench.page.markdown import machine_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,34 +15,34 @@ if TYPE_CHECKING:
 STEPS_HEAD = """
 ## One step
 
-Whole steps of the {shape} shape in ms, medians and in brackets the tenth and the ninetieth
-percentile, all ways in turn: as served, with `--enable-deterministic-inference`, and on torch's
-operations.
-Beside is what a step takes outside its layers and its head: Python, plan, checks and sampling. The
-limit is reading weights and cache at the rate measured beside it.
+Time of a whole step of the {shape} shape in ms: medians, with the 10th and 90th percentile in
+parentheses; all variants in turn. The variants are the default, `--enable-deterministic-inference`,
+and torch's own operations. Overhead is the time outside the layers and the LM head: Python,
+planning, checks and sampling. The limit is reading weights and KV cache at the memory rate measured
+alongside.
 """
 SHARE_HEAD = """
-## Whose a step is
+## Where the time of a decode step goes
 
-Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
-batching thread in kernels, in Python and on sending what the step drew, and of the bus thread,
-whose upkeep (heartbeats and ticks) goes by time and not by steps. Medians of {windows} windows of
-five seconds: [tests/bench/share.py](../tests/bench/share.py).
+CPU time per decode step of the worker's two threads, over HTTP, as Linux counts it: of the batching
+thread in kernels, in Python and in sending sampled tokens, and of the bus thread, whose upkeep
+(heartbeats and ticks) depends on time and not on steps. Medians of {windows} windows of five
+seconds: [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
 ## Loading
 
-{model}, {megabytes:.0f} MB of weights in a file that the kernel's cache does not hold, each load in
-a process of its own, in turn with a plain read of the same file from its beginning to its end:
-medians of {rounds} pairs. The share is of the read just before. Memory is the most that the process
-grew by, over the weights as they are kept: [tests/bench/loading.py](../tests/bench/loading.py).
+{model}, {megabytes:.0f} MB of weights in a file that is not in the page cache. Each load runs in a
+process of its own, in turn with a sequential read of the same file. Medians of {rounds} pairs; the
+share is that of the read just before. Memory is the peak growth of the process, relative to the
+weights as stored: [tests/bench/loading.py](../tests/bench/loading.py).
 """
 KEPT_HEAD = """
-## Attention over a cache in eight bits
+## Attention over an fp8 KV cache
 
-Decode steps of one layer, a token a row, on keys and values in bfloat16 and in fp8, in turn; and
-the kernel that rotates the heads of {tokens} tokens and keeps their keys and values. Medians and,
-in brackets, the 10th and 90th percentile: [tests/bench/kernels/attention.py]\
+Decode steps of one layer, one token per sequence, with keys and values in bfloat16 and in fp8, in
+turn; and the fused RoPE and KV store kernel on {tokens} tokens. Medians, with the 10th and 90th
+percentile in parentheses: [tests/bench/kernels/attention.py]\
 (../tests/bench/kernels/attention.py).
 """
 
@@ -54,7 +54,15 @@ def steps(summary: Summary) -> Iterable[str]:
         f"{machine.cpu}, {setup['isa']}, {setup['threads']} threads, commit {machine.commit}.\n\n"
     )
     yield markdown(
-        ("rows x new of all", "default", "deterministic", "its cost", "beside", "torch", "limit"),
+        (
+            "batch x new of context",
+            "default",
+            "deterministic",
+            "cost",
+            "overhead",
+            "torch",
+            "limit",
+        ),
         (_step_cells(summary, case) for case in summary.cases()),
     )
 
@@ -80,12 +88,12 @@ def _step_cells(summary: Summary, case: str) -> Sequence[str]:
 
 
 def shares(summary: Summary) -> Iterable[str]:
-    """What a step spends outside of its kernels."""
+    """Yield the table of CPU time per step."""
     yield SHARE_HEAD.format_map(summary.setup) + "\n"
-    yield f"{who(summary)}.\n\n"
+    yield f"{machine_line(summary)}.\n\n"
     parts = summary.arms("cpu_ms")
     yield markdown(
-        ("model", "clients", "step ms", *(f"{part} ms" for part in parts), "but kernels"),
+        ("model", "clients", "step ms", *(f"{part} ms" for part in parts), "outside kernels"),
         (_share_cells(summary, case, parts) for case in summary.cases()),
     )
 
@@ -104,9 +112,9 @@ def loading_weights(summary: Summary) -> Iterable[str]:
     setup = summary.setup
     megabytes = int(setup["file_bytes"]) / 1e6
     yield LOADING_HEAD.format_map(setup | {"megabytes": megabytes}) + "\n"
-    yield f"{who(summary)}; the disk reads {setup['disk_megabytes_per_s']:.0f} MB/s.\n\n"
+    yield f"{machine_line(summary)}; the disk reads {setup['disk_megabytes_per_s']:.0f} MB/s.\n\n"
     yield markdown(
-        ("weights kept", "s", "CPU s", "MB/s", "of the disk's rate", "peak / weights"),
+        ("weights stored as", "s", "CPU s", "MB/s", "share of disk rate", "peak / weights"),
         (
             (
                 case,
@@ -124,10 +132,10 @@ def loading_weights(summary: Summary) -> Iterable[str]:
 def eight_bits(summary: Summary) -> Iterable[str]:
     setup = summary.setup
     yield KEPT_HEAD.format(tokens=setup["stored_tokens"]) + "\n"
-    yield f"{who(summary)}; {setup['isa']}, {setup['threads']} threads; reads"
+    yield f"{machine_line(summary)}; {setup['isa']}, {setup['threads']} threads; reads"
     yield f" {setup['memory_gb_s']:.1f} GB/s.\n\n"
     yield markdown(
-        ("heads", "rows of tokens", "cache", "ms", "GB/s", "bfloat16 / this"),
+        ("heads as in", "batch x context", "cache", "ms", "GB/s", "speedup over bfloat16"),
         (
             _cache_cells(summary, case, form)
             for case in summary.cases()

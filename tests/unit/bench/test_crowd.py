@@ -79,7 +79,7 @@ def test_each_sample_is_of_the_first_part_that_fits() -> None:
     }
     shares = Samples(found).shares(PARTS, LOOP)
     assert list(shares.values()) == [50.0, 30.0, 15.0, 5.0]
-    assert next(iter(shares)).startswith("the owner")
+    assert next(iter(shares)).startswith("owner")
     assert shares[LOOP] == 5.0
 
 
