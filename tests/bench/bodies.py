@@ -1,9 +1,9 @@
-"""Large bodies of one client beside eight streams of another tenant: gaps as clients see them.
+"""Large request bodies of one client beside eight streams of another tenant: gaps at clients.
 
-Expected before it was measured: every step of the gateway's and the tokenizer's loop is below
-20 ms, and a child process takes one of the cores for up to two seconds, so that gaps at most double
-while a body is read: on two cores some tens of ms at p99. The promise is 300 ms for the median
-difference.
+Expected before measuring: every step of the gateway's and the tokenizer's event loop takes less
+than 20 ms, and a child process occupies one core for up to two seconds, so that gaps at most double
+while a body is parsed: on two cores some tens of ms at p99. The target is at most 300 ms for the
+median difference.
 
 A window is one run of eight streams of equal length; each window with a body follows one without.
 

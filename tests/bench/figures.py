@@ -1,4 +1,4 @@
-"""Numbers with their spread, and where they were measured."""
+"""Distributions of measurements, and the machine that they were taken on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSTRUCTIONS = (
     ("avx512", "avx512f"),
     ("avx2", "avx2"),
 )
-"""Instruction sets of the kernels, the best one first, and how Linux calls what each needs."""
+"""Instruction sets of the kernels, the best one first, with the CPU flag that each needs."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where and of what a result is; a commit that ends in `-dirty` was not all of it."""
+    """Machine and commit of a result; `-dirty` marks uncommitted changes."""
 
     commit: str
     cpu: str
@@ -43,7 +43,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def figure(values: Sequence[float]) -> Figure:
-    """Sum up measurements."""
+    """Reduce measurements."""
     tenths = quantiles(values, n=10)
     return Figure(round(median(values), 4), round(tenths[0], 4), round(tenths[-1], 4), len(values))
 
@@ -68,7 +68,7 @@ def instructions() -> str:
 
 
 def _said(field: str) -> str:
-    """What Linux says of the first processor; nothing if it does not know the field."""
+    """Return a field of the first processor in /proc/cpuinfo; empty if it is missing."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() == field:

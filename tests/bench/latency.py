@@ -1,8 +1,8 @@
-"""What the services add: gateway in to first SSE byte out, and where the time goes.
+"""Latency that the services add: from the gateway to the first SSE byte, and where it goes.
 
-Expected before it was measured: a bus hop costs 0.15-0.2 ms and a call two of them. Encode is a
-call (0.35 ms and 0.1 ms of work), submit is a call (0.35), then admit, tokens and text are a hop
-each (0.5), and HTTP itself takes about 0.5 ms: 2 ms in all. The promise is 5 ms at the median.
+Expected before measuring: a bus hop costs 0.15-0.2 ms and a call two of them. Encode is a call
+(0.35 ms and 0.1 ms of work), submit is a call (0.35), then admit, tokens and text are a hop each
+(0.5), and HTTP itself takes about 0.5 ms: 2 ms in all. The target is 5 ms at the median.
 """
 
 from __future__ import annotations

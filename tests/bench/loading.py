@@ -1,15 +1,15 @@
-"""How fast a model is loaded, against the disk's own rate, and how much memory that takes.
+"""Rate and memory of loading a model, against the disk's own rate and the size of the weights.
 
     python -m tests.bench.loading --json FILE
 
-Each load is a process of its own, its file not in the kernel's cache, in turn with a plain read of
-the same file from the same disk. Memory is the growth of the process's resident set at its peak
-(VmHWM, reset when everything is imported) over what the weights are in the format that is kept.
-That counts pages of the file too while they are mapped: loading lets them go as it proceeds. The
-processor's time stands beside the clock's: on a machine that others use, only it tells much.
+Each load runs in a process of its own, with its file not in the page cache, in turn with a
+sequential read of the same file from the same disk. Memory is the growth of the process's resident
+set at its peak (VmHWM, reset after all imports) over the size of the weights as stored. It includes
+mapped pages of the file, which loading releases as it proceeds. CPU time stands beside wall time:
+on a shared machine, only CPU time is reliable.
 
-A virtual machine has memory only once it was touched, and the first touch takes longer than the
-disk. So a process before each load touches as much and ends; the load has that memory.
+A virtual machine gets memory at the first touch, which takes longer than the disk. So a process
+before each load touches as much memory and exits; the load reuses that memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.bench.summary import Measurement, Summary, measured, single, write_re
 LINEARS = ("plain", "packed", "int8")
 BLOCK_BYTES = 1 << 20
 CACHED_MAX = 0.01
-"""Share of a file that may stay in the kernel's cache where it is to be read from the disk."""
+"""Maximum share of a file in the page cache when it is to be read from the disk."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -111,10 +111,10 @@ def summarize(report: Report) -> Summary:
 
 
 def forget(file: Path) -> None:
-    """Have the kernel drop a file from its cache, and see that it has.
+    """Drop a file from the page cache, and check that it is gone.
 
     Raises:
-        RuntimeError: More than a hundredth is still there: somebody else has it mapped.
+        RuntimeError: More than a hundredth is still there: another process has it mapped.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -127,7 +127,7 @@ def forget(file: Path) -> None:
 
 
 def _cached(descriptor: int) -> float:
-    """What share of a file is in the kernel's cache. It is asked, not read: that would fetch it."""
+    """Return the share of a file in the page cache, by mincore: reading would fetch it."""
     size = os.fstat(descriptor).st_size
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
@@ -136,7 +136,7 @@ def _cached(descriptor: int) -> float:
             ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), there
         )
         del start  # or else the mapping cannot be closed
-    assert not failed, "the kernel tells of a file that is ours"
+    assert not failed, "mincore failed on our own mapping"
     return sum(page & 1 for page in there) / len(there)
 
 
@@ -214,8 +214,8 @@ def measure(folder: Path, rounds: int) -> tuple[float, list[Result]]:
             forget(file)
             loads[linear].append(_in_a_process(folder, linear))
             rates[linear].append(reads[-1] / loads[linear][-1].seconds)
-            told = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
-            sys.stderr.write(told)
+            line = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
+            sys.stderr.write(line)
     results = [_result(linear, size, loads[linear], rates[linear]) for linear in LINEARS]
     return size / median(reads) / 1e6, results
 

@@ -1,6 +1,6 @@
 """The models that the benchmarks serve: common shapes, random weights, a tokenizer of 8192.
 
-Speed depends on shapes and not on what the weights say, so nothing has to be downloaded. A fixed
+Speed depends on shapes and not on the weights' values, so nothing is downloaded. A fixed
 seed gives the same folders everywhere, in the form that Hugging Face reads and so every peer. One
 more has real weights, widened to bf16 from the package that `--model-path smollm2` serves.
 
@@ -93,7 +93,7 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What servers are told to call it."""
+        """The name that servers use."""
         return self.shape.name
 
 

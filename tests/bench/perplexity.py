@@ -1,4 +1,4 @@
-"""What rounding the weights costs the embedded model, on conversations that it was not trained on.
+"""Perplexity of the embedded model with quantized weights, on conversations not in its training.
 
 python -m tests.bench.perplexity --json FILE
 """
@@ -45,11 +45,11 @@ SEED = 20_000
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How well some tokens are foretold, given all before them.
+    """How well tokens are predicted from all before them.
 
     Attributes:
         change: Of the perplexity against that of `plain`, as a share.
-        agreement: How often the likeliest token is that of `plain`.
+        agreement: Share of tokens whose argmax is that of `plain`.
     """
 
     tokens: int
@@ -59,11 +59,11 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A way to keep weights.
+    """A storage format of weights.
 
     Attributes:
-        answers: What the assistant says, which the model was trained to say and hardly ever misses.
-        all: Every token, which it was not trained to guess, and where a change shows.
+        answers: Tokens of the assistant, which the model was trained on and hardly ever misses.
+        all: Every token; it was not trained on the others, so that a change shows there.
     """
 
     linear: str

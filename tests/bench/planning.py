@@ -1,7 +1,8 @@
-"""What planning a step costs where many run and many wait: `python -m tests.bench.planning`.
+"""CPU time of planning a step with many running and many queued: `python -m tests.bench.planning`.
 
-A worker that is kept full, as in tests/bench/micro/bench_batching.py: whoever ends is followed by a
-new arrival. Expected: 3 us a row to choose and lay out, whatever waits; the promise is 2 ms a step.
+A worker with all slots in use, as in tests/bench/micro/bench_batching.py: a new request follows
+each finished one. Expected: 3 us a row to choose and lay out, whatever is queued; the target is
+2 ms a step.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def main() -> None:
     report = Report(machine(), arguments.rounds, STEPS, loads)
     table = Table("load", "plan, us", "step, us")
     for planned in loads:
-        table.add_row(planned.load, *map(told, (planned.plan_us, planned.step_us)))
+        table.add_row(planned.load, *map(_format, (planned.plan_us, planned.step_us)))
     Console(width=120).print(table)
     write_results(arguments.json, report, summarize(report))
 
 
-def told(figure: Figure) -> str:
-    """Median, and between which tenths."""
+def _format(figure: Figure) -> str:
+    """Format as `median (10th percentile-90th percentile)`."""
     return f"{figure.p50:.0f} ({figure.p10:.0f}-{figure.p90:.0f})"
 
 

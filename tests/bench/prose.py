@@ -1,4 +1,4 @@
-"""Perplexity of a real model over our own prose: ours and others' of the same GGUF file.
+"""Perplexity of a real model over our own documentation: Antiphon and others, same GGUF file.
 
     python -m tests.bench.prose
     python -m tests.bench.prose --ids               print the windows, for any other reader
@@ -95,7 +95,7 @@ def perplexity(logits: Callable[[Sequence[int]], Tensor], texts: Sequence[Sequen
 
 
 def perplexity_of(losses: Sequence[Sequence[float]]) -> float:
-    """Of tokens whose losses, in nats, another reader has computed; a list for each window.
+    """Return the perplexity of losses in nats that another engine computed, a list for each window.
 
     Raises:
         ValueError: It has scored other tokens.

@@ -1,8 +1,8 @@
-"""What the other services cost beside a worker that says 600 tokens a second to 16 clients.
+"""CPU use of the other services beside a worker that sends 600 tokens/s to 16 clients.
 
-Expected before it was measured: 37.5 steps a second. A step is a batch through the detokenizer
-(0.3 ms with 16 rows) and one through the gateway, which writes 16 events (16 x 40 us): a
-millisecond a step, so 4 % of a core, and 1 % for heartbeats and open lists. The promise is 10 %.
+Expected before measuring: 37.5 steps/s. A step is a batch through the detokenizer (0.3 ms with 16
+rows) and one through the gateway, which writes 16 events (16 x 40 us): a millisecond a step, so 4 %
+of a core, and 1 % for heartbeats and open lists. The target is at most 10 %.
 """
 
 from __future__ import annotations

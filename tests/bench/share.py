@@ -1,10 +1,10 @@
-"""Whose the time of a decode step is: the kernels', Python's, of sending, or the bus thread's.
+"""Where the time of a decode step goes: kernels, Python, sending, or the bus thread.
 
-By Linux' own count of the worker's two threads, as the worker tells Prometheus; no probe is in the
-way. Expected, of a step of the 135M shape: beside 9 ms of kernels at one client 0.2 ms of Python in
-the batching thread and 0.1 for sending, each some dozens of calls whose code the weights have
-driven out of the caches, and about as much with 16 clients but for the rows; and of the bus thread
-its upkeep, 4 ms a second.
+CPU time of the worker's two threads as Linux counts it, from the worker's Prometheus metrics; no
+profiler is attached. Expected for a step of the 135M shape: beside 9 ms of kernels with one client,
+0.2 ms of Python in the batching thread and 0.1 ms for sending, each some dozens of calls whose code
+the weights have evicted from the CPU caches; about as much with 16 clients, plus the work per row;
+and 4 ms/s of upkeep in the bus thread.
 
     python -m tests.bench.share
     python -m tests.bench.share --rounds 1
@@ -50,7 +50,7 @@ WORKER = "worker-0"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is asked of one server; the answers outlast a window."""
+    """A load on one server; the outputs are longer than a window."""
 
     shape: Shape
     clients: int
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A stretch in which everybody decodes.
+    """A window in which every client decodes.
 
     Attributes:
         parts_s: Processor time of each part.
@@ -176,7 +176,7 @@ async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple
                 await asyncio.sleep(WINDOW_S)
                 after = await asyncio.to_thread(numbers, worker)
                 seconds = time.perf_counter() - began
-                assert target.answering == case.clients, "somebody has finished"
+                assert target.answering == case.clients, "a request has finished"
             if seed >= 0:
                 windows.append(_window(seconds, before, after))
     return tuple(windows)

@@ -1,12 +1,12 @@
-"""Random load with aborts in every state for minutes: nothing is held after it, no memory grows.
+"""Minutes of random load with aborts in every state: nothing stays allocated, and no memory grows.
 
     python -m tests.bench.soak --minutes 10
 
-A stack of real processes serves the embedded model with so little room that requests wait, share
-prefixes and are retracted. Clients ask over HTTP and NATS, and most of them leave early: at once,
-while they wait, while their prompt is computed, or between two tokens. Then everything must be
-empty by the services' own metrics, and the resident memory of each service flat: the slope of a
-line through the second half of its samples. The result is one JSON object.
+A stack of real processes serves the embedded model with so small a cache that requests wait, share
+prefixes and are retracted. Clients send requests over HTTP and NATS and abandon most of them: at
+once, while queued, during prefill, or between two tokens. Afterwards everything must be empty by
+the services' own metrics, and the resident memory of each service flat: the slope of a line through
+the second half of its samples. The result is one JSON object.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ EMPTY = (
     "antiphon_held_reqs",
     "antiphon_num_open_reqs",
 )
-"""Gauges that are zero when nobody asks for anything."""
+"""Gauges that are zero without requests."""
 _REFUSED = ("503", "overloaded")
 LONG_WORDS = 700
 STEM = "You are a patient helper who counts, copies and remembers. " * 12

@@ -1,4 +1,4 @@
-"""What the services of a running stack tell Prometheus."""
+"""Prometheus metrics of the services of a running stack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def numbers(ports: Mapping[str, int]) -> dict[str, float]:
-    """Every number that the services at these ports tell, by its name with its labels."""
+    """Return every sample of the services at these ports, by its name with its labels."""
     found: dict[str, float] = {}
     for port in ports.values():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
@@ -34,7 +34,7 @@ def numbers(ports: Mapping[str, int]) -> dict[str, float]:
 
 
 async def health_ports(stack: Stack) -> dict[str, int]:
-    """Where each service tells its numbers, by its heartbeat."""
+    """Return the metrics port of each service, from its heartbeat."""
     config = msgspec.convert({"url": stack.nats_url}, BusConfig)
     here = Process(instance=InstanceId("bench"), incarnation=new_incarnation())
     ports: dict[str, int] = {}

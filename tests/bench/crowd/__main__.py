@@ -1,9 +1,9 @@
-"""128 chats streamed at a time through one gateway process, and where its time goes.
+"""128 concurrent chat streams through one gateway process, and where its CPU time goes.
 
-Expected before it was measured: an event takes the gateway 40 us, so that a core passes on 25,000 a
-second if it has one to itself. Beside it the broker, the detokenizer and the listeners share the
-other core. At 6,400 events a second, a step of 20 ms, the gateway takes a quarter of a core, and an
-event waits for those of the same step before it: 128 x 40 us, 5 ms at the end of the row.
+Expected before measuring: an event costs the gateway 40 us, so a dedicated core forwards 25,000
+events/s. The broker, the detokenizer and the clients share the other core. At 6,400 events/s, a
+step of 20 ms, the gateway uses a quarter of a core, and an event waits for those of the same step
+before it: 128 x 40 us, 5 ms for the last one.
 
     python -m tests.bench.crowd
 """
@@ -69,7 +69,7 @@ async def run(rounds: int) -> CrowdReport:
             windows[name].append(window)
     for name, worker in WORKERS.items():
         _, profile = await _window(worker, WATCHED)
-        assert profile is not None, "nobody has watched"
+        assert profile is not None, "there is no profile"
         profiles[name] = profile
     return CrowdReport(machine=machine(), streams=STREAMS, windows=windows, profiles=profiles)
 
@@ -104,7 +104,7 @@ def _listen(stack: EchoStack, broker: int, *, watch: bool) -> Crowd:
     ) as listeners:
         assert listeners.stdin is not None
         assert listeners.stdout is not None
-        assert listeners.stdout.readline() == "ready\n", "the listeners were not heard"
+        assert listeners.stdout.readline() == "ready\n", "the clients did not start"
         time.sleep(SETTLE_S)
         listeners.stdin.write("begin\n")
         before = used_s(pids)

@@ -1,4 +1,4 @@
-"""An echo worker that says more than any gateway passes on: of 128 requests 32,000 a second."""
+"""An echo worker that sends more than any gateway forwards: 32,000 tokens/s to 128 requests."""
 
 from tests.support.echo_worker import EchoWorker
 

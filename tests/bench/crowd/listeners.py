@@ -1,11 +1,11 @@
-"""Many clients in one process, which do nothing with an event but take its time.
+"""Many clients in one process, which take the time of an event and do nothing else with it.
 
-Sockets and no HTTP library: one that parses would take more of the two cores than the gateway.
+Raw sockets and no HTTP library: a parser would take more of the two cores than the gateway.
 
     python -m tests.bench.crowd.listeners PORT STREAMS
 
-It says `ready` when every stream has begun, measures from one line on its input to the next, and
-prints what it heard.
+Prints `ready` when every stream has begun, measures between two lines on standard input, and prints
+the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import uvloop
 
 ANSWER_TOKENS = 800
 QUESTION = "What is there to say of a sky that is blue in the morning and red at night? " * 45
-"""Longer than the answer, which says its tokens again."""
+"""Longer than the output, which repeats its tokens."""
 BODY = {
     "model": "antiphon-small",
     "stream": True,
@@ -53,7 +53,7 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """What all listeners have heard since it was last emptied."""
+    """Events of all clients since the last reset."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -68,7 +68,7 @@ class Tally:
 
 
 class Listener(asyncio.Protocol):
-    """One client: asks, hears all of the answer, and asks again."""
+    """One client: sends a request, reads all of its stream, and repeats."""
 
     def __init__(self, request: bytes, tally: Tally) -> None:
         self._request = request
@@ -105,7 +105,7 @@ class Listener(asyncio.Protocol):
 
 
 async def listen(port: int, streams: int) -> Heard:
-    """Open all streams and measure as the lines of standard input say."""
+    """Open all streams, and measure between lines of standard input."""
     loop, tally = asyncio.get_running_loop(), Tally()
     asked = request(port)
     for _ in range(streams):
@@ -140,7 +140,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """Listen, and print what was heard."""
+    """Measure, and print the result."""
     port, streams = map(int, sys.argv[1:3])
     heard = uvloop.run(listen(port, streams))
     print(msgspec.json.encode(heard).decode(), flush=True)

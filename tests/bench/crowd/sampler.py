@@ -67,7 +67,7 @@ class Sampler:
 
 
 def write(samples: Samples, file: Path) -> None:
-    """Write what was found; whoever waits for the file finds it whole."""
+    """Write the samples atomically: a reader that waits for the file finds all of it."""
     beginning = file.with_suffix(".part")
     beginning.write_bytes(msgspec.json.encode(samples))
     beginning.rename(file)
@@ -79,7 +79,7 @@ def read(file: Path) -> Samples:
 
 
 def _short(file: str) -> str:
-    """A path from its package on: where somebody has it installed is their own affair."""
+    """Return a path from its package on, whatever the installation folder."""
     for root in ("site-packages/", "services/", "shared/", "python3"):
         _, found, rest = file.rpartition(root)
         if found:

@@ -1,4 +1,4 @@
-"""An echo worker with a step of 20 ms: of 128 requests it says 6,400 tokens a second."""
+"""An echo worker with a step of 20 ms: 6,400 tokens/s to 128 requests."""
 
 from tests.support.echo_worker import EchoWorker
 

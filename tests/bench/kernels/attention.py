@@ -1,8 +1,8 @@
-"""Attention over a cache in eight bits beside one in bfloat16: decode steps of long texts.
+"""Decode attention over long contexts: a KV cache in fp8 against one in bfloat16.
 
-Each round reads a buffer that no cache holds, then runs every way once, so that a neighbour who
-takes a core meets all of them. The layers of a step have caches of their own, since in a step each
-layer finds its own in memory and not in the processor. Shares are of the medians of one run.
+Each round reads a buffer larger than any CPU cache, then runs every variant once, so that other
+processes disturb all of them alike. Each layer of a step has its own KV cache, since in a real step
+a layer finds its KV cache in memory and not in the CPU caches. Ratios are of the medians of a run.
 
     python -m tests.bench.kernels.attention --json FILE
 """
@@ -99,7 +99,7 @@ def a_cache(format_: torch.dtype, pages: int, shape: Shape) -> Tensor:
 def decode(
     shape: Shape, format_: torch.dtype, batch: int, context: int, layers: int
 ) -> Callable[[], object]:
-    """A step's attention in all layers: a token a row, whose pages lie in no order."""
+    """Attention of a decode step in all layers, with shuffled pages."""
     each = context // PAGE_TOKENS
     table = np.random.default_rng(0).permutation(batch * each).astype(np.int32)
     caches = [a_cache(format_, batch * each, shape) for _ in range(layers)]

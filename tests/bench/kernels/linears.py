@@ -1,8 +1,8 @@
-"""Packed linears against the machine and against torch: all linears of a model, one after another.
+"""Packed linears against the memory rate and against torch: all linears of a model in order.
 
-Each round reads a buffer that no cache holds, then runs every way once, so that a neighbour who
-takes a core meets all of them. Shares are of the medians of one run. With one thread, the time is
-what the thread had of the processor, which no neighbour lengthens but by its use of the memory.
+Each round reads a buffer larger than any CPU cache, then runs every variant once, so that other
+processes disturb all of them alike. Ratios are of the medians of a run. With one thread, the time
+is that thread's CPU time, which other processes lengthen only by their use of memory.
 
     python -m tests.bench.kernels.linears --shape llama-135m --json FILE
 """

@@ -1,9 +1,9 @@
 """Whole steps of a runner: all layers as one call, layer by layer, and on torch.
 
-Each round reads a buffer that no cache holds, then runs every way once, so that a neighbour who
-takes a core meets all of them, another way first each time. `limit` is what reading weights and
-cache takes at that rate. The first way is deterministic mode: the CPU's own kernels are invariant
-in any mode, so what it costs is the first line against the second, and against torch it is a gain.
+Each round reads a buffer larger than any CPU cache, then runs every variant once, so that other
+processes disturb all of them alike; the first variant changes each round. `limit` is the time to
+read weights and KV cache at that rate. The first variant is deterministic mode: the CPU's own
+kernels are batch-invariant in any mode, so its cost is the first row against the second.
 
     python -m tests.bench.kernels.steps --shape llama-135m --json tests/bench/results/steps.json
 """
@@ -46,7 +46,7 @@ CASES = (Case(1, 1, 256), Case(16, 1, 256), Case(64, 1, 256), Case(1, 1024, 1024
 
 @dataclass
 class Way:
-    """A runner that tells how long its decoder took."""
+    """A runner that measures the time of its decoder."""
 
     runner: ModelRunner
     decoder_s: float = 0.0
@@ -145,7 +145,7 @@ def measure(shape: Shape, cases: tuple[Case, ...]) -> Report:
             start = time.perf_counter()
             sweep.sum()
             reads.append(time.perf_counter() - start)
-            # Who comes first finds nothing of the runner in the caches; each is it in turn.
+            # The first variant finds nothing of the runner in the CPU caches, so they alternate.
             first = len(reads) % len(found)
             for name in (*list(found)[first:], *list(found)[:first]):
                 taken[name].append(found[name].step(plan))

@@ -1,10 +1,10 @@
-"""What a step costs beside its computing: `pytest tests/bench/micro/bench_batching.py`.
+"""CPU time of a step outside the model: `pytest tests/bench/micro/bench_batching.py`.
 
-10,000 steps each of a worker that is kept full: whoever ends is followed by a new arrival. Prompts
-have 128 tokens, of which a third begin with one of ten system prompts of 96; answers have 64 to
-192; the prefix tree takes all pages that are left, so that most new ones are evicted first.
+10,000 steps each of a worker with all slots in use: a new request follows each finished one.
+Prompts have 128 tokens, a third of which begin with one of ten system prompts of 96; outputs have
+64 to 192; the prefix tree takes all free pages, so that most new ones are evicted first.
 
-A row was expected to cost 3 us in each step (to choose it, lay it out, commit and tell its token),
+A row was expected to cost 3 us in each step (to choose it, lay it out, commit and send its token),
 a plan 50 us beside, an eviction 10 us; that the tree must give up a page for each page of a decode
 was forgotten, and is most of what 64 are over. Expected are 30 us to choose and build and 50 with
 the commit where 1 runs, 150 and 300 for 64, 600 and 1,200 for 256, whatever waits, and 300 and 450
@@ -64,7 +64,7 @@ class Load:
 
 
 class FullWorker:
-    """A worker that always has as much to do as its load says."""
+    """A worker whose load is kept constant."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -127,7 +127,7 @@ class FullWorker:
         self.batching.capacity()
 
     def outcome(self) -> StepOutcome:
-        """What a runner would say."""
+        """Return what a runner would sample."""
         self.batching.pools.launched(self.step)
         self.batching.pools.finished(self.step)
         starts = np.cumsum([0, *(row.draws for row in self.rows)], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Waiting beside prompts that begin alike: `pytest tests/bench/micro/bench_following.py`.
+"""Waiting beside prompts with a common prefix: `pytest tests/bench/micro/bench_following.py`.
 
 32 prompts of 4,096 tokens are computed in pieces of 16 tokens, and one more waits for pages. All
 begin with the same 24 tokens: a page, and too little to wait for. Before, the one that waited was
@@ -52,7 +52,7 @@ ROUNDS = 200
 
 
 def crowded() -> EngineCore:
-    """A worker whose pages are all taken by prompts that it has begun."""
+    """A worker whose pages are all in use by prefilling requests."""
     pages = RUNNING * (PROMPT_TOKENS // PAGE_TOKENS + 1)
     group = CacheGroup(
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=PAGE_TOKENS, pages_total=pages
@@ -100,7 +100,7 @@ def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> 
     plan()
     commit()
     assert len(batching.running) in (RUNNING - 1, RUNNING)
-    assert len(batching.waiting), "nobody waits"
+    assert len(batching.waiting), "no request waits"
     benchmark.extra_info["expected_us"] = EXPECTED_US
     benchmark.pedantic(plan, teardown=commit, rounds=ROUNDS)
     if benchmark.stats is not None:  # None where benchmarks are disabled

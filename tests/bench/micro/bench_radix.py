@@ -187,7 +187,7 @@ def test_evict_one_run(benchmark: BenchmarkFixture, tokens: int, expected_us: fl
     world = loaded(tokens)
 
     def refill() -> None:
-        # As if it had been there first, and nobody had used it since.
+        # As if it had been inserted first, and not used since.
         world.index._clock, now = 0, world.index._clock
         world.serve()
         world.index._clock = now

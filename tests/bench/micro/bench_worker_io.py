@@ -54,7 +54,7 @@ def process(name: str) -> Process:
 
 
 def plan_of(rows: int, tokens: int) -> StepPlan:
-    """A step in which everybody draws a token."""
+    """A step in which every row samples a token."""
 
     def ints(value: int) -> Ints:
         return np.full(rows, value, np.int32)
@@ -116,7 +116,7 @@ class BusSide:
         self.steps = 0
 
     def report(self) -> StepReport:
-        """What the loop says of the next step."""
+        """Return the loop's report of the next step."""
         self.steps += 1
         count = len(self.keys)
         ids = np.full(count, self.steps % 1000, np.int32)

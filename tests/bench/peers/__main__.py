@@ -1,10 +1,10 @@
-"""`make bench-peers`: Antiphon and its peers on the same weights and prompts, in turn.
+"""`make bench-peers`: Antiphon and other servers on the same weights and prompts, in turn.
 
 python -m tests.bench.peers --rounds 5
 python -m tests.bench.peers --install-only --peers vllm llama.cpp
 python -m tests.bench.peers --page-only          write docs/benchmarks.md from the results
 
-What is found is kept by instruction set: servers differ in what they make of each.
+Results are stored by instruction set, since they depend on it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _measure(
     models: dict[str, Model],
     cases: Sequence[Case],
 ) -> None:
-    """Play the rounds; what is measured is on disk after each turn."""
+    """Run the rounds; results are on disk after each turn."""
     asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
     where, devices, turns = machine(), list[Device](), list[Turn]()
     referee = Referee(arguments.quiet_in_s, _tell)
@@ -91,7 +91,7 @@ def _measure(
 
 
 def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer], list[Entrant]]:
-    """Return those that can be measured, and what there is to say of each."""
+    """Return the available peers, and a description of each."""
     here: list[Peer] = []
     entrants: list[Entrant] = []
     for peer in peers:
@@ -122,21 +122,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers and models live")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of peers and models")
     parser.add_argument("--json", type=Path, default=RESULTS / f"peers-{instructions()}.json")
     parser.add_argument(
         "--quiet-in-s",
         type=float,
         default=60.0,
-        help="how long to wait for an idle machine, before each case",
+        help="maximum time to wait for an idle machine before each case",
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="one round on a machine as busy as it is; shown, and not written",
+        help="one round without waiting for an idle machine; writes no results",
     )
     parser.add_argument("--install-only", action="store_true")
-    parser.add_argument("--page-only", action="store_true", help=f"write {PAGE.name}, nothing else")
+    parser.add_argument("--page-only", action="store_true", help=f"only write {PAGE.name}")
     return parser.parse_args()
 
 

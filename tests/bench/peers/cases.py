@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table, each a load and the figures taken from it."""
+"""The cases of the comparison: each a load, and the figures computed from it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Figure:
     """One number of a case.
 
     Attributes:
-        of: Takes it from a run.
-        limit: What the device would allow.
-        higher_wins: Whether more is better; a ratio is ours over theirs either way.
-        must, aim: Ratios to the best peer that we set ourselves.
+        of: Computes it from a run.
+        limit: What the device allows.
+        higher_wins: Whether higher is better; a ratio is ours over theirs either way.
+        must, aim: Required and targeted ratio to the best peer.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Case:
-    """One load. A new server has been warmed up before, with other prompts.
+    """One load. The server has been warmed up with other prompts.
 
     Attributes:
-        requests: How many are asked, by so many clients at once.
+        requests: Total number of requests, sent by `clients` concurrent clients.
     """
 
     name: str
@@ -153,4 +153,4 @@ CASES = (
     _decode(SMOLLM2, 1, 4, 1.0, 1.2),
     _decode(SMOLLM2, 16, 48, 1.1, 1.5),
 )
-"""The burst gives 8 tokens out, so that nobody's first token waits for another's last."""
+"""The burst has 8 output tokens, so that no first token waits for another request's last one."""

@@ -1,4 +1,4 @@
-"""What the machine would allow, by its measured rates: the end of every ratio.
+"""Limits of the machine, from its measured memory and matrix-multiply rates.
 
 A step reads all weights once and the keys and values of every request, and multiplies every token
 with every weight: it takes as long as the longer of the two. Attention's own products, which no

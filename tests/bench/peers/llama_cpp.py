@@ -79,7 +79,7 @@ class LlamaCpp(Peer):
         The same source is built once more, as the package that Python imports.
 
         Raises:
-            NotHere: It cannot be installed; says why.
+            NotHere: It cannot be installed, with the reason.
         """
         folder = self.environment("reader", (f"{SOURCE}=={VERSION}", NUMPY))
         script = Path(__file__).parent / "llama_cpp_reader.py"

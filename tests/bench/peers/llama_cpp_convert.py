@@ -1,4 +1,4 @@
-"""Runs llama.cpp's converter on a tokenizer that it has never heard of.
+"""Runs llama.cpp's converter on a tokenizer that it does not know.
 
 The converter knows tokenizers by the hash of what they make of one text, and refuses others. Ours
 is GPT-2's in all but the merges, so we answer for it. That also saves the package that it would

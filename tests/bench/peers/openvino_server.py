@@ -176,7 +176,7 @@ class Server:
 
 
 def token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
-    """Return what each id says: byte-level BPE writes bytes as letters of an alphabet.
+    """Return the bytes of each token id: byte-level BPE writes bytes as letters of an alphabet.
 
     Source: `bytes_to_unicode` of GPT-2's encoder; printable bytes stand for themselves.
     """

@@ -1,4 +1,4 @@
-"""What a peer is: another server of the same model, in an environment of its own."""
+"""A peer: another server of the same model, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INSTALL_TIMEOUT_S = 3600.0
 
 
 class NotHere(Exception):
-    """This peer cannot be had on this machine; the text says why, and goes into the report."""
+    """This peer is not available on this machine; the message gives the reason for the report."""
 
 
 class Peer(ABC):
@@ -34,7 +34,7 @@ class Peer(ABC):
 
     Attributes:
         name: How reports call it.
-        arithmetic: In what its numbers differ from bf16 everywhere, said beside each ratio.
+        arithmetic: Its dtypes, shown below the table.
         starts_in_s: How long its start may take.
         ignores_eos: Whether it takes `ignore_eos`, a field of vLLM's that most have.
     """
@@ -58,7 +58,7 @@ class Peer(ABC):
         """Install what is not there yet.
 
         Raises:
-            NotHere: It cannot be; says why.
+            NotHere: It is not possible, with the reason.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Peer(ABC):
         """Convert the model, once.
 
         Raises:
-            NotHere: It cannot be; says why.
+            NotHere: It is not possible, with the reason.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Peer(ABC):
         """Remove CUDA builds that came along: they break whatever imports them beside a CPU torch.
 
         Raises:
-            NotHere: It cannot be done; says why.
+            NotHere: It is not possible, with the reason.
         """
         pip = str(environment / "bin" / "pip")
         self.run([pip, "uninstall", "-q", "-y", *_CUDA_BUILDS], "removing CUDA builds")

@@ -102,7 +102,7 @@ def _healthy_in(process: subprocess.Popen[bytes], url: str, timeout_s: float) ->
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask once; end what is left of the group, which is ours alone."""
     if process.poll() is None:
-        # Not SIGINT, which whoever was started in the background by a shell ignores.
+        # Not SIGINT, which background jobs of a shell ignore.
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)

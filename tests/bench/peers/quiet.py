@@ -1,7 +1,7 @@
-"""Nobody else may be at work: two-thread engines collapse when one other process runs.
+"""Wait for an idle machine: engines with two threads collapse when one other process runs.
 
-A run begins only on an idle machine, and whatever others used while it ran is written beside the
-figure, so that a disturbed one is known and measured again.
+A run starts only on an idle machine, and the CPU use of other processes during it is recorded
+beside the result, so that a disturbed run is detected and repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Busy(Exception):
-    """Somebody else is at work; the text says who."""
+    """Other processes use the CPU; the message names the busiest."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Work:
     """CPU seconds since boot.
 
     Attributes:
-        machine_s: Of everybody, and what the host took away from us.
-        ours_s: Of the processes that were asked for.
+        machine_s: Of all processes, and the time that the hypervisor stole.
+        ours_s: Of the given processes.
     """
 
     at_s: float
@@ -48,20 +48,20 @@ def work(ours: Iterable[int]) -> Work:
     """Read the clocks.
 
     Args:
-        ours: Processes whose work is ours, with all their descendants.
+        ours: Processes that do not count as others, with all their descendants.
     """
     return Work(time.monotonic(), _machine_s(), _tree_s(set(ours)))
 
 
 def wait_until_quiet(timeout_s: float, ours: Iterable[int] = ()) -> None:
-    """Return once nobody else is at work. Blocks.
+    """Return once no other process uses the CPU. Blocks.
 
     Args:
-        timeout_s: How long to wait for that.
-        ours: Processes whose work is ours beside this one's, with their descendants.
+        timeout_s: How long to wait.
+        ours: Processes that do not count as others, beside this one, with their descendants.
 
     Raises:
-        Busy: Not in time.
+        Busy: The machine was not idle in time.
     """
     own = [os.getpid(), *ours]
     deadline_s = time.monotonic() + timeout_s

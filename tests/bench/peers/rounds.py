@@ -1,11 +1,11 @@
-"""The measurement: rounds in which every server has its turn on the same prompts.
+"""The measurement: rounds in which every server serves the same prompts in turn.
 
-One server lives at a time. Stopped ones would keep their memory, and ours, frozen and woken, would
-rightly take its own services for dead; so each is started anew for its turn, warmed up, and asked
-every case. The order turns by one each round, so that whoever is first is not always the same.
+One server runs at a time. A suspended one would keep its memory, and ours, suspended and resumed,
+would rightly declare its own services dead; so each is started for its turn, warmed up, and
+measured on every case. The order rotates each round.
 
-The first round asks everybody everything. A peer that was far behind another one there is not asked
-that case again: it will not be the best one, and an idle machine is dear.
+The first round measures every server on every case. A server far behind the best peer is skipped
+for that case in later rounds: it will not be the best one, and time on an idle machine is scarce.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from tests.bench.peers.process import Server
 
 TRIES = 5
-"""How often a case is measured until nobody disturbs it."""
+"""Maximum number of attempts to measure a case undisturbed."""
 FAR_BEHIND = 1.4
-"""How many times worse than the best peer one is in every figure of a case to be left out later."""
+"""A server this many times worse than the best peer in every figure of a case is skipped later."""
 WARM_UP_SEED = 1_000_000
 WARM_UP = (
     (RandomLengths(128, 16), 1),
@@ -52,8 +52,8 @@ class Sample(msgspec.Struct, frozen=True):
     """One case on one server.
 
     Attributes:
-        others: Share of all cores that others used meanwhile.
-        wrong: Why it counts for nothing: failures, or other lengths than asked for.
+        others: Share of all cores that other processes used meanwhile.
+        wrong: Why it is discarded: failures, or lengths other than requested.
     """
 
     round: int
@@ -87,22 +87,22 @@ class Turn(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Referee:
-    """Sees to it that a measurement is worth something, and tells how it goes.
+    """Waits for an idle machine before a measurement, and reports progress.
 
     Attributes:
         quiet_in_s: How long to wait for an idle machine before each case; None: not at all, for
             a rehearsal.
-        tell: Hears of every step.
+        tell: Receives a line for every step.
     """
 
     quiet_in_s: float | None
     tell: Callable[[str], None]
 
     def wait(self, *ours: int) -> None:
-        """Wait until nobody else is at work.
+        """Wait until no other process uses the CPU.
 
         Raises:
-            Busy: Not in time.
+            Busy: The machine was not idle in time.
         """
         if self.quiet_in_s is not None:
             wait_until_quiet(self.quiet_in_s, ours)
@@ -117,7 +117,7 @@ def play_rounds(
     """Yield every turn as it ends, so that nothing is lost when a later one fails.
 
     Raises:
-        Busy: Somebody else is at work, and stayed so.
+        Busy: The machine was not idle in time.
     """
     first: list[Sample] = []
     for round_ in range(rounds):
@@ -135,7 +135,7 @@ def play_rounds(
 
 
 def contends(peer: Peer, case: Case, first: Sequence[Sample]) -> bool:
-    """Whether a peer may yet be the best one of a case, after everybody's first round."""
+    """Whether a peer may be the best one of a case, by the first round."""
     measured = [sample for sample in first if sample.case == case.name and sample.good]
     rivals = [sample.metrics for sample in measured if sample.peer != OURS]
     mine = [sample.metrics for sample in measured if sample.peer == peer.name]
@@ -162,7 +162,7 @@ async def _samples(
     server: Server,
     referee: Referee,
 ) -> tuple[Sample, ...]:
-    """Warm a server up, then ask it every case."""
+    """Warm a server up, then measure every case."""
     words = Vocabulary(model.folder)
     async with HttpTarget(server.url, server.model, ignore_eos=peer.ignores_eos) as target:
         guest = Guest(round_, peer.name, server, target, words, referee)
@@ -182,7 +182,7 @@ class Guest:
     referee: Referee
 
     async def warm_up(self, clients_asked: Container[int]) -> None:
-        """Ask something of each kind that will come, with prompts that no case has."""
+        """Send a request of each kind that follows, with prompts that no case has."""
         for n, (dataset, clients) in enumerate(WARM_UP):
             if clients not in clients_asked:
                 continue
@@ -190,7 +190,7 @@ class Guest:
             await play(scripts, ClosedLoop(clients), self.target)
 
     async def sample(self, case: Case) -> Sample:
-        """Measure until nobody disturbs it, with new prompts each time; the least disturbed."""
+        """Measure until undisturbed, with new prompts each time; return the best sample."""
         tries: list[Sample] = []
         while len(tries) < TRIES and not (tries and tries[-1].settled):
             self.referee.wait(self.server.pid)

@@ -1,4 +1,4 @@
-"""The library's own server: what somebody has who installs nothing else."""
+"""The server that ships with transformers."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ async def _run(
     """One load. Each has a seed of its own, or a cache would know the prompts of the one before.
 
     Raises:
-        Busy: Somebody else is at work on the machine of a server that was started here.
+        Busy: The machine of a server started here was not idle in time.
     """
     seed = arguments.seed + n
     arrival = parse_arrival(text, seed)
@@ -178,15 +178,15 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--url", default="", help="an OpenAI server that runs already")
-    parser.add_argument("--nats", default="", help="a broker with Antiphon's gateways behind it")
-    parser.add_argument("--served", default="", help="the model's name there")
-    parser.add_argument("--tokenizer", type=Path, help="the folder of the model that runs there")
+    parser.add_argument("--url", default="", help="URL of a running OpenAI server")
+    parser.add_argument("--nats", default="", help="URL of a NATS broker with Antiphon's gateways")
+    parser.add_argument("--served", default="", help="name of the model on that server")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the model on that server")
     parser.add_argument("--model", choices=list(SHAPES), default=LLAMA_135M.name)
     parser.add_argument("--dataset", default="random:128:128", help=FORMS)
     parser.add_argument("--arrival", nargs="+", default=SWEEP, help="closed:N or poisson:RATE")
     parser.add_argument(
-        "--requests", type=int, default=64, help="requests, or conversations, a run"
+        "--requests", type=int, default=64, help="requests or conversations per run"
     )
     parser.add_argument("--slo", nargs="+", default=(), help="ttft=MS tpot=MS e2e=MS, for goodput")
     parser.add_argument("--chat", action="store_true", help="through the chat template")
@@ -195,10 +195,12 @@ def _arguments() -> argparse.Namespace:
         "--quiet-in-s",
         type=float,
         default=60.0,
-        help="how long to wait for an idle machine, before each run of a server started here",
+        help="maximum time to wait for an idle machine before each run of a server started here",
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument(
+        "--json", type=Path, help="summary file; raw results are written to raw/ beside it"
+    )
+    parser.add_argument("--plot", type=Path, help="SVG file of latency against throughput")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("serve", nargs="*", help="after --: arguments of `antiphon serve`")
     return parser.parse_args()

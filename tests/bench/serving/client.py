@@ -32,7 +32,7 @@ class Target(Protocol):
         """Ask and listen to the end.
 
         Args:
-            said: What user and assistant said in turn; the user's question is last.
+            said: Messages of user and assistant in turn; the user's is last.
             output_tokens: How long the answer shall be, whatever the model thinks.
             due_s: When the request was to be sent, by `time.perf_counter`.
 
@@ -79,7 +79,7 @@ class HttpTarget:
         model: Its name there.
         chat: Ask `/v1/chat/completions`, through the model's template, instead of
             `/v1/completions`, which takes the text as it is. Needed for more than one turn.
-        ignore_eos: Say so in the request; a server that refuses the field may end early.
+        ignore_eos: Set it in the request; a server that rejects the field may end early.
         more: Further fields of each request, or others in the place of ours.
 
     Attributes:

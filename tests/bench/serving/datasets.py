@@ -23,7 +23,7 @@ class Script:
     """One client's part: turns that are asked one after the other, each with the answers before.
 
     Attributes:
-        turns: What the user says; one of them is a plain request.
+        turns: Messages of the user; a single one is a plain request.
         prompt_tokens: Length of the first turn as raw text, without a chat template.
         output_tokens: Length of every answer.
     """
@@ -112,7 +112,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Conversations: every turn brings all that was said before, the server's own words too."""
+    """Conversations: every turn carries all messages before it, the server's responses too."""
 
     turns: int
     question_tokens: int

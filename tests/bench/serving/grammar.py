@@ -1,12 +1,11 @@
-"""What a grammar costs at batch 16: the same load with a JSON schema and without, in turn.
+"""Cost of a grammar at batch 16: the same load with a JSON schema and without, in turn.
 
-Both draw by chance, and both say exactly as many tokens: the schema is a list that is too long to
-end. Random weights write every kind of JSON, numbers, names and escapes, and so meet every kind of
-mask. Nothing is hidden behind the model's work on a CPU, so what is seen is all of it; the promise
-is less than 5 %.
+Both sample, and both produce equally many tokens: the schema is a list too long to complete. Random
+weights write every kind of JSON (numbers, names and escapes), and so meet every kind of mask. On a
+CPU nothing overlaps with the forward pass, so all of the cost shows; the target is less than 5 %.
 
-Expected before it was measured: a step of 16 rows takes 16 ms. Following a token takes 10 us, a
-mask 30 us, so 0.65 ms for 16 rows; masks into the logits 0.1 ms: 4.5 %.
+Expected before measuring: a step of 16 rows takes 16 ms. Accepting a token takes 10 us, filling a
+mask 30 us, so 0.65 ms for 16 rows; applying masks to logits 0.1 ms: 4.5 %.
 
     python -m tests.bench.serving.grammar
 """
@@ -127,7 +126,7 @@ async def _pairs(model: Model, server: Server) -> list[Run]:
     for more in ARMS.values():
         await _play(words, server, more, 1_000_000)  # warms up, and compiles the schema
     for pair in range(PAIRS):
-        # Whoever goes second finds the machine as the first has left it: take turns.
+        # The second run finds the machine as the first one left it: alternate.
         arms = list(ARMS.items())
         for name, more in arms if pair % 2 == 0 else reversed(arms):
             runs.append(await _play(words, server, more, pair, f"{name} {pair}"))
@@ -143,7 +142,7 @@ async def _play(
         timelines = await play(scripts, ClosedLoop(CLIENTS), target)
     others = work([os.getpid(), server.pid]).others_since(before)
     said = {(timeline.output_tokens, timeline.error) for timeline in timelines}
-    assert said == {(DATASET.output_tokens, None)}, f"answers of other lengths: {said}"
+    assert said == {(DATASET.output_tokens, None)}, f"unexpected lengths: {said}"
     return Run(
         name=name,
         dataset=str(DATASET),

@@ -1,11 +1,11 @@
-"""What int8 weights gain end to end: one client of the 0.5B shape, int8 and bf16 in turn.
+"""Speedup of int8 weights end to end: one client of the 0.5B shape, int8 and bf16 in turn.
 
-One server lives at a time, on the same prompts, and who is first changes each round. Decode reads
-every weight once a token, so int8 can be twice as fast at most, less what reading the cache, the
-services and HTTP take. Expected: 1.6 to 1.8 times.
+One server runs at a time, on the same prompts; the order alternates. Decode reads every weight once
+a token, so int8 is at most twice as fast, less the time for the KV cache, the services and HTTP.
+Expected: 1.6 to 1.8 times.
 
     python -m tests.bench.serving.int8
-    python -m tests.bench.serving.int8 --rehearse       one pair, on a machine as busy as it is
+    python -m tests.bench.serving.int8 --rehearse    one pair, without waiting for an idle machine
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Int8(Antiphon):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the pairs that nobody disturbed, medians; rates in output tok/s.
+    """Medians over undisturbed pairs; rates in output tok/s.
 
     Attributes:
         times_faster: Int8 against bf16, pair by pair; the least and the most beside it.

@@ -1,4 +1,4 @@
-"""Plays scripts against a target as an arrival process says."""
+"""Sends the requests of scripts to a target at the times of an arrival process."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         late_ms_max: How much later than due the load generator sent: large means do not believe it.
-        cached_tokens: What the server says it did not compute; None if it never says.
+        cached_tokens: Prompt tokens from the cache, as the server reports; None if it does not.
         goodput: Requests a second that kept the SLO; None without one.
         total_tokens_per_s: Of prompts and outputs together; None in results that are older.
     """

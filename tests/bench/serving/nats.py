@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NatsTarget:
-    """The gateways behind a broker. Answers are as long as asked; nobody counts prompt tokens."""
+    """The gateways behind a broker. Outputs have the requested length; prompts are not counted."""
 
     def __init__(self, client: Client, model: str) -> None:
         self._client = client

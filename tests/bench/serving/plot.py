@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 150, 40, 50
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Told apart by colour-blind eyes too: Okabe and Ito 2008."""
+"""Distinguishable for colour-blind readers: Okabe and Ito 2008."""
 TICKS = 5
 """How many an axis has beyond zero, at most."""
 ROUND = (1, 2, 5, 10)

@@ -1,7 +1,7 @@
-"""What the radix cache saves: 32 prompts that share 768 tokens, with the cache and without.
+"""Speedup of the radix cache: 32 prompts that share 768 tokens, with the cache and without.
 
 Expected: without, 32 x 800 tokens are computed; with it, 768 once and 32 of each: 14 times fewer.
-What was not computed follows from the prompts, and the server's count must be equal to it.
+The cached tokens follow from the prompts, and the server's count must be equal to that.
 
     python -m tests.bench.serving.radix
 """

@@ -22,8 +22,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         over: `http`, `chat` (HTTP with the chat template) or `nats`.
-        slo: What goodput counts; None where nothing was promised, and in results that are older.
-        others: Share of all cores that others used meanwhile; None where that is not known.
+        slo: The SLO of goodput; None without one, and in older results.
+        others: Share of all cores that other processes used meanwhile; None if unknown.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of one call.
+    """All runs of one invocation.
 
     Attributes:
-        config_digest: Of the server's command line; empty where somebody else started it.
+        config_digest: Of the server's command line; empty if it was not started here.
         facts: What follows from the runs, by name.
     """
 

@@ -9,7 +9,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Text that arrived together.
 
     Attributes:
-        tokens: Of the answer so far, where the server says so with each piece.
+        tokens: Output tokens so far, if the server reports them with each piece.
     """
 
     at_s: float
@@ -23,8 +23,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         due_s: When the arrival process wanted it sent; `sent_s` is later where the client was slow.
         ended_s: When the stream had ended, the last event included.
-        output_tokens: As the server counts them; what was asked for, where it does not say.
-        cached_tokens: Prompt tokens that the server did not compute; None where it does not say.
+        output_tokens: As the server reports them; else as requested.
+        cached_tokens: Prompt tokens from the cache; None if the server does not report them.
         error: Why there is no answer. Such a request counts in nothing but `failed`.
     """
 

@@ -1,19 +1,18 @@
-"""What a long queue costs those who run: decode at batch 64 beside 2,000 that wait, and alone.
+"""Cost of a long queue for running requests: decode at batch 64 with 2,000 queued, and alone.
 
-The requests that run are the same in both, and what is compared is the same stretch of their
-answers, so that nothing differs but the queue. It forms when all of them have begun to answer:
-while they begin it would hold some of them up more than others. Where an answer stands is the
-server's word, for what is no text counts too many tokens when it is encoded again: a stretch that
-begins later has longer contexts, each 100 tokens of which take a tenth of a step. Who is first
-changes each pair, the cache is full before the first, and a pair that others disturb is measured
-again. Expected: nothing within the noise, since a queue that is looked at only when there is room
-costs nothing while there is none.
+The running requests are the same in both runs, and the same window of their output is compared, so
+that only the queue differs. It forms once all of them have started to stream: before, it would
+delay some of them more than others. The position in the output is the server's token count, since
+encoding the text again counts too many tokens: a later window has longer contexts, each 100 tokens
+of which take a tenth of a step. The order alternates, the cache is full before the first pair, and
+a pair that other processes disturb is measured again. Expected: no difference beyond noise, since
+the queue is examined only when there is room.
 
-The load generator shares the cores with what it measures. Its garbage collector rests while it
-listens, in both arms: what it would look at are 2,000 waiting clients in one of them.
+The load generator shares the cores with the server. Its garbage collector is off during a window,
+in both runs: in one of them it would scan 2,000 waiting clients.
 
     python -m tests.bench.serving.waiting
-    python -m tests.bench.serving.waiting --rehearse       one pair, on a machine as busy as it is
+    python -m tests.bench.serving.waiting --rehearse   one pair, without waiting for an idle machine
 """
 
 from __future__ import annotations
@@ -261,7 +260,7 @@ async def _open(server: Server, count: int) -> float:
         while True:
             async with session.get(f"{server.url}/metrics") as answer:
                 found = OPEN.search(await answer.read())
-            assert found, "the gateway does not say how many requests are open"
+            assert found, "the gateway does not report the number of open requests"
             if float(found[1]) == count:
                 return time.perf_counter()
             await asyncio.sleep(POLL_S)

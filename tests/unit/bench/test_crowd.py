@@ -1,4 +1,4 @@
-"""What is heard of many streams, where time is found, and what the page says of both."""
+"""Clients of many streams, the sampling profiler, and the page section of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts are as long as they say, and share what they say, in tokens of the real tokenizer."""
+"""Prompts have the stated length and shared prefix, in tokens of the real tokenizer."""
 
 from __future__ import annotations
 

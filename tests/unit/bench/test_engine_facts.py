@@ -1,4 +1,4 @@
-"""What is concluded from runs with and without the cache, and beside a queue."""
+"""Reductions of runs with and without the cache, a queue, int8 weights and grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_rate_of_decode_is_that_of_all_while_all_are_in_the_window() -> None
 
 
 def test_a_slow_start_does_not_count() -> None:
-    """Whoever was held up before the window decodes as fast as ever in it."""
+    """A request that was delayed before the window decodes at full rate in it."""
     prompt, held_up = steady(1.0, 0.05), steady(9.0, 0.05)
     for timeline in (prompt, held_up):
         rate = waiting.decoded([timeline] * 4).tokens_per_s

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Echo:
-    """Answers at once with the number of turns it was told, and counts who is inside."""
+    """Answers at once with the number of turns it received, and counts concurrent requests."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.asked: list[tuple[str, ...]] = []

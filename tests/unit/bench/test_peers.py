@@ -1,4 +1,4 @@
-"""The table against peers: what counts, who is best, what the ratio is; and who is disturbed."""
+"""The comparison of servers: valid samples, the best peer, ratios; and disturbed runs."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Small(Peer):
 
 
 class Broken(Small):
-    """One that says why it cannot."""
+    """A peer that is not available, with a reason."""
 
     name = "broken"
     script = "import sys; sys.exit('no such thing')"

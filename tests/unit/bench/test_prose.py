@@ -1,4 +1,4 @@
-"""Perplexity over the pinned prose is computed as its page says."""
+"""Perplexity over the pinned text is computed as its page states."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ GAP_S = 0.005
 
 
 class OpenAi:
-    """Says `max_tokens` words, one each `GAP_S`, and remembers what it was asked."""
+    """Streams `max_tokens` words, one each `GAP_S`, and records its requests."""
 
     def __init__(self, words: Vocabulary) -> None:
         self.asked: list[dict[str, object]] = []
