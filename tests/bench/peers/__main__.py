@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench.figures import instructions, machine
+from tests.bench.figures import instructions
 from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, write_page
 from tests.bench.peers.antiphon import Antiphon
@@ -25,11 +25,10 @@ from tests.bench.peers.llama_cpp import LlamaCpp
 from tests.bench.peers.openvino import OpenVino
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.report import PeersReport, entrant, summarize
-from tests.bench.peers.rounds import Referee, Turn, play_rounds
+from tests.bench.peers.report import entrant, measure, summarize
+from tests.bench.peers.rounds import Referee
 from tests.bench.peers.transformers_serve import TransformersServe
 from tests.bench.peers.vllm import Vllm
-from tests.bench.serving.device import Device, measure_device
 from tests.bench.summary import RESULTS, Entrant, write_results
 
 if TYPE_CHECKING:
@@ -75,19 +74,10 @@ def _measure(
 ) -> None:
     """Run the rounds; results are on disk after each turn."""
     asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
-    where, devices, turns = machine(), list[Device](), list[Turn]()
     referee = Referee(arguments.quiet_in_s, _tell)
-    for turn in play_rounds(peers, asked, arguments.rounds, referee):
-        if arguments.rehearse:
-            continue
-        if len(devices) <= turn.round:
-            referee.wait()
-            devices.append(measure_device())
-        turns.append(turn)
-        report = PeersReport(
-            machine=where, devices=tuple(devices), entrants=tuple(entrants), turns=tuple(turns)
-        )
-        write_results(arguments.json, report, summarize(report))
+    for report in measure(peers, entrants, asked, arguments.rounds, referee):
+        if not arguments.rehearse:
+            write_results(arguments.json, report, summarize(report))
 
 
 def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer], list[Entrant]]:

@@ -9,37 +9,36 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.figures import Machine
+from tests.bench.figures import Machine, machine
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.peer import OURS
-from tests.bench.peers.rounds import Turn
-from tests.bench.serving.device import Device
+from tests.bench.peers.rounds import Turn, play_rounds
+from tests.bench.serving.device import Device, measure_device
 from tests.bench.summary import Entrant, Measurement, Summary, measured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tests.bench.models import Model
     from tests.bench.peers.cases import Case, Figure
     from tests.bench.peers.peer import Peer
+    from tests.bench.peers.rounds import Referee
     from tests.bench.serving.metrics import Metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
 OBSERVED: dict[str, Callable[[Metrics], float]] = {
     "TTFT p50, ms": lambda metrics: metrics.ttft_ms.p50,
     "ITL p50, ms": lambda metrics: metrics.itl_ms.p50,
     "ITL p99, ms": lambda metrics: metrics.itl_ms.p99,
 }
-"""What is recorded of every case, beside its own figures."""
+"""Recorded for every case, beside its own figures."""
 
 
 class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a run. Prompts follow from case and round, see `rounds.seed_of`.
+    """Raw results of a run. Prompts follow from case and round, see `rounds.seed_of`.
 
     Attributes:
-        devices: What the machine could do, measured on the quiet machine before each round.
+        devices: Limits of the machine, measured while it was idle in each round.
     """
 
     machine: Machine
@@ -49,10 +48,33 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device(self) -> Device:
-        """The middle of what was measured."""
+        """The median over rounds."""
         return Device(
             median(device.read_gb_s for device in self.devices),
             median(device.product_gflop_s for device in self.devices),
+        )
+
+
+def measure(
+    peers: Sequence[Peer],
+    entrants: Sequence[Entrant],
+    cases: Sequence[tuple[Model, Sequence[Case]]],
+    rounds: int,
+    referee: Referee,
+) -> Iterator[PeersReport]:
+    """Run the rounds; yield the report after every turn, so that no result is lost.
+
+    Raises:
+        Busy: The machine was not idle in time.
+    """
+    where, devices, turns = machine(), list[Device](), list[Turn]()
+    for turn in play_rounds(peers, cases, rounds, referee):
+        turns.append(turn)
+        if len(devices) <= turn.round:
+            referee.wait()
+            devices.append(measure_device())
+        yield PeersReport(
+            machine=where, devices=tuple(devices), entrants=tuple(entrants), turns=tuple(turns)
         )
 
 

@@ -19,23 +19,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from rich.console import Console
-from tests.bench.figures import machine
 from tests.bench.models import CACHE, QWEN_05B, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit
 from tests.bench.peers.peer import OURS
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.report import PeersReport, entrant
-from tests.bench.peers.rounds import Referee, Turn, play_rounds
-from tests.bench.serving.device import Device, measure_device
+from tests.bench.peers.report import entrant, measure
+from tests.bench.peers.rounds import Referee
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, single, write_results
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.bench.models import Model
+    from tests.bench.peers.report import PeersReport
+    from tests.bench.serving.device import Device
 
 CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
 PAIRS = 5
@@ -154,21 +153,11 @@ def main() -> None:
 
 
 def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:
-    cores, where = os.cpu_count() or 1, machine()
-    servers: Sequence[Antiphon] = (Antiphon(CACHE, cores), Int8(CACHE, cores))
-    turns: list[Turn] = []
-    devices: list[Device] = []
-    for turn in play_rounds(servers, [(model, (CASE,))], pairs, referee):
-        turns.append(turn)
-        if len(devices) <= turn.round:
-            referee.wait()
-            devices.append(measure_device())
-    return PeersReport(
-        machine=where,
-        devices=tuple(devices),
-        entrants=tuple(entrant(server, model) for server in servers),
-        turns=tuple(turns),
-    )
+    cores = os.cpu_count() or 1
+    servers = (Antiphon(CACHE, cores), Int8(CACHE, cores))
+    entrants = [entrant(server, model) for server in servers]
+    *_, report = measure(servers, entrants, [(model, (CASE,))], pairs, referee)
+    return report
 
 
 def _tell(text: str) -> None:

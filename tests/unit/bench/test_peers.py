@@ -13,12 +13,13 @@ from tests.bench.figures import INSTRUCTIONS, Machine, instructions
 from tests.bench.models import CACHE, LLAMA_135M, Model
 from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
+from tests.bench.peers import report as reporting
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit, prefill_s, step_s
 from tests.bench.peers.quiet import Work, work
-from tests.bench.peers.report import PeersReport, config_digest, summarize
-from tests.bench.peers.rounds import Sample, Turn, contends, seed_of
+from tests.bench.peers.report import PeersReport, config_digest, measure, summarize
+from tests.bench.peers.rounds import Referee, Sample, Turn, contends, seed_of
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Spread
 from tests.bench.summary import Entrant, Measurement, write
@@ -123,6 +124,15 @@ def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() ->
     assert asked == {"antiphon", "openvino", "vllm", "transformers"}
     asked = {name for name, peer in peers.items() if contends(peer, BURST, first)}
     assert asked == {"antiphon", "openvino", "vllm", "transformers"}
+
+
+def test_report_grows_by_a_turn_and_has_a_device_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = [*turns("antiphon", 110)] * 2 + turns("antiphon", 110, 120)[1:]
+    monkeypatch.setattr(reporting, "play_rounds", lambda *_: iter(played))
+    monkeypatch.setattr(reporting, "measure_device", lambda: DEVICE)
+    found = list(measure((), (), (), 2, Referee(None, print)))
+    assert [len(each.turns) for each in found] == [1, 2, 3]
+    assert [each.devices for each in found] == [(DEVICE,), (DEVICE,), (DEVICE, DEVICE)]
 
 
 def test_for_times_the_lowest_is_best() -> None:
