@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from antiphon.config.aliases import serve_parser
 from antiphon.config.load import load
+from antiphon.config.sglang.aliases import serve_parser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -167,11 +167,11 @@ def load_once(folder: Path, linear: str) -> Load:
     import torch  # noqa: PLC0415 only the process that loads
 
     from antiphon import embedded  # noqa: PLC0415
-    from antiphon.config.card import read_card  # noqa: PLC0415
-    from antiphon.config.device import detect_device  # noqa: PLC0415
-    from antiphon.config.memory import weight_bytes  # noqa: PLC0415
     from antiphon.config.model import LinearFormat  # noqa: PLC0415
+    from antiphon.model_card.card import read_card  # noqa: PLC0415
+    from antiphon.model_card.memory import weight_bytes  # noqa: PLC0415
     from antiphon.model_worker.model.load import load  # noqa: PLC0415
+    from antiphon.resolve.device import detect_device  # noqa: PLC0415
 
     # As the worker's plan has it.
     cores = detect_device().cores

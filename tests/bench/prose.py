@@ -37,9 +37,9 @@ from tests.models.test_llama_parity import stepper
 
 from antiphon.config.models import packaged
 from antiphon.config.settings import Settings
+from antiphon.model_card.served_model import model_files, tokenizer_folder
+from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.model_worker.runner.open import open_model
-from antiphon.service.model import model_files, tokenizer_folder
-from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.supervisor.fetch_models import fetch_models
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.config.model_files import ModelFiles
+    from antiphon.model_card.files import ModelFiles
 
 PROSE = Path(__file__).parent / "prose.txt"
 FILE = RESULTS / "prose.json"

@@ -19,9 +19,9 @@ from antiphon.detokenizer.service import DetokenizerService
 from antiphon.encoder.service import EncoderService
 from antiphon.gateway.service import GatewayService
 from antiphon.kv_storage.service import KvStorageService
+from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.service import ModelWorker
 from antiphon.scheduler.service import SchedulerService
-from antiphon.service.model import served_name
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import ProcessState
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from antiphon.config.card import read_card
 from antiphon.config.loading import LoadFormat
-from antiphon.config.memory import weight_bytes
 from antiphon.config.model import Dtype, LinearFormat
-from antiphon.config.model_files import find_files
 from antiphon.layers.mla import LatentSpec
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
+from antiphon.model_card.memory import weight_bytes
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.memory import cache_groups

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.config.card import read_card
-from antiphon.config.pooling import PoolMode, read_pooling
 from antiphon.kernels.cpu.extension import unavailable_reason
+from antiphon.model_card.card import read_card
+from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop

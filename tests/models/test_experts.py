@@ -14,7 +14,6 @@ from tests.models import families_moe
 from tests.models.parity import check_logits, save
 from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 
-from antiphon.config.card import read_card
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.routing import RoutingSpec
@@ -30,6 +29,7 @@ from antiphon.layers.methods import METHODS, PlainLinearMethod
 from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
+from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 

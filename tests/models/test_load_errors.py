@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import find_files
 from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder

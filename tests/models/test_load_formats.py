@@ -19,8 +19,8 @@ from tests.models.tiny import QWEN2, write_llama, write_qwen2
 from torch import Tensor
 
 from antiphon.config.loading import LoadFormat
-from antiphon.config.model_files import ModelFiles, find_files
 from antiphon.layers.weights import WeightSource
+from antiphon.model_card.files import ModelFiles, find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats import prefetch as ahead
 from antiphon.model_worker.model.formats.files import Copied, Mapped

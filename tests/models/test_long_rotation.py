@@ -12,12 +12,12 @@ from tests.models.parity import Saved, error, logits_of, save, texts
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
+from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.runner.open import OpenModel, open_model
 from antiphon.model_worker.startup.engine import content_digest, open_engine
-from antiphon.service.model import model_files
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import ModelFiles
+    from antiphon.model_card.files import ModelFiles
 
 TRAINED, LONGEST = 64, 256
 """Tokens that the model was trained with, and `max_position_embeddings`."""

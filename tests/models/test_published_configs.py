@@ -15,13 +15,13 @@ from tests.models.families_seeing import ROWS as SEEING_ROWS
 from tests.models.parity import Saved, check_logits, save
 from tests.models.specs import attention_of
 
-from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.model_fields import FAMILY_DEFAULTS, FIELD_ALIASES
-from antiphon.config.model_files import find_files
-from antiphon.config.quantization_file import read_quantization
 from antiphon.kernels.rotary import LinearScaling, RotarySpec
+from antiphon.model_card.card import read_card
+from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
+from antiphon.model_card.files import find_files
+from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec

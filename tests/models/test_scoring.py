@@ -10,8 +10,8 @@ from tests.models import families_judges
 from tests.models.parity import Saved, error, save, texts
 from tests.models.pooling import PoolingEngine
 
-from antiphon.config.pooling import PoolMode
-from antiphon.config.tasks import Task
+from antiphon.model_card.pooling import PoolMode
+from antiphon.model_card.tasks import Task
 from antiphon.wire.sampling import PoolParams
 
 if TYPE_CHECKING:

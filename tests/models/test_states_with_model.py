@@ -17,11 +17,11 @@ from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
 from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 from tests.models.tiny import VOCABULARY
 
-from antiphon.config.card import read_card
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_card.card import read_card
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState

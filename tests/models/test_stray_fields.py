@@ -9,7 +9,7 @@ import pytest
 from tests.models.families import ROWS
 from tests.models.parity import check_logits, save
 
-from antiphon.config.card import read_card
+from antiphon.model_card.card import read_card
 
 if TYPE_CHECKING:
     from pathlib import Path

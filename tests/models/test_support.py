@@ -10,8 +10,8 @@ import transformers
 from tests.models.families import ROWS
 from tests.models.parity import save
 
-from antiphon.config.model_files import find_files
-from antiphon.config.quantization_file import METHODS
+from antiphon.model_card.files import find_files
+from antiphon.model_card.quantization_config import METHODS
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.support import STORED, attention, refusal, sample

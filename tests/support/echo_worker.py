@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.main import run
-from antiphon.service.model import served_name
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids

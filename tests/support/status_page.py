@@ -20,13 +20,13 @@ from tests.unit.gateway.cluster import house
 from antiphon.config.fields import fields
 from antiphon.config.markdown import table
 from antiphon.config.models import MODELS
-from antiphon.config.quantization_file import METHODS as STORED
-from antiphon.config.reasons import REFUSED
-from antiphon.config.sglang import SglangArgument, arguments, rows, values
+from antiphon.config.sglang.arguments import SglangArgument, arguments, rows, values
+from antiphon.config.sglang.reasons import REFUSED
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 from antiphon.layers.methods import METHODS as KEPT
+from antiphon.model_card.quantization_config import METHODS as STORED
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.load import CACHE_DTYPES
 from antiphon.model_worker.model.registry import FAMILIES

@@ -21,11 +21,11 @@ from tests.unit.model_worker.grammar.speaker import guide_of, speak
 from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 
 from antiphon import embedded
-from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
+from antiphon.model_card.card import read_card
+from antiphon.model_card.vocabulary import TokenVocabulary, read_vocabulary
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.service.vocabulary import TokenVocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.config import argument_tests
-from antiphon.config.resolve import ResolvedConfig
-from antiphon.config.sglang import SglangArgument, arguments, rows
+from antiphon.config.sglang import argument_tests
+from antiphon.config.sglang.arguments import SglangArgument, arguments, rows
+from antiphon.resolve.resolved_config import ResolvedConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARES = {"compare", "compare_async", "compare_equal", "compare_equal_async"}
@@ -32,7 +32,7 @@ WORKING = [row for row in rows() if row.status != "refused"]
 
 def test_the_table_of_tests_is_current() -> None:
     assert (ROOT / argument_tests.TABLE).read_text() == argument_tests.table(Path("tests")), (
-        "run python -m antiphon.config.argument_tests"
+        "run python -m antiphon.config.sglang.argument_tests"
     )
 
 

@@ -9,12 +9,12 @@ import torch
 from tests.training.dialogue import schema, template_message
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
+from antiphon.model_card.card import read_card
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.token_masks import words_count
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.spans import TextSpans
 from antiphon.detokenizer.unfolding import READS
+from antiphon.model_card.served_model import served_name, tokenizer_folder
+from antiphon.model_card.tokenizer_file import open_tokenizer
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.service.dropped_messages import UnknownSender
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.model import served_name, tokenizer_folder
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
-from antiphon.service.tokenizer_file import open_tokenizer
-from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.base import Role
 from antiphon.wire.errors import RequestTooLarge, Unsupported
 from antiphon.wire.heartbeat import StreamSeq

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from antiphon.wire.patterns import StopPatternMatcher, compile_pattern
+from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
 from antiphon.encoder.metrics import EncoderMetrics
+from antiphon.model_card.served_model import served_name
 from antiphon.service.deadline import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
-from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
 from antiphon.transfer.blob_store import BlobStore

@@ -28,10 +28,10 @@ from antiphon.gateway.request_log.crash_dump import dump_on_quit
 from antiphon.gateway.request_log.request_log import RequestLog
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+from antiphon.model_card.served_model import served_name, served_names
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.message_limits import OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.metrics_publisher import report_of
-from antiphon.service.model import served_name, served_names
 from antiphon.service.probes import probe_routes
 from antiphon.service.service import Report
 from antiphon.wire.base import ProcessState, Role

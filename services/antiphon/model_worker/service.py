@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
@@ -33,7 +34,6 @@ from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.dropped_messages import LOG_PAUSE_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.message_limits import HELD_ENTRY_BYTES, check_message_fits
-from antiphon.service.model import served_name
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.errors import BusDown
+from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.actions import (
     Action,
     RequestBound,
@@ -23,7 +24,6 @@ from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.metrics import SchedulerMetrics
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated
 from antiphon.telemetry.tracing import span

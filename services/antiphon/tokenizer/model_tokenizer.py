@@ -9,10 +9,10 @@ import jinja2
 import msgspec
 from tokenizers import Tokenizer
 
-from antiphon.config.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
-from antiphon.service.tokenizer_file import open_tokenizer
+from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
+from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.tokenizer.completion import choose_completion_template
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.tokenizer.template_formats import TemplateFormats, detect_formats

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.config.card import ModelCard, read_card
-from antiphon.config.pooling import Pooling, read_pooling
-from antiphon.config.tasks import Task
+from antiphon.model_card.card import ModelCard, read_card
+from antiphon.model_card.pooling import Pooling, read_pooling
+from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
+from antiphon.model_card.tasks import Task
 from antiphon.service.deadline import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.model import model_files, served_name, tokenizer_folder
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer import model_tokenizer as vocabulary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.config.aliases import serve_parser
 from antiphon.config.load import Loaded, load
+from antiphon.config.sglang.aliases import serve_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

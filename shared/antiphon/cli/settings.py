@@ -12,7 +12,7 @@ from rich.text import Text
 from antiphon.cli.arguments import load_arguments
 from antiphon.config.fields import SettingField, fields, value_at
 from antiphon.config.flags import Parser
-from antiphon.config.sglang import arguments
+from antiphon.config.sglang.arguments import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from antiphon.config.fields import Group, SettingField, groups
 from antiphon.config.markdown import table
-from antiphon.config.sglang import SglangArgument, rows
+from antiphon.config.sglang.arguments import SglangArgument, rows
 
 PAGE = Path("docs/reference/configuration.md")
 

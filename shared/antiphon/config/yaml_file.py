@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import yaml
 
-from antiphon.config.aliases import rows_by_key, translate
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import SettingField, fields, groups, value_at
+from antiphon.config.sglang.aliases import rows_by_key, translate
 from antiphon.config.sourced_value import Layer, SourcedValue, nearest, parse, refusal
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
-    from antiphon.config.sglang import SglangArgument
+    from antiphon.config.sglang.arguments import SglangArgument
 
 
 def read_yaml(path: Path) -> Layer:

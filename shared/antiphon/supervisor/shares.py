@@ -12,8 +12,8 @@ from antiphon.wire.ids import InstanceId
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
+    from antiphon.resolve.device import HostDevice
 
 _FLAGS = {
     "workers": "--dp-size",

@@ -13,13 +13,13 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.card import read_card
-from antiphon.config.device import detect_device
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
-from antiphon.config.resolve import check_context
 from antiphon.config.tenants import read_tenants
-from antiphon.service.model import check_template, model_files, tokenizer_folder
+from antiphon.model_card.card import read_card
+from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
+from antiphon.resolve.device import detect_device
+from antiphon.resolve.resolved_config import check_context
 from antiphon.service.tls import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
 from antiphon.supervisor.child import Child
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
+    from antiphon.resolve.device import HostDevice
 
 START_ORDER = (
     Role.WORKER,  # takes longest to be ready

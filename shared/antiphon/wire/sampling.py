@@ -155,7 +155,7 @@ class StopStrings(Value):
 
     strings: StopStringList = ()
     patterns: StopPatternList = ()
-    """Regular expressions, as `antiphon.wire.patterns` reads them (`stop_regex`)."""
+    """Regular expressions, as `antiphon.text.stop_patterns` reads them (`stop_regex`)."""
     include: bool = False
     """Whether what was matched stays in the text (`no_stop_trim`)."""
     skip_special_tokens: bool = True

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from tests.bench.models import END_ID
 
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.sampling import SamplingParams
 

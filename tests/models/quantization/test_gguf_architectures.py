@@ -21,11 +21,11 @@ from tests.models.test_load_formats import rotated_as_llama_cpp_does
 from tests.unit.config.described.gguf_files import byte_level, write
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from antiphon.config.card import read_card
-from antiphon.config.described.folder import gguf_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.model_files import find_files
+from antiphon.model_card.card import read_card
+from antiphon.model_card.converted.folder import gguf_folder
+from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.open import open_model

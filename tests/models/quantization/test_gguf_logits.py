@@ -15,7 +15,7 @@ from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from tests.models.test_load_formats import Kind, tensors_of, write_gguf
 from tests.models.tiny import write_llama
 
-from antiphon.config.model_files import find_files
+from antiphon.model_card.files import find_files
 from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:

@@ -14,13 +14,8 @@ from tests.models.quantization.rows import ROWS, SKIPPED, Change, Row, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from torch import Tensor
 
-from antiphon.config.card import read_card
-from antiphon.config.device import HostDevice
 from antiphon.config.load import load as settings_of
-from antiphon.config.model_files import find_files
 from antiphon.config.quantization import QuantizationMethod, QuantizationScheme, choose_quantization
-from antiphon.config.quantization_file import read_quantization
-from antiphon.config.resolve import resolve
 from antiphon.kernels.cpu import extension
 from antiphon.layers.linear import CheckpointLayout, RowLinear
 from antiphon.layers.methods import METHODS
@@ -28,11 +23,16 @@ from antiphon.layers.quantization import storage as parts
 from antiphon.layers.quantization.assemble import quantized_sources
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
+from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import OpenModel, open_model
 from antiphon.model_worker.startup.engine import load_resolved
+from antiphon.resolve.device import HostDevice
+from antiphon.resolve.resolved_config import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,9 +20,9 @@ from tests.models.parity import LINEARS
 from tests.models.test_llama_parity import assert_close, logits_of
 from torch import Tensor
 
-from antiphon.config.card import read_card
 from antiphon.layers.quantization.assemble import quantized_sources
 from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequantized
+from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import open_model

@@ -16,24 +16,24 @@ from tests.unit.gateway.test_openai import CHAT, post, stream
 from tests.unit.model_worker.steps import pools
 
 from antiphon import embedded
-from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
-from antiphon.config.pooling import read_pooling
-from antiphon.config.resolve import ResolvedConfig, resolve
-from antiphon.config.states import RecurrentStates
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.requests.generation_request import SamplingOptions
 from antiphon.gateway.requests.sampling import Seeds
+from antiphon.model_card.card import read_card
+from antiphon.model_card.pooling import read_pooling
+from antiphon.model_card.recurrent_states import RecurrentStates
+from antiphon.model_card.served_model import model_files, served_name, tokenizer_path
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.service.model import model_files, served_name, tokenizer_path
-from antiphon.service.vocabulary import read_vocabulary
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.codec import id_count

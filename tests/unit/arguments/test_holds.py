@@ -35,7 +35,6 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.errors import ConfigError
-from antiphon.config.resolve import resolve
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -43,6 +42,7 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
+from antiphon.resolve.resolved_config import resolve
 from antiphon.service.sockets import CannotStart
 from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
 from antiphon.tokenizer.service import TokenizerService

@@ -11,8 +11,8 @@ from tests.arguments import compare, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 
 from antiphon.config.load import load
-from antiphon.config.resolve import ResolvedConfig, resolve
 from antiphon.config.yaml_file import write_yaml
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.supervisor.stack import ServiceStack
 from antiphon.wire.base import Role
 

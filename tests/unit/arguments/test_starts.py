@@ -14,9 +14,9 @@ from tests.arguments import compare, compare_async, shows
 from tests.unit.config.test_resolve import CARD, DEVICE
 
 from antiphon.config.load import ProcessArguments
-from antiphon.config.resolve import resolve
+from antiphon.model_card import hub
 from antiphon.model_worker.observability.stall_detector import StallDetector, StallVerdict
-from antiphon.service import hub
+from antiphon.resolve.resolved_config import resolve
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
 from antiphon.service.web import web_server

@@ -9,11 +9,11 @@ import pytest
 
 from antiphon import embedded
 from antiphon.cli.main import COMMANDS, main
-from antiphon.config.card import read_card
 from antiphon.config.fields import fields, groups
-from antiphon.config.model_files import find_files
 from antiphon.config.models import MODELS
-from antiphon.config.sglang import rows
+from antiphon.config.sglang.arguments import rows
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

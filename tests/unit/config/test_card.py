@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon import embedded
-from antiphon.config.card import GenerationDefaults, ModelCard, read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.tasks import Task
+from antiphon.model_card.card import GenerationDefaults, ModelCard, read_card
+from antiphon.model_card.tasks import Task
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.config.device import detect_device
+from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
     from pathlib import Path

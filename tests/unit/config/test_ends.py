@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon import embedded
-from antiphon.config.card import read_card
-from antiphon.config.eos_ids import tokenizer_eos_ids
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.card import read_card
+from antiphon.model_card.eos_ids import tokenizer_eos_ids
 
 if TYPE_CHECKING:
     from pathlib import Path

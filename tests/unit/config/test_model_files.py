@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
-from antiphon.config.gguf_file import read_gguf
 from antiphon.config.load import load
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
-from antiphon.config.model_files import find_files
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
+from antiphon.model_card.gguf_header import read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

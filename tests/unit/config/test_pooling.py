@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.models.tiny import CONFIG, write_llama
 
-from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
-from antiphon.config.pooling import Dense, Pooling, PoolingActivation, PoolMode, read_pooling
-from antiphon.config.tasks import Task
+from antiphon.model_card.card import read_card
+from antiphon.model_card.pooling import Dense, Pooling, PoolingActivation, PoolMode, read_pooling
+from antiphon.model_card.tasks import Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,6 @@ from tests.unit.config.test_card import CONFIG, write_model, write_weights
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB, decide, decide_on
 from tests.unit.config.test_sglang import serve
 
-from antiphon.config.card import ModelCard, read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import Dtype, LinearFormat
@@ -22,9 +21,10 @@ from antiphon.config.quantization import (
     QuantizationMethod,
     choose_quantization,
 )
-from antiphon.config.quantization_file import read_quantization
-from antiphon.config.resolve import ResolvedConfig, resolve
-from antiphon.config.weights import Weights
+from antiphon.model_card.card import ModelCard, read_card
+from antiphon.model_card.quantization_config import read_quantization
+from antiphon.model_card.weight_counts import Weights
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 from antiphon.bus import reference as bus
 from antiphon.config import reference as settings
 from antiphon.config.fields import fields
-from antiphon.config.sglang import rows
+from antiphon.config.sglang.arguments import rows
 from antiphon.telemetry import reference as metrics
 from antiphon.wire.routes import ROUTES
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from antiphon.config.card import GenerationDefaults, ModelCard, Weights
-from antiphon.config.device import HostDevice
 from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
-from antiphon.config.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
-from antiphon.config.pooling import Pooling, PoolMode
-from antiphon.config.resolve import ResolvedConfig, resolve, table
-from antiphon.config.resolved_value import ResolvedValue
-from antiphon.config.states import RecurrentStates
-from antiphon.config.tasks import Task
+from antiphon.model_card.card import GenerationDefaults, ModelCard, Weights
+from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX
+from antiphon.model_card.pooling import Pooling, PoolMode
+from antiphon.model_card.recurrent_states import RecurrentStates
+from antiphon.model_card.tasks import Task
+from antiphon.resolve.device import HostDevice
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
+from antiphon.resolve.resolved_value import ResolvedValue
 
 GIB = 1024**3
 CARD = ModelCard(

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.config.aliases import other_names, serve_parser
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import GrammarConfig
 from antiphon.config.load import Loaded, child_environment, load
-from antiphon.config.reasons import HOLDS
-from antiphon.config.reasons import REFUSED as WHY_REFUSED
 from antiphon.config.settings import Settings
-from antiphon.config.sglang import SglangArgument, rows, values
-from antiphon.config.sglang_values import TRANSLATIONS
+from antiphon.config.sglang.aliases import other_names, serve_parser
+from antiphon.config.sglang.arguments import SglangArgument, rows, values
+from antiphon.config.sglang.reasons import HOLDS
+from antiphon.config.sglang.reasons import REFUSED as WHY_REFUSED
+from antiphon.config.sglang.values import TRANSLATIONS
 from antiphon.config.yaml_file import write_yaml
 from antiphon.wire.base import Role
 

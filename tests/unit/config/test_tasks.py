@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.config.tasks import Task, head_parameters, is_bidirectional, task_of, unused_prefixes
+from antiphon.model_card.tasks import (
+    Task,
+    head_parameters,
+    is_bidirectional,
+    task_of,
+    unused_prefixes,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from antiphon import embedded
 from antiphon.detokenizer.incremental import HELD_TOKENS_MAX, IncrementalDecoder
-from antiphon.service.tokenizer_file import open_tokenizer
+from antiphon.model_card.tokenizer_file import open_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

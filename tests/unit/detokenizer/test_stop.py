@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.detokenizer.stop import StopMatch, StopScanner
+from antiphon.text.stop_patterns import StopPatternMatcher, check_patterns, compile_pattern
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.patterns import StopPatternMatcher, check_patterns, compile_pattern
 
 
 def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):

@@ -17,7 +17,7 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
-from antiphon.config.sglang import rows
+from antiphon.config.sglang.arguments import rows
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role

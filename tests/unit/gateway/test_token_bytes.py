@@ -19,8 +19,8 @@ from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.service import DetokenizerService
 from antiphon.detokenizer.texts import TokenTexts
 from antiphon.gateway.service import GatewayService
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.scheduler.service import SchedulerService
-from antiphon.service.vocabulary import read_vocabulary
 from antiphon.tokenizer.service import TokenizerService
 
 if TYPE_CHECKING:

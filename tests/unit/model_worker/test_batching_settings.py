@@ -9,12 +9,12 @@ from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
 
-from antiphon.config.resolve import resolve
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.policy import QueueRules
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.resolve.resolved_config import resolve
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadConfig
-from antiphon.config.model_files import find_files
 from antiphon.config.settings import Settings
+from antiphon.model_card.files import find_files
+from antiphon.model_card.hub import PublishedFile
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.checksums import HUB, verify
 from antiphon.model_worker.startup.engine import content_digest, open_engine
-from antiphon.service.hub import PublishedFile
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from tests.support.wait import until
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
+from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.cache.events import BlockTracker
@@ -29,7 +30,6 @@ from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.clock import SystemClock
 from antiphon.service.dropped_messages import SharedStateBroken
-from antiphon.service.model import served_name
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids, unpack_ids

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from antiphon.config.pooling import Pooling, PoolingActivation, PoolMode
-from antiphon.config.tasks import Task
+from antiphon.model_card.pooling import Pooling, PoolingActivation, PoolMode
+from antiphon.model_card.tasks import Task
 from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
 from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
 

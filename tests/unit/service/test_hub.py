@@ -13,8 +13,8 @@ from tests.unit.service.fake_hub import COMMIT, FakeHub
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadConfig, LoadFormat
 from antiphon.config.settings import Settings
-from antiphon.service.hub import fetch, is_hub_id, list_published_files
-from antiphon.service.model import model_files, served_name, tokenizer_folder
+from antiphon.model_card.hub import fetch, is_hub_id, list_published_files
+from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -11,7 +11,7 @@ from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.settings import Settings
-from antiphon.service.model import model_files, served_name, tokenizer_folder
+from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

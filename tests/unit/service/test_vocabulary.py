@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from antiphon import embedded
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:

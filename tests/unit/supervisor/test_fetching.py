@@ -14,7 +14,7 @@ from tests.unit.service.fake_hub import FakeHub
 from antiphon.config.errors import ConfigError
 from antiphon.config.models import Wheel
 from antiphon.config.settings import Settings
-from antiphon.service.hub import fetch
+from antiphon.model_card.hub import fetch
 from antiphon.supervisor.fetch_models import fetch_models
 from antiphon.supervisor.package_index import pip_download
 

@@ -12,11 +12,11 @@ from tests.unit.config.described.test_tokenizer_files import write_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from antiphon.config.chat_templates import read_templates
-from antiphon.config.described.folder import gguf_folder, tokenizer_files_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.service.model import tokenizer_path
+from antiphon.model_card.chat_templates import read_templates
+from antiphon.model_card.converted.folder import gguf_folder, tokenizer_files_folder
+from antiphon.model_card.served_model import tokenizer_path
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 

@@ -33,7 +33,7 @@ from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import session_store
 from antiphon.gateway.worker_control import WorkerControl
-from antiphon.service.model import served_names
+from antiphon.model_card.served_model import served_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,8 @@ from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.gateway.stream.stream import raise_if_failed
+from antiphon.model_card.served_model import served_names
 from antiphon.service.endpoint import RequestEndpoint
-from antiphon.service.model import served_names
 from antiphon.service.tasks import isolated
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (

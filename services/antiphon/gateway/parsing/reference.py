@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from antiphon.config.markdown import table
-from antiphon.config.sglang import values
+from antiphon.config.sglang.arguments import values
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import msgspec
 
 from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.text.stop_patterns import check_patterns
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
-from antiphon.wire.patterns import check_patterns
 from antiphon.wire.processors import LogitProcessor
 from antiphon.wire.sampling import PoolParams, StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams

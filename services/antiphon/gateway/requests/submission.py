@@ -18,8 +18,8 @@ from antiphon.gateway.requests.sampling import NOTHING, Seeds, answer_tokens, sa
 from antiphon.gateway.requests.token_output_budget import TokenOutputBudget, check_logprob_start
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
+from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
-from antiphon.service.model import served_names
 from antiphon.telemetry.context import request_context
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import ProcessState, Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.config.grammar import GrammarConfig
+    from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.grammar.source import GrammarSource
-    from antiphon.service.vocabulary import TokenVocabulary
 
 
 class XgrammarCompiler:

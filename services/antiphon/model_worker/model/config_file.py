@@ -11,15 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_fields import check_shape
-from antiphon.config.model_files import files_at
+from antiphon.model_card.config_json import check_shape
+from antiphon.model_card.files import files_at
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import ModelLocation
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.rotary import RotarySpec
+    from antiphon.model_card.files import ModelLocation
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 T = TypeVar("T")

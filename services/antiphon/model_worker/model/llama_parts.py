@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.config.tasks import unused_prefixes
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.model_card.tasks import unused_prefixes
 from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:

@@ -12,20 +12,20 @@ import torch
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.model_files import files_at
 from antiphon.config.quantization import (
     TORCHAO,
     QuantizationConfig,
     QuantizationMethod,
     choose_quantization,
 )
-from antiphon.config.quantization_file import read_quantization
-from antiphon.config.weights import read_weights
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.methods import METHODS, unsupported_reason
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
+from antiphon.model_card.files import files_at
+from antiphon.model_card.quantization_config import read_quantization
+from antiphon.model_card.weight_counts import read_weights
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
@@ -41,9 +41,9 @@ from antiphon.model_worker.model.weights import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.config.model_files import ModelFiles, ModelLocation
     from antiphon.kernels.kv import KvScales
     from antiphon.layers.tp import Tp
+    from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 
@@ -236,7 +236,7 @@ def _dtype(asked: str, named: str | None, files: ModelFiles) -> torch.dtype:
     if asked != "auto":
         return DTYPES[asked]
     if named is None:
-        # As the plan decides it, see `antiphon.config.card`.
+        # As the plan decides it, see `antiphon.model_card.card`.
         named = read_weights(files, torch.float32.itemsize).dtype or "float32"
     if named not in DTYPES:
         raise ModelLoadError(

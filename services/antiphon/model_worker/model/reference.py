@@ -10,8 +10,8 @@ from pathlib import Path
 import transformers
 
 from antiphon.config.markdown import table
-from antiphon.config.quantization_file import METHODS as QUANTIZED
 from antiphon.layers.methods import METHODS
+from antiphon.model_card.quantization_config import METHODS as QUANTIZED
 from antiphon.model_worker.model.config_file import ACTIVATIONS
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.load import CACHE_DTYPES

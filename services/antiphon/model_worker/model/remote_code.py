@@ -12,7 +12,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.registry import find_family
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import ModelFiles
+    from antiphon.model_card.files import ModelFiles
     from antiphon.model_worker.model.spec import ModelFamily
 
 log = logging.getLogger(__name__)

@@ -133,7 +133,7 @@ class RopeField(msgspec.Struct, frozen=True):
         )
 
     def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
-        # The served context has made both lists one by now, see `antiphon.config.longrope`;
+        # The served context has made both lists one by now, see `antiphon.model_card.longrope`;
         # not of rotations by type of layer, which go by the model's longest text.
         factors = self.long_factor if factor > 1.0 else self.short_factor
         if len(factors) != rotated // 2:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from antiphon.config.model_fields import complete_config
 from antiphon.config.quantization import ROUTERS
-from antiphon.config.quantization_file import read_quantization
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
@@ -20,6 +18,8 @@ from antiphon.layers.methods import METHODS
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
+from antiphon.model_card.config_json import complete_config
+from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.config_file import ConfigFile
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.llama_parts import read_spec

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from antiphon.wire.heartbeat import WorkerStats
 
 if TYPE_CHECKING:
-    from antiphon.config.resolve import ResolvedConfig as Resolved
     from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
 
 OUTPUT_S = 10
 """Over how long the throughput is taken."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from antiphon.config.resolve import ResolvedConfig as Resolved
 from antiphon.model_worker.cache.groups import CacheGroup
 from antiphon.model_worker.observability.flight_recorder import StepRecord
+from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
 from antiphon.wire.routes import escape
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ import numpy as np
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
+from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
 from antiphon.model_worker.startup.engine import load_resolved
-from antiphon.service.model import model_files
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from antiphon.model_worker.observability.request_log import WorkerRequestLog
 from antiphon.model_worker.observability.step_log import StepLog
 
 if TYPE_CHECKING:
-    from antiphon.config.resolve import ResolvedConfig as Resolved
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.protocol.worker_output import RunChoice
+    from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.heartbeat import WorkerStats
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.config.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
+from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.runner.sampling import is_random
 

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.config.model_files import files_at
 from antiphon.kernels.op import table
+from antiphon.model_card.files import files_at
 from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.memory import STATES, cache_groups
@@ -16,10 +16,10 @@ from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.quantized_cache import require_native_reads
 
 if TYPE_CHECKING:
-    from antiphon.config.model_files import ModelLocation
-    from antiphon.config.pooling import Pooling
     from antiphon.layers.context import Adapters
     from antiphon.layers.tp import Tp
+    from antiphon.model_card.files import ModelLocation
+    from antiphon.model_card.pooling import Pooling
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.spec import ModelSpec
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from msgspec.structs import replace
 
-from antiphon.config.model_files import LoadFormat, find_files
-from antiphon.config.pooling import PoolingActivation, PoolMode
-from antiphon.config.tasks import Task
 from antiphon.layers.classification_head import ClassificationHeadSpec
+from antiphon.model_card.files import LoadFormat, find_files
+from antiphon.model_card.pooling import PoolingActivation, PoolMode
+from antiphon.model_card.tasks import Task
 from antiphon.model_worker.batching.plan import PooledVectors
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.config.pooling import Dense, Pooling
+    from antiphon.model_card.pooling import Dense, Pooling
     from antiphon.model_worker.batching.plan import Floats, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.service.hub import PublishedFile, list_published_files
+from antiphon.model_card.hub import PublishedFile, list_published_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.loading import LoadConfig
-    from antiphon.config.model_files import ModelFiles
+    from antiphon.model_card.files import ModelFiles
 
 log = logging.getLogger(__name__)
 

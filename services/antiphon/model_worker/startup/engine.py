@@ -10,33 +10,33 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.card import read_card
-from antiphon.config.device import detect_device
-from antiphon.config.eos_ids import tokenizer_eos_ids
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import ModelLocation, files_at
-from antiphon.config.pooling import module_files, read_pooling
-from antiphon.config.resolve import ResolvedConfig as Resolved
-from antiphon.config.resolve import resolve, table
+from antiphon.model_card.card import read_card
+from antiphon.model_card.eos_ids import tokenizer_eos_ids
+from antiphon.model_card.files import ModelLocation, files_at
+from antiphon.model_card.pooling import module_files, read_pooling
+from antiphon.model_card.served_model import model_files, tokenizer_path
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
-from antiphon.service.model import model_files, tokenizer_path
+from antiphon.resolve.device import detect_device
+from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
+from antiphon.resolve.resolved_config import resolve, table
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.config.device import HostDevice
-    from antiphon.config.model_files import ModelFiles
-    from antiphon.config.resolved_value import ResolvedValue
     from antiphon.config.settings import Settings
+    from antiphon.model_card.files import ModelFiles
     from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.runner import PlanRunner
     from antiphon.model_worker.grammar.backend import GrammarCompiler
     from antiphon.model_worker.runner.open import OpenModel
+    from antiphon.resolve.device import HostDevice
+    from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)
 

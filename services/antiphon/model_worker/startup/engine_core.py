@@ -15,9 +15,9 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 
 if TYPE_CHECKING:
-    from antiphon.config.resolve import ResolvedConfig as Resolved
     from antiphon.config.settings import Settings
     from antiphon.model_worker.cache.table import CachePools
+    from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
 
 
 def open_engine_core(

@@ -12,15 +12,15 @@ import pytest
 from tests.unit.config.described.gguf_files import SHAPE, byte_level, pieces, write
 from transformers import AutoTokenizer
 
-from antiphon.config.card import read_card
-from antiphon.config.described.folder import gguf_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.model_files import find_files
 from antiphon.config.settings import Settings
-from antiphon.service.model import model_files, tokenizer_folder
-from antiphon.service.tokenizer_file import open_tokenizer
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.model_card.card import read_card
+from antiphon.model_card.converted.folder import gguf_folder
+from antiphon.model_card.files import find_files
+from antiphon.model_card.served_model import model_files, tokenizer_folder
+from antiphon.model_card.tokenizer_file import open_tokenizer
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.tokenize import ChatMessage
 

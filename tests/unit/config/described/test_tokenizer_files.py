@@ -14,12 +14,12 @@ from tests.unit.config.described.gguf_files import gguf_letters
 from transformers.utils import sentencepiece_model_pb2_new as pb2
 
 from antiphon import embedded
-from antiphon.config.described.folder import tokenizer_files_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
-from antiphon.service.model import tokenizer_folder
-from antiphon.service.tokenizer_file import open_tokenizer
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.model_card.converted.folder import tokenizer_files_folder
+from antiphon.model_card.served_model import tokenizer_folder
+from antiphon.model_card.tokenizer_file import open_tokenizer
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.tokenizer import model_tokenizer as vocabulary
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def test_tekken_that_is_broken_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
-    from antiphon.config.described.tokenizer_json import byte_letters  # noqa: PLC0415
+    from antiphon.model_card.converted.tokenizer_json import byte_letters  # noqa: PLC0415
 
     assert byte_letters() == gguf_letters()
 

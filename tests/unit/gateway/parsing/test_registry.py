@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.config.sglang import values
+from antiphon.config.sglang.arguments import values
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.reference import page

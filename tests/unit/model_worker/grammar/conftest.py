@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from antiphon import embedded
-from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
+from antiphon.model_card.card import read_card
+from antiphon.model_card.vocabulary import TokenVocabulary, read_vocabulary
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.service.vocabulary import TokenVocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable

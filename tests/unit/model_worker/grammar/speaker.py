@@ -10,11 +10,11 @@ import numpy as np
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 
 if TYPE_CHECKING:
+    from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Finish
     from antiphon.model_worker.grammar.matcher import GrammarState
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
-    from antiphon.service.vocabulary import TokenVocabulary
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import TokenVocabulary
 
 VOICES = 3
 END = 2

@@ -21,8 +21,8 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
+    from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import TokenVocabulary
 
 END = 2
 

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from antiphon import embedded
-from antiphon.config.card import read_card
-from antiphon.config.device import HostDevice
 from antiphon.config.grammar import GrammarConfig
-from antiphon.config.resolve import resolve
 from antiphon.config.settings import Settings
+from antiphon.model_card.card import read_card
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
 from antiphon.model_worker.grammar.source import GrammarSource
-from antiphon.service.vocabulary import read_vocabulary
+from antiphon.resolve.device import HostDevice
+from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.grammar import GrammarKind
 

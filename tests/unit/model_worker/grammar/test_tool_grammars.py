@@ -23,8 +23,8 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
+    from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-    from antiphon.service.vocabulary import TokenVocabulary
     from antiphon.wire.schemas import Json
 
 Compile = Callable[[Grammar], XgrammarGrammar]

@@ -18,8 +18,8 @@ from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
 from antiphon.gateway.parsing.formats import formats_of
+from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
-from antiphon.service.model import served_names
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id

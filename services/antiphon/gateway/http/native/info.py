@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from antiphon.config.fields import fields, groups, value_at
-from antiphon.config.sglang import rows
-from antiphon.config.sglang_values import shown
+from antiphon.config.sglang.arguments import rows
+from antiphon.config.sglang.values import shown
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of

@@ -23,7 +23,7 @@ from antiphon.gateway.http.ollama.write import (
     OllamaGenerateResponseWriter,
 )
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.service.model import served_names
+from antiphon.model_card.served_model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
 if TYPE_CHECKING:

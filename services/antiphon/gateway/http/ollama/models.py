@@ -17,7 +17,7 @@ from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.replies import written
 from antiphon.gateway.parsing.formats import parsers_of
-from antiphon.service.model import served_names
+from antiphon.model_card.served_model import served_names
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported
 

@@ -10,7 +10,7 @@ import msgspec
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.service.model import served_names
+from antiphon.model_card.served_model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from antiphon.gateway.http.openai.conversation import begins_answer, conversatio
 from antiphon.gateway.http.openai.parse import model_of
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam, Json, TokenId
 from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
-from antiphon.service.model import served_names
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id

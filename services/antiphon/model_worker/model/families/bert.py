@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.tasks import Task, task_of
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.tasks import Task, task_of
 from antiphon.kernels.rotary import RotarySpec
+from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.families.gemma import one_plus, tanh_gated
 from antiphon.model_worker.model.families.gemma2 import capped, finished

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.config.tasks import Task, task_of
 from antiphon.kernels.rotary import RotarySpec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.config_file import activation_of
 from antiphon.model_worker.model.llama_parts import attention, layers, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms

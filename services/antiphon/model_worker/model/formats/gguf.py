@@ -1,8 +1,8 @@
 """GGUF, the format of llama.cpp: its names become the checkpoint's, its blocks become numbers.
 
 The model itself is described by a config.json, as for every other format: by one beside the file,
-or by what `antiphon.config.described` makes of the file's own settings. Here only those are read
-that say how its tensors were laid out.
+or by what `antiphon.model_card.converted` makes of the file's own settings. Only those of the
+tensor layout are read here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gguf import (
     get_tensor_name_map,
 )
 
-from antiphon.config.gguf_file import GgufHeader, GgufTensor, read_gguf
+from antiphon.model_card.gguf_header import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import numbers, open_file
 from antiphon.model_worker.model.formats.stored_tensor import StoredTensor

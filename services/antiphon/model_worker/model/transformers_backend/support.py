@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import torch
 
-from antiphon.config.card import read_card
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
-from antiphon.config.resolved_value import ResolvedValue
 from antiphon.kernels.kv import KvSpec
+from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.remote_code import family_of
+from antiphon.resolve.resolved_value import ResolvedValue
 
 NAMED_MAX = 5
 """Tensors that an error names."""
@@ -24,8 +24,8 @@ NAMED_MAX = 5
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from antiphon.config.model_files import ModelFiles
     from antiphon.layers.weights import BuildContext
+    from antiphon.model_card.files import ModelFiles
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder

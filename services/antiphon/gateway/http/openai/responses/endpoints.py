@@ -34,8 +34,8 @@ from antiphon.gateway.http.openai.responses.truncate import TRIES_MAX, truncate_
 from antiphon.gateway.http.openai.responses.unsupported import RESPONSES
 from antiphon.gateway.http.openai.responses.write import ResponsesWriter
 from antiphon.gateway.parsing.formats import formats_of
+from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
-from antiphon.service.model import served_names
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     InvalidRequest,

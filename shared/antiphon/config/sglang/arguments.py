@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.config.fields import fields
-from antiphon.config.reasons import HOLDS, REFUSED
+from antiphon.config.sglang.reasons import HOLDS, REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

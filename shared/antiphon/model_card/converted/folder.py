@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.chat_templates import MORE, TOKENIZER_CONFIG
-from antiphon.config.described.gguf_config import ROPE_FACTORS, gguf_config
-from antiphon.config.described.gguf_tokenizer import gguf_tokenizer
-from antiphon.config.described.sentence_piece import piece_tokenizer
-from antiphon.config.described.tekken import tekken_tokenizer
 from antiphon.config.errors import ConfigError
-from antiphon.config.gguf_file import read_gguf
+from antiphon.model_card.chat_templates import MORE, TOKENIZER_CONFIG
+from antiphon.model_card.converted.gguf_config import ROPE_FACTORS, gguf_config
+from antiphon.model_card.converted.gguf_tokenizer import gguf_tokenizer
+from antiphon.model_card.converted.sentence_piece import piece_tokenizer
+from antiphon.model_card.converted.tekken import tekken_tokenizer
+from antiphon.model_card.gguf_header import read_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import ModelLocation, files_at, find_files
-from antiphon.config.tasks import Task, is_bidirectional
+from antiphon.model_card.files import ModelLocation, files_at, find_files
+from antiphon.model_card.tasks import Task, is_bidirectional
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.config.card import ModelCard
+    from antiphon.model_card.card import ModelCard
 
 T = TypeVar("T")
 

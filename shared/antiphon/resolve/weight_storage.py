@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.card import item_bytes
-from antiphon.config.memory import gib, weight_bytes
 from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.quantization import GPU_KERNELS, QuantizationConfig, choose_quantization
-from antiphon.config.resolved_value import ResolvedValue
+from antiphon.model_card.card import item_bytes
+from antiphon.model_card.memory import gib, weight_bytes
+from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.config.card import ModelCard
     from antiphon.config.settings import Settings
+    from antiphon.model_card.card import ModelCard
 
 
 class WeightStorage(msgspec.Struct, frozen=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.config.card import ModelCard, item_bytes
 from antiphon.config.model import Dtype, LinearFormat
-from antiphon.config.tasks import Task
+from antiphon.model_card.card import ModelCard, item_bytes
+from antiphon.model_card.tasks import Task
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
 """How linears are kept that take a byte a weight."""

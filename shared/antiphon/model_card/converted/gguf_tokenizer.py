@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from antiphon.config.described.splits import SPLITS, WHOLE_WORDS
-from antiphon.config.described.tokenizer_json import (
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.converted.splits import SPLITS, WHOLE_WORDS
+from antiphon.model_card.converted.tokenizer_json import (
     SPACE,
     Added,
     Json,
@@ -26,11 +27,10 @@ from antiphon.config.described.tokenizer_json import (
     replaced_spaces,
     tokenizer_json,
 )
-from antiphon.config.errors import ConfigError
-from antiphon.config.gguf_file import GgufHeader
+from antiphon.model_card.gguf_header import GgufHeader
 
 if TYPE_CHECKING:
-    from antiphon.config.gguf_file import Value
+    from antiphon.model_card.gguf_header import Value
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _OWN = 3, 4

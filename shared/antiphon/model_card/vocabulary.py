@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.described.tokenizer_json import byte_letters
+from antiphon.model_card.converted.tokenizer_json import byte_letters
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Writes which test shows which SGLang argument: `python -m antiphon.config.argument_tests`.
+"""Writes which test shows which SGLang argument: `python -m antiphon.config.sglang.argument_tests`.
 
 A test carries `@pytest.mark.argument("--flag")`, or a parameter made by `shows("--flag", ...)` of
 `tests.arguments`. The table is committed, since an installed package has no tests to look in.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.sglang import rows
+from antiphon.config.sglang.arguments import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

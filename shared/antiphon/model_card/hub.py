@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import gib
-from antiphon.config.model_files import weight_names
 from antiphon.config.models import MODELS
 from antiphon.config.sourced_value import nearest
+from antiphon.model_card.files import weight_names
+from antiphon.model_card.memory import gib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

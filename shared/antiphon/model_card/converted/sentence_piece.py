@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.described.tokenizer_json import (
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.converted.tokenizer_json import (
     Added,
     Json,
     bpe,
@@ -26,7 +27,6 @@ from antiphon.config.described.tokenizer_json import (
     tokenizer_json,
     unigram,
 )
-from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

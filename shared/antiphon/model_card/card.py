@@ -8,28 +8,34 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.longrope import Factors
 from antiphon.config.model import CacheDtype, Dtype
-from antiphon.config.model_fields import (
+from antiphon.config.quantization import QuantizationConfig
+from antiphon.model_card.config_json import (
     LEARNED_POSITIONS,
     PADDED_POSITIONS,
     REPEATED_KV,
     UNGATED_MLP,
     check_shape,
 )
-from antiphon.config.model_files import ModelFiles, ModelLocation, files_at
-from antiphon.config.quantization import QuantizationConfig
-from antiphon.config.quantization_file import read_quantization
-from antiphon.config.sparse import (
+from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
+from antiphon.model_card.longrope import Factors
+from antiphon.model_card.moe_mla import (
     ExpertsCard,
     LatentCard,
     SparseFields,
     experts_of,
     latent_of,
 )
-from antiphon.config.states import RecurrentStates, read_states
-from antiphon.config.tasks import Task, head_parameters, is_bidirectional, task_of, unused_prefixes
-from antiphon.config.weights import Weights, read_weights
+from antiphon.model_card.quantization_config import read_quantization
+from antiphon.model_card.recurrent_states import RecurrentStates, read_states
+from antiphon.model_card.tasks import (
+    Task,
+    head_parameters,
+    is_bidirectional,
+    task_of,
+    unused_prefixes,
+)
+from antiphon.model_card.weight_counts import Weights, read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

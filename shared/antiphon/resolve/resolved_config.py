@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import (
+from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.model_card.memory import (
     MemoryBudget,
     activation_bytes,
     gib,
     logits_bytes,
     prompt_logits_bytes,
 )
-from antiphon.config.model import CacheDtype, Dtype, LinearFormat
-from antiphon.config.pooling import Pooling, PoolMode
-from antiphon.config.resolved_value import ResolvedValue
-from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
-from antiphon.config.step_limits import BIDIRECTIONAL, resolve_step_limits
-from antiphon.config.tasks import Task
-from antiphon.config.weight_storage import WeightStorage, resolve_weight_storage
+from antiphon.model_card.pooling import Pooling, PoolMode
+from antiphon.model_card.tasks import Task
+from antiphon.resolve.resolved_value import ResolvedValue
+from antiphon.resolve.state_pool import OVERLAPPED, RUNNING, state_count
+from antiphon.resolve.step_limits import BIDIRECTIONAL, resolve_step_limits
+from antiphon.resolve.weight_storage import WeightStorage, resolve_weight_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.config.card import ModelCard
-    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
+    from antiphon.model_card.card import ModelCard
+    from antiphon.resolve.device import HostDevice
 
 _VALUE_WIDTH = 16
 """A longer value pushes its own reason aside, and no other."""

@@ -9,7 +9,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from antiphon.config.model_fields import Fields
+    from antiphon.model_card.config_json import Fields
 
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",

@@ -10,9 +10,9 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.longrope import Factors, longrope_factors, with_factors
-from antiphon.config.model_fields import complete_config
-from antiphon.config.text_model import text_model_config
+from antiphon.model_card.config_json import complete_config
+from antiphon.model_card.longrope import Factors, longrope_factors, with_factors
+from antiphon.model_card.text_model import text_model_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.resolved_value import ResolvedValue
+from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
-    from antiphon.config.card import ModelCard
-    from antiphon.config.device import HostDevice
     from antiphon.config.settings import Settings
+    from antiphon.model_card.card import ModelCard
+    from antiphon.resolve.device import HostDevice
 
 UNCHUNKED = -1
 """The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import gib
-from antiphon.config.resolved_value import ResolvedValue
+from antiphon.model_card.memory import gib
+from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
-    from antiphon.config.memory import MemoryBudget
     from antiphon.config.settings import Settings
+    from antiphon.model_card.memory import MemoryBudget
 
 RUNNING = 2
 """States of a running request: the one that its next row reads, and the one that it writes."""

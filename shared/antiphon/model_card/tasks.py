@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from antiphon.config.text_model import VISION_PREFIXES, is_multimodal
+from antiphon.model_card.text_model import VISION_PREFIXES, is_multimodal
 
 
 class Task(StrEnum):

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.gguf_file import read_gguf
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
-from antiphon.config.safetensors_file import read_header
-from antiphon.config.text_model import text_name
+from antiphon.model_card.gguf_header import read_gguf
+from antiphon.model_card.safetensors_header import read_header
+from antiphon.model_card.text_model import text_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from antiphon.config.model_files import ModelFiles
     from antiphon.config.quantization import QuantizationConfig
+    from antiphon.model_card.files import ModelFiles
 
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from antiphon import embedded
-from antiphon.config.chat_templates import choose_templates
-from antiphon.config.described.folder import (
+from antiphon.config.errors import ConfigError
+from antiphon.config.models import packaged
+from antiphon.model_card.chat_templates import choose_templates
+from antiphon.model_card.converted.folder import (
     PIECES,
     TEKKEN,
     TOKENIZER,
     gguf_folder,
     tokenizer_files_folder,
 )
-from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import ModelFiles, find_files, is_gguf
-from antiphon.config.models import packaged
-from antiphon.service.hub import fetch, is_hub_id, looks_like_id
-from antiphon.service.packaged import cached_path, is_cached, is_packaged
+from antiphon.model_card.files import ModelFiles, find_files, is_gguf
+from antiphon.model_card.hub import fetch, is_hub_id, looks_like_id
+from antiphon.model_card.packaged import cached_path, is_cached, is_packaged
 from antiphon.wire.ids import ModelName
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import WHITESPACE_MAX
-from antiphon.config.sglang import PARTLY_HELD
+from antiphon.config.sglang.arguments import PARTLY_HELD
 
 if TYPE_CHECKING:
-    from antiphon.config.sglang import SglangArgument
+    from antiphon.config.sglang.arguments import SglangArgument
     from antiphon.config.sourced_value import Value
 
 

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import gib
 from antiphon.config.models import packaged
+from antiphon.model_card.memory import gib
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.described.tokenizer_json import (
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.converted.tokenizer_json import (
     Added,
     Json,
     bpe,
@@ -22,7 +23,6 @@ from antiphon.config.described.tokenizer_json import (
     merges_by_rank,
     tokenizer_json,
 )
-from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,1 @@
+"""SGLang's arguments: names, values, aliases, and the reasons of those that are refused."""

@@ -1,0 +1,1 @@
+"""Reading of checkpoints: config files, headers, quantization, tokenizers and chat templates."""

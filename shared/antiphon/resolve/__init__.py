@@ -1,0 +1,1 @@
+"""Settings, model card and device become the resolved configuration, each value with its reason."""

@@ -1,1 +1,0 @@
-"""Parts that only tests use: a clock that is moved by hand, and a broker of their own."""

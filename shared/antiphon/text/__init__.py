@@ -1,0 +1,1 @@
+"""Text processing that several services share."""

@@ -1,1 +1,0 @@
-"""What the embedded model can do, one skill a file."""
