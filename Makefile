@@ -4,10 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 SERVICE ?= gateway
+PKG ?= gateway
+# The slowest tests of a run; what takes under a second is not listed.
+DURATIONS := --durations=15 --durations-min=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-tools run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs up down image
+.PHONY: help setup test-tools run chat fmt lint types arch tidy check test test-unit test-kernels test-faults test-long eval train \
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,13 +42,17 @@ tidy: setup  ## Registries, generated pages, folders
 	$(BIN)/pytest -q tests/tidy
 
 check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests, two at a time
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not system and not gpu and not long"
+	$(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long"
 
 test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
 	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py --test-tools
 
 test: check test-tools  ## Everything that CI runs
-	$(BIN)/pytest -q -m "system and not gpu and not long"
+	$(BIN)/pytest -q $(DURATIONS) -m "system and not gpu and not long"
+
+test-unit: setup  ## The fast tests of one package: PKG=gateway; ARGS are pytest's
+	@tests=$$($(BIN)/python -m tests.support.package_tests $(PKG)) && \
+	  $(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long" $(ARGS) $$tests
 
 test-kernels: setup  ## Operations against their references
 	$(BIN)/pytest -q tests/kernels tests/models
@@ -114,6 +121,9 @@ docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.gateway.parsing.reference
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
 	$(BIN)/python -m tests.support.status_page
+
+site: setup  ## Build the documentation site in site/; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 up:  ## Build and start the compose stack; its passwords are made the first time
 	@compose/secrets.sh
