@@ -85,9 +85,9 @@ def test_a_config_with_other_names_for_its_shape_says_which_are_missing(folder: 
     config = json.loads((folder / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name != "num_hidden_layers"}
     (folder / "config.json").write_text(json.dumps({**kept, "model_type": "mpt", "n_layers": 2}))
-    with pytest.raises(ModelLoadError, match="num_hidden_layers missing: a model of type mpt"):
+    with pytest.raises(ModelLoadError, match="num_hidden_layers missing: models of type mpt"):
         load(folder)
-    with pytest.raises(ConfigError, match="num_hidden_layers missing: a model of type mpt"):
+    with pytest.raises(ConfigError, match="num_hidden_layers missing: models of type mpt"):
         read_card(folder)
 
 

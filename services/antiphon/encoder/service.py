@@ -165,7 +165,7 @@ def _open(settings: Settings) -> VisionModel:
         from antiphon.encoder.model import open_model  # noqa: PLC0415
     except ImportError as error:
         raise CannotStart(
-            f"encoder.model_path needs the extra antiphon[encoder]: {error}"
+            f"encoder.model_path requires the extra antiphon[encoder]: {error}"
         ) from error
     try:
         model = open_model(settings)
@@ -174,6 +174,7 @@ def _open(settings: Settings) -> VisionModel:
     limit = settings.encoder.claims_bytes_max
     if model.embedding_bytes > limit:
         raise CannotStart(
-            f"encoder.claims_bytes_max = {limit}: an embedding has {model.embedding_bytes} bytes"
+            f"encoder.claims_bytes_max = {limit}: must be at least {model.embedding_bytes}, the "
+            "bytes of one embedding"
         )
     return model

@@ -211,9 +211,11 @@ class Bus:
         finally:
             del self._pending[key]
         if packet is None:
-            raise ReplyLost(f"the link dropped while {name} was asked", retry_after_s=1.0)
+            raise ReplyLost(
+                f"the NATS connection was lost during a call of {name}", retry_after_s=1.0
+            )
         if packet.nobody:
-            raise NoResponders(f"nobody serves {name}", retry_after_s=1.0)
+            raise NoResponders(f"no process serves {name}", retry_after_s=1.0)
         return packet.data
 
     @contextmanager

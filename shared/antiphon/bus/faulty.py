@@ -124,14 +124,14 @@ class FaultyTransport:
     def _count_call(self) -> None:
         call, self.calls = self.calls, self.calls + 1
         if call == self._fail_at_call:
-            raise BusDown("the link to the broker is down (on purpose)", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down (injected fault)", retry_after_s=1.0)
 
     def _check(self, data: bytes) -> None:
         """Refuse what the inner transport would refuse, had we not dropped or held it."""
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
         if not self.link.up:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down", retry_after_s=1.0)
 
     def _hits(self, share: float) -> bool:
         return share > 0 and self._random.random() < share

@@ -166,7 +166,7 @@ class MemoryTransport:
 
     def _check_link(self) -> None:
         if not self._link.up:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down", retry_after_s=1.0)
 
 
 class MemorySubscription:

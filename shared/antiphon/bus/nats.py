@@ -121,12 +121,12 @@ class NatsTransport:
         if len(data) > self._payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
         if not self._link.up:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down", retry_after_s=1.0)
         wire = self._connection.writer
         if wire is None:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down", retry_after_s=1.0)
         if wire.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
-            raise BusDown("the broker reads nothing", retry_after_s=1.0)
+            raise BusDown("the NATS server does not read", retry_after_s=1.0)
         self._connection.send(wire, subject, data, reply, headers)
 
     async def subscribe(
@@ -153,11 +153,11 @@ class NatsTransport:
             async with asyncio.timeout(timeout_s):
                 await self._connection.flush()
         except (TimeoutError, nats.errors.Error, OSError) as error:
-            raise BusDown("the broker has not read everything", retry_after_s=1.0) from error
+            raise BusDown("the NATS server has not read all messages", retry_after_s=1.0) from error
         if not (
             self._link.up and self._connection.is_connected and self._link.connect_count == joins
         ):
-            raise BusDown("the link to the broker dropped", retry_after_s=1.0)
+            raise BusDown("the NATS connection was lost", retry_after_s=1.0)
 
     async def _subscribe_queued(
         self, subject: str, receive: PacketCallback, queue: str | None

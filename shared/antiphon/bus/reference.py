@@ -26,21 +26,21 @@ HEAD = """# The bus
 
 <!-- Written by `python -m antiphon.bus.reference`; change antiphon.wire. -->
 
-Every subject stands behind `<cluster>.v1.`. A feed is published and not answered; a call is
+All subjects have the prefix `<cluster>.v1.`. A feed is published without a reply; a call is
 answered with one of its replies or an `ErrorReply`. Messages are MessagePack maps with the name of
-their type under `type`; NATS clients may speak JSON instead, and are answered in kind. A field
-with a default is left out where it has it.
+their type under `type`; NATS clients may use JSON instead and get JSON replies. Fields that have
+their default value are omitted.
 """
 
 BUCKETS_HEAD = """
 ## Buckets
 
-What outlives its request lies in key-value buckets of JetStream, `<cluster>_<bucket>`. Each is read
-and written by one kind of service.
+Data that outlives a request is stored in JetStream key-value buckets, `<cluster>_<bucket>`. Each
+bucket is read and written by one kind of service.
 """
 
 SPREADS = {
-    DeliveryMode.DIRECT: "the one that is named or leads",
+    DeliveryMode.DIRECT: "the named instance or the leader",
     DeliveryMode.QUEUE: "any one",
     DeliveryMode.ALL: "all",
 }
@@ -61,7 +61,7 @@ def page() -> str:
 
 def _buckets() -> Iterator[str]:
     rows = [(f"`{one.name}`", str(one.owner), one.keys, one.holds) for one in BUCKETS]
-    return table(("bucket", "owner", "key", "what lies there"), rows)
+    return table(("bucket", "owner", "key", "contents"), rows)
 
 
 def every_message() -> Sequence[type[Message]]:

@@ -238,7 +238,7 @@ class KeyValueStore:
             "bucket refused",
             extra={"bucket": self._stream, "reason": answer.error.description},
         )
-        raise Unavailable("what is to be kept cannot be kept now", retry_after_s=1.0)
+        raise Unavailable("the record cannot be stored now", retry_after_s=1.0)
 
     def _subject(self, *key: str) -> str:
         return self._bucket.subject(self._bus.cluster, *key)

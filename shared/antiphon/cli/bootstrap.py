@@ -62,8 +62,8 @@ def check_platform() -> None:
         )
     if platform.system() != "Linux":
         raise CannotSetUp(
-            f"set up by hand on {platform.system()}: this script knows Debian and Ubuntu. "
-            "Create .venv, then pip install -e '.[dev]' in it, and put nats-server "
+            f"manual setup required on {platform.system()}: this script supports Debian and "
+            "Ubuntu only. Create .venv, then pip install -e '.[dev]' in it, and put nats-server "
             f"({NATS_DOWNLOADS}) on the PATH."
         )
 
@@ -128,7 +128,7 @@ def pip_install(arguments: "list[str]") -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
     pip = [str(PIP), "install", "--quiet", "--disable-pip-version-check"]
     if not succeeds([*pip, *extra, *arguments]):
-        raise CannotSetUp("pip failed, see above. PIP_ARGS passes it other options.")
+        raise CannotSetUp("pip failed, see above. Pass options to pip with PIP_ARGS.")
 
 
 def build_kernels() -> None:

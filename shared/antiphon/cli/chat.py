@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 KEY_VARIABLE = "ANTIPHON_ACCESS__API_KEY"
-HELP = "Enter sends, /reset starts anew, /help prints this, /exit leaves, Ctrl-C stops an answer."
+HELP = "Enter sends, /reset starts over, /help prints this, /exit quits, Ctrl-C stops a response."
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ def _run_conversation(conversation: Conversation, runner: asyncio.Runner, consol
                 conversation.reset()
                 print_notice(console, "a new conversation")
             case _ if line.startswith("/"):
-                print_notice(console, f"no such command. {HELP}")
+                print_notice(console, f"unknown command. {HELP}")
             case _:
                 _turn(conversation, line, runner, console)
 
@@ -162,16 +162,20 @@ def _turn(conversation: Conversation, line: str, runner: asyncio.Runner, console
 
 
 def _options(argv: Sequence[str]) -> ChatOptions:
-    parser = Parser("antiphon chat", f"Talk to a running server. {HELP}")
-    parser.add_argument("--url", help="the server [default http://127.0.0.1:30000]")
-    parser.add_argument("--model", metavar="NAME", help="unset: the first that the server names")
-    parser.add_argument("--message", metavar="TEXT", help="say this, print the answer and leave")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--max-tokens", metavar="N", help="longest answer")
-    parser.add_argument("--temperature", metavar="X", help="0 always takes the likeliest token")
-    parser.add_argument("--api-key", metavar="KEY", help=f"unset: that of {KEY_VARIABLE}, if any")
+    parser = Parser("antiphon chat", f"Chat with a running server. {HELP}")
+    parser.add_argument("--url", help="URL of the server [default http://127.0.0.1:30000]")
     parser.add_argument(
-        "--ca-certs", metavar="FILE", help="authorities of an https server; unset: the system's"
+        "--model", metavar="NAME", help="model name; unset: the first one the server lists"
+    )
+    parser.add_argument(
+        "--message", metavar="TEXT", help="send this message, print the response and exit"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--max-tokens", metavar="N", help="maximum length of a response, in tokens")
+    parser.add_argument("--temperature", metavar="X", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key; unset: from {KEY_VARIABLE}")
+    parser.add_argument(
+        "--ca-certs", metavar="FILE", help="CA certificates of an https server; unset: the system's"
     )
     plain = parser.parse(argv).plain
     plain.setdefault("api_key", load().settings.access.api_key)
@@ -191,7 +195,7 @@ def server_url(text: str) -> str:
     """
     url = text if "://" in text else f"http://{text}"
     if not _URL.fullmatch(url) or not _has_host(url):
-        raise ConfigError(f"--url {text}: must be like http://127.0.0.1:30000")
+        raise ConfigError(f"--url {text}: must be an HTTP URL, such as http://127.0.0.1:30000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -52,9 +52,9 @@ async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> s
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unreachable(url, error) from error
         except msgspec.DecodeError as error:
-            raise ChatFailed(f"{url} is no server that we can talk to: {error}") from error
+            raise ChatFailed(f"{url} is not a compatible server: {error}") from error
     if not models.data:
-        raise ChatFailed(f"{url} serves no model")
+        raise ChatFailed(f"{url} has no models")
     return models.data[0].id
 
 
@@ -80,7 +80,7 @@ async def complete(
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unreachable(url, error) from error
         except msgspec.DecodeError as error:
-            raise ChatFailed(f"{url} sent what we cannot read: {error}") from error
+            raise ChatFailed(f"{url} sent an invalid response: {error}") from error
 
 
 class _Delta(msgspec.Struct):
@@ -133,7 +133,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         reason = msgspec.json.decode(body, type=_Refusal).error.message
     except msgspec.DecodeError:
         reason = response.reason or "no reason given"
-    raise ChatFailed(f"the server refused ({response.status}): {reason}")
+    raise ChatFailed(f"the server rejected the request ({response.status}): {reason}")
 
 
 async def _read_events(response: aiohttp.ClientResponse, on_text: Callable[[str], None]) -> None:
@@ -145,19 +145,19 @@ async def _read_events(response: aiohttp.ClientResponse, on_text: Callable[[str]
             return
         event = msgspec.json.decode(data, type=_Event)
         if event.error is not None:
-            raise ChatFailed(f"the server failed: {event.error.message}")
+            raise ChatFailed(f"server error: {event.error.message}")
         for choice in event.choices:
             on_text(choice.delta.content or "")
-    raise ChatFailed("the answer broke off: the server closed the connection")
+    raise ChatFailed("incomplete response: the server closed the connection")
 
 
 def _unreachable(url: str, error: Exception) -> ChatFailed:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         text = f"the certificate of {url} is not trusted: {error}"
-        return ChatFailed(f"{text}; name its authority by --ca-certs")
+        return ChatFailed(f"{text}; set --ca-certs to its CA certificate")
     if isinstance(error, aiohttp.ClientConnectorSSLError):
-        return ChatFailed(f"{url} does not speak TLS, or not with us: {error}")
+        return ChatFailed(f"TLS handshake with {url} failed: {error}")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return ChatFailed(f"no server answers at {url}; start one with: antiphon serve")
+        return ChatFailed(f"no server responds at {url}; start one with: antiphon serve")
     reason = str(error) or type(error).__name__
-    return ChatFailed(f"the connection to {url} broke: {reason}")
+    return ChatFailed(f"connection to {url} lost: {reason}")

@@ -29,10 +29,10 @@ class Command(msgspec.Struct, frozen=True):
 
 COMMANDS = {
     "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
-    "chat": Command("antiphon.cli.chat:main", "talk to a running server in the terminal"),
-    "models": Command("antiphon.cli.models:main", "list the models that have a short name"),
-    "config": Command("antiphon.cli.settings:main", "print the settings and where each comes from"),
-    "replay": Command("antiphon.cli.replay:main", "run a worker's recorded plans again"),
+    "chat": Command("antiphon.cli.chat:main", "chat with a running server in the terminal"),
+    "models": Command("antiphon.cli.models:main", "list models with a short name"),
+    "config": Command("antiphon.cli.settings:main", "print the settings and their sources"),
+    "replay": Command("antiphon.cli.replay:main", "replay the recorded step plans of a worker"),
     "version": Command("antiphon.cli.version:main", "print the version"),
 }
 
@@ -61,7 +61,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: antiphon COMMAND ...", "", *lines, "", "antiphon COMMAND --help says more"]
+        ["usage: antiphon COMMAND ...", "", *lines, "", "Run antiphon COMMAND --help for details."]
     )
 
 

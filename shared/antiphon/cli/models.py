@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Print a line a model."""
     Parser(
-        "antiphon models", "List the models that have a short name, with size, licence and source."
+        "antiphon models", "List models with a short name, with size, licence and source."
     ).parse_none(argv)
     rows = [("NAME", "MODEL", "SIZE", "LICENCE", "SOURCE")]
     for name, model in MODELS.items():

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until interrupted."""
-    summary = "Start NATS and every service on this machine. SGLang's arguments work too."
+    summary = "Start NATS and every service on this machine. SGLang's arguments are accepted too."
     return serve(load_arguments("antiphon serve", summary, argv).settings)

@@ -16,48 +16,52 @@ _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+")
 
 
 class AccessConfig(Config):
-    """Keys and tenants; see docs/access.md."""
+    """API keys, tenants and CORS; see docs/access.md."""
 
     api_key: Annotated[
         Key,
         Help(
-            "Key that every call but probes must show, unless it shows another that is known; "
-            "empty: none is asked for, without a keys file."
+            "API key required for all calls except probes, unless the call has another known key; "
+            "empty: no key is required without a keys file."
         ),
         Secret(),
     ] = ""
     admin_api_key: Annotated[
         Key,
-        Help("Key of an operator. Where it is set, no other one flushes, pauses or aborts."),
+        Help(
+            "API key of operators. If it is set, only calls with this key may flush, pause or "
+            "abort."
+        ),
         Secret(),
     ] = ""
     reasoning_key: Annotated[
         Key,
         Help(
-            "Secret that seals reasoning which clients of /v1/responses carry, the same at every "
-            "gateway; empty: made from admin_api_key, else one that lasts as long as the process."
+            "Secret that encrypts the reasoning items clients of /v1/responses send back, "
+            "identical at all gateways; empty: derived from admin_api_key, else random for each "
+            "process."
         ),
         Secret(),
     ] = ""
     keys_file: Annotated[
         str,
         Help(
-            "TOML or JSON file with tenants, the hashes of their keys and their limits; read "
-            "again when it changes. Empty: there are no tenants."
+            "TOML or JSON file with tenants, the hashes of their keys and their limits; reloaded "
+            "when it changes. Empty: no tenants."
         ),
     ] = ""
     share_prefix_cache: Annotated[
         bool,
         Help(
-            "Whether tenants find each other's cached prefixes. Otherwise each finds its own only, "
-            "and cannot measure what others have asked."
+            "Whether tenants share cached prefixes. Otherwise each tenant only uses its own and "
+            "cannot detect what others have sent by measuring latency."
         ),
     ] = False
     allowed_origins: Annotated[
         str,
         Help(
-            "Origins whose web pages may call (`https://a.example`), comma-separated, or `*`; "
-            "empty: none."
+            "Origins that may call the API from web pages (CORS), such as `https://a.example`, "
+            "comma-separated, or `*`; empty: none."
         ),
     ] = ""
 
@@ -65,7 +69,7 @@ class AccessConfig(Config):
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed_origins: {origin!r} is no origin; one is written https://host:port"
+                    f"allowed_origins: {origin!r} is not an origin; expected https://host:port or *"
                 )
 
     @property

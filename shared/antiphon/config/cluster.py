@@ -10,30 +10,39 @@ from antiphon.config.schema import Config, Help, Tokens
 
 
 class ClusterConfig(Config):
-    """What must be the same everywhere; a peer with another digest is refused."""
+    """Settings that all processes of a cluster share; peers with other values are rejected."""
 
     name: Annotated[
         Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$", max_length=64)],
-        Help("First token of every subject; clusters with different names do not meet."),
+        Help(
+            "Name of the cluster and first token of every NATS subject; clusters with different "
+            "names are isolated from each other."
+        ),
     ] = "antiphon"
     model: Annotated[
         str,
         Help(
-            "Name that clients ask for, and aliases of it behind commas; empty means the name of "
-            "the model folder."
+            "Model name in the API, optionally followed by comma-separated aliases; empty: the "
+            "name of the model folder."
         ),
     ] = ""
     model_digest: Annotated[
-        str, Help("SHA-256 of the model's content, verified by whoever loads it; empty: not.")
+        str,
+        Help(
+            "SHA-256 digest of the model files, verified when a worker loads them; empty: not "
+            "verified."
+        ),
     ] = ""
-    page_tokens: Annotated[Tokens, Help("Tokens of one KV page.")] = 16
-    hash_salt: Annotated[str, Help("Goes into every page digest; change it to forget pages.")] = ""
+    page_tokens: Annotated[Tokens, Help("Number of tokens in one KV cache page.")] = 16
+    hash_salt: Annotated[
+        str, Help("Salt of the page hashes; changing it invalidates all cached prefixes.")
+    ] = ""
 
     def __post_init__(self) -> None:
         if self.model and not all(self.names):
-            raise ValueError(f"model is {self.model!r}: there is no name between two commas")
+            raise ValueError(f"model = {self.model!r}: empty name between two commas")
         if len(set(self.names)) < len(self.names):
-            raise ValueError(f"model is {self.model!r}: a name stands twice")
+            raise ValueError(f"model = {self.model!r}: duplicate name")
 
     @property
     def names(self) -> tuple[str, ...]:

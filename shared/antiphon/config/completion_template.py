@@ -43,7 +43,7 @@ def check_name(said: str) -> None:
     names = [template.name for template in TEMPLATES]
     if said and said not in names and not said.endswith(_FILE):
         raise ValueError(
-            f"completion_template {said!r} is none of {', '.join(names)}, nor a {_FILE} file"
+            f"completion_template = {said!r}: must be {', '.join(names)} or a {_FILE} file"
         )
 
 

@@ -8,6 +8,6 @@ from antiphon.config.schema import Config, Help, Requests
 
 
 class DetokenizerConfig(Config):
-    """Ids to text."""
+    """Detokenization."""
 
-    requests_max: Annotated[Requests, Help("Most live requests.")] = 8192
+    requests_max: Annotated[Requests, Help("Maximum number of concurrent requests.")] = 8192

@@ -158,7 +158,7 @@ def _bounds(type_: inspect.Type) -> str:
         limits = {
             "of length >=": type_.min_length,
             "of length <=": type_.max_length,
-            "like": type_.pattern,
+            "matching": type_.pattern,
         }
     return ", ".join(
         # 0 and 0.0 are one bound: typing gives whichever was imported first.

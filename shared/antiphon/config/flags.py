@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         """
         for argument in argv:
             if (ours := self.foreign.get(argument.partition("=")[0])) is not None:
-                raise ConfigError(f"{argument}: no such argument; it is {ours} here")
+                raise ConfigError(f"{argument}: no such argument; use {ours}")
         namespace, rest = self.parse_known_args(list(argv))
         if rest:
             known = (flag for action in self._actions for flag in action.option_strings)
@@ -122,7 +122,7 @@ class _StoreText(argparse.Action):
             raise ConfigError(f"{flag} {values}: refused: {reason}")
         before = getattr(namespace, self.dest, None)
         if isinstance(before, TypedText) and not before.flag.startswith("-"):
-            raise ConfigError(f"{before.text}: the model is given by {flag} already")
+            raise ConfigError(f"{before.text}: {flag} already sets the model; give one of them")
         setattr(namespace, self.dest, TypedText(values, flag))
 
 

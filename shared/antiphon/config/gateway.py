@@ -27,107 +27,129 @@ class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GatewayConfig(Config):
-    """The HTTP server and what it lets in."""
+    """The HTTP server: addresses, TLS, limits and defaults of requests."""
 
     host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
-    port: Annotated[Port, Help("Port of the HTTP API; taken means an error that names it.")] = 30000
+    port: Annotated[Port, Help("Port of the HTTP API; startup fails if it is in use.")] = 30000
     root_path: Annotated[
         str,
         Help(
             "Path prefix under which a proxy serves the API, such as /llm: paths are served with "
-            "it and without it, and links and the OpenAPI document name it. Empty: none."
+            "and without it, and links and the OpenAPI document include it. Empty: none."
         ),
     ] = ""
     ssl_certfile: Annotated[
-        str, Help("PEM file with the TLS certificate and its chain; empty: the API is plain HTTP.")
+        str, Help("PEM file with the TLS certificate and its chain; empty: plain HTTP.")
     ] = ""
     ssl_keyfile: Annotated[
-        str, Help("PEM file with the key of the certificate; empty: it is in ssl_certfile.")
+        str,
+        Help(
+            "PEM file with the private key of the certificate; empty: the key is in ssl_certfile."
+        ),
     ] = ""
     ssl_keyfile_password: Annotated[
-        str, Help("Password of the key file; comes by environment only."), Secret()
+        str, Help("Password of the private key file; read from the environment only."), Secret()
     ] = ""
     ssl_ca_certs: Annotated[
         str,
         Help(
-            "PEM file with the authorities that certificates of clients are verified by; a client "
-            "without a certificate is let in unless ssl_client_required is set."
+            "PEM file with the CA certificates that client certificates are verified against; "
+            "clients without a certificate are accepted unless ssl_client_required is set."
         ),
     ] = ""
     ssl_client_required: Annotated[
-        bool, Help("Whether each client must show a certificate of ssl_ca_certs (mutual TLS).")
+        bool,
+        Help("Whether clients must present a certificate signed by ssl_ca_certs (mutual TLS)."),
     ] = False
-    body_bytes_max: Annotated[Bytes, Help("Largest request body.")] = 8 * 1024 * 1024
+    body_bytes_max: Annotated[Bytes, Help("Maximum size of a request body, in bytes.")] = (
+        8 * 1024 * 1024
+    )
     header_bytes_max: Annotated[
-        Bytes, Help("Most bytes in the headers of a request together, and in its path.")
+        Bytes,
+        Help("Maximum size of all request headers together, and of the request path, in bytes."),
     ] = 16 * 1024
     # All of them stand in one message, twice a second, at 134 bytes each.
-    requests_max: Annotated[Requests, Help("Most open requests; one more is a 503.")] = 1024
+    requests_max: Annotated[
+        Requests, Help("Maximum number of open requests; further requests get a 503.")
+    ] = 1024
     unread_bytes_max: Annotated[
         Bytes,
         Help(
-            "Most text and details that wait for a slow reader; then its request ends. Details of "
-            "the prompt come at once, so they may be more for some seconds."
+            "Maximum output buffered for a slow client, in bytes; beyond it the request is "
+            "aborted. Prompt logprobs arrive at once and may exceed it for some seconds."
         ),
     ] = 1024 * 1024
     details_bytes_max: Annotated[
         Bytes,
         Help(
-            "Most bytes of log-probabilities, ids and hidden states that the answers to one body "
-            "may come to, counted from what it asks for before it runs; more is a 400."
+            "Maximum size of the logprobs, token IDs and hidden states in the responses to one "
+            "body, in bytes, estimated before the request runs; larger ones get a 400."
         ),
     ] = 256 * 1024 * 1024
-    request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
+    request_timeout_s: Annotated[Seconds, Help("Default deadline of a request, in seconds.")] = (
+        600.0
+    )
     allow_auto_truncate: Annotated[
         bool,
         Help(
-            "Whether a prompt that is longer than the context loses its end, and max_new_tokens "
-            "is lowered to what the context leaves; else such a request is a 400."
+            "Whether prompts longer than the context are truncated at the end, and max_new_tokens "
+            "is lowered to fit; otherwise such requests get a 400."
         ),
     ] = False
     cache_report: Annotated[
-        bool, Help("Whether the usage of an answer names the prompt tokens found in the cache.")
+        bool, Help("Whether usage includes the number of cached prompt tokens.")
     ] = False
     stream_output: Annotated[
-        bool, Help("Whether a stream of /generate tells what is new, not all so far.")
+        bool,
+        Help("Whether streams of /generate send only new output instead of all output so far."),
     ] = False
     stream_usage: Annotated[
-        bool, Help("Whether OpenAI streams end with a usage chunk unless the request says no.")
+        bool,
+        Help("Whether OpenAI streams end with a usage chunk by default; requests can turn it off."),
     ] = False
     sampling_defaults: Annotated[
         Literal["model", "openai"],
-        Help("Sampling parameters of requests that name none: the model's, or OpenAI's."),
+        Help(
+            "Source of default sampling parameters: the model's generation config, or OpenAI's "
+            "defaults."
+        ),
     ] = "model"
     preferred_sampling: Annotated[
         str,
         Help(
             "Sampling defaults as a JSON object with temperature, top_p, top_k, min_p, "
-            "repetition_penalty and max_new_tokens, for requests that do not set them; they win "
-            "over the model's own."
+            "repetition_penalty and max_new_tokens, for requests that do not set them; they "
+            "override the model's defaults."
         ),
     ] = "{}"
     chat_template_kwargs: Annotated[
         str,
         Help(
-            "JSON object with variables of the chat template for every request; the "
-            "chat_template_kwargs of a request replace them key by key."
+            "JSON object with chat template variables for every request; the chat_template_kwargs "
+            "of a request override them key by key."
         ),
     ] = "{}"
     tool_call_parser: Annotated[
         ToolParser,
-        Help("How the model writes calls; auto sees it in the chat template where it is certain."),
+        Help(
+            "Parser of the model's tool calls; auto detects it from the chat template where the "
+            "format is unambiguous."
+        ),
     ] = ToolParser.AUTO
     reasoning_parser: Annotated[
         ReasoningParser,
         Help(
-            "How the model marks its thinking; auto sees it in the chat template where it is "
-            "certain, none leaves thinking in the content."
+            "Parser of the model's reasoning; auto detects it from the chat template where the "
+            "format is unambiguous, none leaves reasoning in the content."
         ),
     ] = ReasoningParser.AUTO
     encode_hedge_s: Annotated[
-        Seconds, Help("Pause before a second tokenizer is asked the same.")
+        Seconds, Help("Delay before the same text is sent to a second tokenizer, in seconds.")
     ] = 0.1
-    open_list_s: Annotated[Seconds, Help("Pause between whole open lists.")] = 0.5
+    open_list_s: Annotated[
+        Seconds,
+        Help("Interval between complete lists of open requests sent to the cluster, in seconds."),
+    ] = 0.5
 
     def __post_init__(self) -> None:
         if _ROOT_PATH.fullmatch(self.root_path) is None:

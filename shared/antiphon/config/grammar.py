@@ -16,41 +16,57 @@ Properties = Annotated[int, Meta(ge=1, extra={"unit": "properties"})]
 
 
 class GrammarConfig(Config):
-    """Answers of a given form: JSON of a schema, text of a regular expression or a grammar."""
+    """Structured output: JSON schemas, regular expressions and grammars."""
 
     backend: Annotated[
-        Literal["xgrammar", "none"], Help("What compiles grammars; none refuses them.")
+        Literal["xgrammar", "none"],
+        Help("Backend that compiles grammars; none rejects requests with a grammar."),
     ] = "xgrammar"
     whitespace_max: Annotated[
         Characters,
-        Help("Most white space between two parts of JSON; without a bound it may never end."),
+        Help(
+            "Maximum whitespace between two JSON tokens, in characters; without a limit, a model "
+            "may generate whitespace forever."
+        ),
     ] = 20
     compact_json: Annotated[
-        bool, Help("JSON on one line: one space after commas and colons, none elsewhere.")
+        bool,
+        Help(
+            "Whether JSON is generated on one line, with one space after commas and colons and no "
+            "other whitespace."
+        ),
     ] = False
     compile_timeout_s: Annotated[
-        Seconds, Help("A grammar that takes longer to compile is refused for a while.")
+        Seconds,
+        Help(
+            "Timeout of compiling a grammar, in seconds; a grammar that exceeds it is rejected "
+            "for a while."
+        ),
     ] = 10.0
     properties_max: Annotated[
         Properties,
         Help(
-            "Maximum number of properties of a JSON schema, those of all its objects together; "
-            "checked before it is compiled."
+            "Maximum number of properties in a JSON schema, over all its objects; checked before "
+            "compilation."
         ),
     ] = 1000
     follow_timeout_s: Annotated[
-        Seconds, Help("An answer of which one token takes longer to follow ends as overloaded.")
+        Seconds,
+        Help(
+            "Timeout of advancing the grammar by one token, in seconds; a request that exceeds it "
+            "ends as overloaded."
+        ),
     ] = 10.0
     workers: Annotated[
         Threads,
         Help(
-            "Grammars compiled at once, at low priority, and one more of a tenant that has none "
-            "among them; tenants take turns."
+            "Number of grammars compiled concurrently, at low priority; one more is compiled for "
+            "a tenant that has none in progress. Tenants take turns."
         ),
     ] = 1
     cache_entries: Annotated[
-        Entries, Help("Most compiled grammars kept, those that do not compile included.")
+        Entries, Help("Maximum number of cached compilation results, including errors.")
     ] = 256
-    cache_bytes: Annotated[Bytes, Help("Most memory that compiled grammars take, about.")] = (
-        256 * 1024**2
-    )
+    cache_bytes: Annotated[
+        Bytes, Help("Maximum memory of compiled grammars, in bytes (approximate).")
+    ] = 256 * 1024**2

@@ -56,9 +56,11 @@ def load_process(argv: Sequence[str] | None = None) -> ProcessArguments:
     parser = Parser(description="Start one service of an Antiphon cluster.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     parser.add_argument(
-        "--instance", metavar="NAME", help="name of this process; unset: host name and pid"
+        "--instance", metavar="NAME", help="name of this process; unset: host name and process ID"
     )
-    parser.add_argument("--parent-pid", metavar="PID", help="end when this process ends")
+    parser.add_argument(
+        "--parent-pid", metavar="PID", help="process ID; exit when that process exits"
+    )
     add_settings(parser)
     typed = parser.parse(sys.argv[1:] if argv is None else argv)
     return ProcessArguments(
@@ -160,5 +162,5 @@ def _pid(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--parent-pid: {text!r}: must be a process id")
+        raise ConfigError(f"--parent-pid: {text!r}: must be a process ID, an integer >= 1")
     return int(text)

@@ -21,30 +21,31 @@ class LoadFormat(StrEnum):
 
 
 class LoadConfig(Config):
-    """Where weights come from and how they are read."""
+    """Download, verification and loading of the weights."""
 
     format: Annotated[
         LoadFormat,
         Help(
-            "Format of the weights: safetensors, torch's own (.bin, .pt) or GGUF; auto looks for "
-            "them in this order. dummy reads none and draws them, the same ones each time."
+            "Format of the weights: safetensors, PyTorch (.bin, .pt) or GGUF; auto takes the "
+            "first one found, in this order. dummy reads no files and generates reproducible "
+            "random weights."
         ),
     ] = LoadFormat.AUTO
     revision: Annotated[
-        str, Help("Branch, tag or commit of a model of the Hugging Face hub; empty: main.")
+        str, Help("Branch, tag or commit of a Hugging Face model; empty: main.")
     ] = ""
     download_folder: Annotated[
         str,
         Help(
-            "Where fetched models are kept; empty: the hub's own cache (see HF_HOME) for its "
-            "models, ~/.cache/antiphon for those with a short name."
+            "Folder for downloaded models; empty: the Hugging Face cache (see HF_HOME) for models "
+            "of the hub, ~/.cache/antiphon for models with a short name."
         ),
     ] = ""
     offline: Annotated[
         bool,
         Help(
-            "Use only models that are in the cache, and fetch none; HF_HUB_OFFLINE=1 does so for "
-            "models of the hub."
+            "Whether only cached models are used and nothing is downloaded; HF_HUB_OFFLINE=1 has "
+            "the same effect for models of the hub."
         ),
     ] = False
     config_overrides: Annotated[
@@ -53,16 +54,21 @@ class LoadConfig(Config):
     checksum: Annotated[
         str,
         Help(
-            "What the files are compared with: a JSON file of SHA-256 sums, a model of the hub, "
-            "or `hub` for the one of model.path; empty: nothing."
+            "Source of the checksums that model files are verified against: a JSON file of "
+            "SHA-256 sums, a Hugging Face model ID, or `hub` for the model of model.path; empty: "
+            "no verification."
         ),
     ] = ""
     mmap: Annotated[
-        bool, Help("Map files into memory; off copies them, for file systems that map badly.")
+        bool,
+        Help(
+            "Whether weight files are memory-mapped; without it they are copied, for file systems "
+            "where mmap is slow."
+        ),
     ] = True
 
     def __post_init__(self) -> None:
         try:
             msgspec.json.decode(self.config_overrides, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError as error:
-            raise ValueError(f"config_overrides is no JSON object: {error}") from error
+            raise ValueError(f"config_overrides: must be a JSON object: {error}") from error

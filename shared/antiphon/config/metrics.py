@@ -25,29 +25,45 @@ _TAKEN = frozenset(
 
 
 class MetricsConfig(Config):
-    """Metrics: their buckets and labels. Lists are written with commas or spaces."""
+    """Buckets and labels of metrics. Lists are separated by commas or spaces."""
 
     time_to_first_token_buckets: Annotated[
-        str, Help("Bucket bounds of `time_to_first_token_seconds`, ascending; empty: built in.")
+        str,
+        Help(
+            "Buckets of `time_to_first_token_seconds`: ascending upper bounds in seconds; empty: "
+            "built-in buckets."
+        ),
     ] = ""
     inter_token_latency_buckets: Annotated[
-        str, Help("Bucket bounds of `inter_token_latency_seconds`, ascending; empty: built in.")
+        str,
+        Help(
+            "Buckets of `inter_token_latency_seconds`: ascending upper bounds in seconds; empty: "
+            "built-in buckets."
+        ),
     ] = ""
     e2e_request_latency_buckets: Annotated[
-        str, Help("Bucket bounds of `e2e_request_latency_seconds`, ascending; empty: built in.")
+        str,
+        Help(
+            "Buckets of `e2e_request_latency_seconds`: ascending upper bounds in seconds; empty: "
+            "built-in buckets."
+        ),
     ] = ""
     tokens_histogram: Annotated[
-        bool, Help("Whether prompt and generation tokens of requests are collected as histograms.")
+        bool, Help("Whether histograms of prompt and generation tokens per request are collected.")
     ] = False
     prompt_tokens_buckets: Annotated[
         str,
         Help(
-            "Bucket bounds of `prompt_tokens_histogram`: `default`, `tse MIDDLE BASE COUNT` (two "
-            "sides of exponential distances) or `custom BOUND ...`."
+            "Buckets of `prompt_tokens_histogram`: `default`, `tse MIDDLE BASE COUNT` (two-sided "
+            "exponential) or `custom BOUND ...`, in tokens."
         ),
     ] = "default"
     generation_tokens_buckets: Annotated[
-        str, Help("Bucket bounds of `generation_tokens_histogram`, written likewise.")
+        str,
+        Help(
+            "Buckets of `generation_tokens_histogram`, in the same format as "
+            "metrics.prompt_tokens_buckets."
+        ),
     ] = "default"
     custom_labels_header: Annotated[
         str, Help("HTTP header with the custom labels of a request, as a JSON object.")
@@ -56,10 +72,10 @@ class MetricsConfig(Config):
         str, Help("Names of the custom labels that requests may set; empty: none.")
     ] = ""
     extra_labels: Annotated[
-        str, Help("JSON object of labels and values that every metric of the model gets.")
+        str, Help("JSON object of labels and values added to every metric of the model.")
     ] = ""
     by_worker: Annotated[
-        bool, Help("Whether the metrics of each worker are shown apart, not added up.")
+        bool, Help("Whether metrics are reported per worker instead of summed over all workers.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -72,17 +88,21 @@ class MetricsConfig(Config):
         token_bounds(self.prompt_tokens_buckets, "prompt_tokens_buckets")
         token_bounds(self.generation_tokens_buckets, "generation_tokens_buckets")
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.custom_labels_header):
-            raise ValueError("custom_labels_header is not the name of an HTTP header")
+            raise ValueError("custom_labels_header: must be the name of an HTTP header")
         names = (*label_names(self.custom_labels), *label_values(self.extra_labels))
         for name in names:
             if not _LABEL.fullmatch(name) or name.startswith("__"):
-                raise ValueError(f"'{name}' is not a label name: letters, digits and underscores")
+                raise ValueError(
+                    f"'{name}' is not a label name; use letters, digits and underscores"
+                )
             if name in _TAKEN:
-                raise ValueError(f"the label '{name}' is taken by the metrics themselves")
+                raise ValueError(f"the label '{name}' is reserved for built-in metrics")
         if len(set(names)) != len(names):
-            raise ValueError("a label is named twice in custom_labels and extra_labels")
+            raise ValueError("custom_labels and extra_labels contain a duplicate label")
         if len(names) > LABELS_MAX:
-            raise ValueError(f"{len(names)} labels are more than {LABELS_MAX}")
+            raise ValueError(
+                f"custom_labels, extra_labels: {len(names)} labels; the limit is {LABELS_MAX}"
+            )
 
 
 def label_names(text: str) -> tuple[str, ...]:
@@ -101,7 +121,7 @@ def label_values(text: str) -> dict[str, str]:
     try:
         found = msgspec.json.decode(text, type=dict[str, str | int | float | bool])
     except msgspec.DecodeError as error:
-        reason = f"extra_labels is not a JSON object of names and values: {error}"
+        reason = f"extra_labels: must be a JSON object of names and values: {error}"
         raise ValueError(reason) from error
     return {name: value if isinstance(value, str) else str(value) for name, value in found.items()}
 
@@ -115,7 +135,7 @@ def bounds(text: str, name: str) -> tuple[float, ...]:
     try:
         found = tuple(float(word) for word in _words(text))
     except ValueError as error:
-        raise ValueError(f"{name}: '{text}' is not a list of numbers") from error
+        raise ValueError(f"{name} = '{text}': must be a list of numbers") from error
     return _checked(found, name)
 
 
@@ -140,7 +160,7 @@ def _two_sided(words: list[str], name: str) -> tuple[float, ...]:
     try:
         middle, base, count = float(words[0]), float(words[1]), int(words[2])
     except ValueError as error:
-        raise ValueError(f"{name}: tse takes two numbers and a count") from error
+        raise ValueError(f"{name}: tse takes two numbers and an integer count") from error
     if not (base > 1 and 1 <= count <= BUCKETS_MAX and math.isfinite(middle) and base < 1e6):
         raise ValueError(f"{name}: tse takes a base > 1 and a count from 1 to {BUCKETS_MAX}")
     distances = [min(base**exponent, 1e12) for exponent in range(1, count // 2 + 1)]
@@ -150,11 +170,11 @@ def _two_sided(words: list[str], name: str) -> tuple[float, ...]:
 
 def _checked(found: tuple[float, ...], name: str) -> tuple[float, ...]:
     if len(found) > BUCKETS_MAX:
-        raise ValueError(f"{name}: {len(found)} buckets are more than {BUCKETS_MAX}")
+        raise ValueError(f"{name}: {len(found)} buckets; the limit is {BUCKETS_MAX}")
     if not all(map(math.isfinite, found)) or any(
         after <= before for before, after in pairwise(found)
     ):
-        raise ValueError(f"{name}: bucket bounds must be finite and ascend")
+        raise ValueError(f"{name}: bucket bounds must be finite and ascending")
     return found
 
 

@@ -52,110 +52,123 @@ class LinearFormat(StrEnum):
 
 
 class ModelConfig(Config):
-    """Where the model is and how it is loaded."""
+    """The model, its number formats and the resources it may use."""
 
     path: Annotated[
         str,
         Help(
-            "Folder with config.json and weights, a GGUF file, a short name (`antiphon models`) "
-            "or a model of the Hugging Face hub (owner/name); `embedded` is the one in the package."
+            "Path or name of the model: a folder with config.json and weights, a GGUF file, a "
+            "short name (`antiphon models`), or a Hugging Face model ID (owner/name); `embedded` "
+            "is the model in the package."
         ),
     ] = "embedded"
     tokenizer_path: Annotated[
         str,
-        Help("Folder or model of the hub with tokenizer.json; empty means the model's own."),
+        Help("Folder or Hugging Face model ID with tokenizer.json; empty: the model's tokenizer."),
     ] = ""
     chat_template: Annotated[
-        str, Help("File with a jinja template; empty means the tokenizer's own.")
+        str, Help("File with a Jinja chat template; empty: the tokenizer's chat template.")
     ] = ""
     chat_template_name: Annotated[
         str,
         Help(
-            "Name of the template for every conversation, of a tokenizer with several; empty takes "
-            "tool_use for requests with tools where there is one, else default."
+            "Name of the chat template for all conversations, if the tokenizer has several; "
+            "empty: tool_use for requests with tools if it exists, else default."
         ),
     ] = ""
     completion_template: Annotated[
         str,
         Help(
-            "How text with a gap to fill is written: deepseek_coder, star_coder, qwen_coder, or a "
-            "JSON file; empty takes the one whose marks the tokenizer has."
+            "Format of fill-in-the-middle prompts: deepseek_coder, star_coder, qwen_coder, or a "
+            "JSON file; empty: the format whose special tokens the tokenizer has."
         ),
     ] = ""
     context_tokens: Annotated[
-        Tokens | None, Help("Most tokens of prompt and answer; unset means what the model says.")
+        Tokens | None,
+        Help(
+            "Maximum length of prompt and output together, in tokens; unset: from the model's "
+            "config."
+        ),
     ] = None
-    dtype: Annotated[Dtype, Help("Number format; auto takes what the checkpoint says.")] = (
-        Dtype.AUTO
-    )
+    dtype: Annotated[
+        Dtype, Help("Data type of weights and activations; auto takes the checkpoint's.")
+    ] = Dtype.AUTO
     linear: Annotated[
         LinearFormat,
         Help(
-            "How weights are kept: by torch, packed for the CPU, or rounded to 8 bits at loading; "
-            "int8_dynamic rounds activations too. auto packs where the CPU's kernels are built."
+            "Storage format of the linear layers: as loaded, multiplied by torch (plain), packed "
+            "for the CPU kernels (packed), or rounded to 8 bits while loading (int8); "
+            "int8_dynamic also rounds activations. auto packs if the CPU kernels are built."
         ),
     ] = LinearFormat.AUTO
     quantization: Annotated[
         QuantizationMethod | None,
         Help(
-            "How the checkpoint's linears are stored, which must be what it says itself; of plain "
-            "numbers, fp8 and torchao's round at loading. Unset: what the checkpoint says."
+            "Quantization method of the checkpoint, which must match its config; for unquantized "
+            "checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the "
+            "checkpoint."
         ),
     ] = None
     implementation: Annotated[
         Literal["auto", "antiphon", "transformers"],
         Help(
-            "Whose layers run: antiphon's own, or the modules of transformers over our cache; auto "
-            "takes its own for every family that it has."
+            "Implementation of the model: antiphon's own layers, or the modules of transformers "
+            "with antiphon's KV cache; auto prefers antiphon's for every supported family."
         ),
     ] = "auto"
     embedding: Annotated[
         bool,
         Help(
-            "Make vectors of texts with a model that would answer them; models that only embed or "
-            "score need no word."
+            "Whether a generative model serves embeddings instead of text; models that only embed "
+            "or score do not need it."
         ),
     ] = False
     deterministic: Annotated[
         bool,
         Help(
-            "Hold that a request has the same bits whatever runs beside it, however its prompt is "
-            "cut or cached; refused where an operation cannot hold it, and beside a worker of "
-            "the model with another instruction set or other kernels."
+            "Enable deterministic inference: results do not depend on batch composition, chunked "
+            "prefill or the prefix cache. The worker does not start if an operation cannot "
+            "guarantee it, or beside a worker of the model with another instruction set or other "
+            "kernels."
         ),
     ] = False
-    device: Annotated[Literal["auto", "cpu"], Help("Where the model runs.")] = "auto"
+    device: Annotated[Literal["auto", "cpu"], Help("Device that runs the model.")] = "auto"
     threads: Annotated[
         Threads | None,
-        Help("Threads of one worker's arithmetic; unset: all cores, or one fewer, and why."),
+        Help(
+            "Number of compute threads of one worker; unset: all cores or all but one, with the "
+            "reason in the plan printed at start."
+        ),
     ] = None
     cores: Annotated[
         Cores | None,
         Help(
-            "Maximum number of cores that a worker computes on; unset: all. With several workers, "
+            "Maximum number of cores a worker computes on; unset: all. With several workers, "
             "serve gives each an even share of the machine."
         ),
     ] = None
     memory_bytes: Annotated[
         Bytes | None,
         Help(
-            "Maximum memory of a worker: weights, activations and cache; unset: what is free. With "
-            "several workers, serve gives each an even share of the machine."
+            "Maximum memory of a worker for weights, activations and cache, in bytes; unset: the "
+            "free memory. With several workers, serve gives each an even share of the machine."
         ),
     ] = None
     weight_version: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)],
-        Help("What the weights are called; an update of them comes with another name."),
+        Help("Version label of the weights, as the API reports it."),
     ] = "default"
     random_seed: Annotated[
         Seed,
         Help(
-            "Seed of the generator that draws the seeds of requests that name none; with "
-            "deterministic inference it is the seed of each of them. -1 draws from the system."
+            "Seed of the generator that draws seeds for requests without one; with deterministic "
+            "inference, the seed of each such request. -1 draws from the system."
         ),
     ] = -1
 
     def __post_init__(self) -> None:
         check_name(self.completion_template)
         if self.chat_template and self.chat_template_name:
-            raise ValueError("chat_template_name cannot be combined with chat_template, a file")
+            raise ValueError(
+                "chat_template_name cannot be combined with chat_template; set one of them"
+            )

@@ -14,41 +14,63 @@ class BusConfig(Config):
     """The connection to NATS."""
 
     url: Annotated[
-        str, Help("Servers, comma-separated (`nats://host:port`); empty: serve starts its own.")
+        str,
+        Help(
+            "URLs of the NATS servers (`nats://host:port`), comma-separated; empty: serve starts "
+            "a server of its own."
+        ),
     ] = ""
-    user: Annotated[str, Help("NATS user; empty means no authentication.")] = ""
-    password: Annotated[str, Help("Its password; comes by environment only."), Secret()] = ""
-    ping_interval_s: Annotated[Seconds, Help("How often the link is probed.")] = 2.0
-    connect_timeout_s: Annotated[Seconds, Help("How long one connection attempt may take.")] = 2.0
-    reconnect_wait_s: Annotated[Seconds, Help("Mean pause between attempts; jittered.")] = 0.2
+    user: Annotated[str, Help("User name for NATS; empty: no authentication.")] = ""
+    password: Annotated[
+        str, Help("Password for NATS; read from the environment only."), Secret()
+    ] = ""
+    ping_interval_s: Annotated[
+        Seconds, Help("Interval between pings of the NATS connection, in seconds.")
+    ] = 2.0
+    connect_timeout_s: Annotated[
+        Seconds, Help("Timeout of one connection attempt, in seconds.")
+    ] = 2.0
+    reconnect_wait_s: Annotated[
+        Seconds, Help("Mean delay between reconnection attempts, in seconds; jitter is added.")
+    ] = 0.2
     payload_bytes_max: Annotated[
-        Bytes, Help("Largest message on the broker; a prompt that does not fit in one is a 413.")
+        Bytes,
+        Help(
+            "Maximum message size on NATS, in bytes; a prompt that does not fit into one message "
+            "gets a 413."
+        ),
     ] = 1024 * 1024
 
     def __post_init__(self) -> None:
         # The address is written to files and shown in logs; the password may not come along.
         if "@" in self.url:
-            raise ValueError("url holds a user; give bus.user, and ANTIPHON_BUS__PASSWORD")
+            raise ValueError(
+                "url must not contain a user; set bus.user and ANTIPHON_BUS__PASSWORD instead"
+            )
         if any(url.strip().startswith(("ws://", "wss://")) for url in self.url.split(",")):
-            raise ValueError("url speaks of WebSocket; services speak NATS over TCP (nats://)")
+            raise ValueError("url: WebSocket is not supported; use NATS over TCP (nats://)")
 
 
 class HealthConfig(Config):
-    """Where a process answers `/healthz`, `/readyz` and `/metrics`."""
+    """The endpoint for `/healthz`, `/readyz` and `/metrics` of each process."""
 
-    host: Annotated[Host, Help("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Help("Port to listen on; 0 takes any and announces it.")] = 0
+    host: Annotated[Host, Help("Address of the health and metrics endpoint.")] = "127.0.0.1"
+    port: Annotated[
+        Port, Help("Port of the health and metrics endpoint; 0 takes a free one and announces it.")
+    ] = 0
 
 
 class ServiceConfig(Config):
     """The run loop of every service."""
 
-    heartbeat_s: Annotated[Seconds, Help("Pause between heartbeats.")] = 0.5
+    heartbeat_s: Annotated[Seconds, Help("Interval between heartbeats, in seconds.")] = 0.5
     drain_timeout_s: Annotated[
-        Seconds, Help("How long a stopping process waits for what it has accepted.")
+        Seconds, Help("Maximum time a stopping process waits for accepted requests, in seconds.")
     ] = 20.0
-    slots: Annotated[Requests, Help("Most calls handled at once.")] = 64
-    backlog: Annotated[Requests, Help("Most calls waiting; one more is refused.")] = 1024
+    slots: Annotated[Requests, Help("Maximum number of calls handled concurrently.")] = 64
+    backlog: Annotated[
+        Requests, Help("Maximum number of queued calls; further calls are rejected.")
+    ] = 1024
 
 
 class LogFormat(StrEnum):
@@ -76,16 +98,19 @@ OtlpEndpoint = Annotated[
 class TelemetryConfig(Config):
     """Logs and traces."""
 
-    log_level: Annotated[LogLevel, Help("Lowest severity that is logged.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, Help("Form of a log line.")] = LogFormat.TEXT
+    log_level: Annotated[LogLevel, Help("Minimum severity of log messages.")] = LogLevel.INFO
+    log_format: Annotated[
+        LogFormat, Help("Format of log lines: text, or one JSON object per line.")
+    ] = LogFormat.TEXT
     traces: Annotated[bool, Help("Whether spans are sent to the OTLP collector.")] = False
     otlp_endpoint: Annotated[
         OtlpEndpoint,
         Help(
-            "OTLP collector of traces: gRPC as `host:4317` or `grpc(s)://host:port`, HTTP as "
-            "`http(s)://host:4318`."
+            "Endpoint of the OTLP trace collector: gRPC as `host:4317` or `grpc(s)://host:port`, "
+            "HTTP as `http(s)://host:4318`."
         ),
     ] = "localhost:4317"
     trace_ratio: Annotated[
-        Ratio, Help("Share of requests traced, of those that bring no trace of their own.")
+        Ratio,
+        Help("Ratio of traced requests, among requests without a trace context of their own."),
     ] = 1.0

@@ -310,7 +310,7 @@ def choose_quantization(
     if requested is None or (gguf and requested is QuantizationMethod.GGUF):
         return None if gguf else stored
     if gguf or requested is QuantizationMethod.GGUF:
-        what = "is a GGUF file" if gguf else "is none"
+        what = "is a GGUF file" if gguf else "is not a GGUF file"
         raise ConfigError(f"model.quantization = {requested}: the checkpoint {what}")
     if stored is None and requested in ONLINE:
         return online_quantization(requested)
@@ -318,12 +318,14 @@ def choose_quantization(
         return W8A8_INT8
     if stored is None:
         raise ConfigError(
-            f"model.quantization = {requested}: the checkpoint holds plain numbers, which only "
-            "fp8 and torchao's methods round at loading"
+            f"model.quantization = {requested}: the checkpoint is not quantized; only fp8 and the "
+            "torchao methods quantize while loading"
         )
     if _agrees(stored, requested):
         return stored
-    raise ConfigError(f"model.quantization = {requested}: the checkpoint's is {stored.method}")
+    raise ConfigError(
+        f"model.quantization = {requested}: the checkpoint is quantized with {stored.method}"
+    )
 
 
 def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:

@@ -18,10 +18,10 @@ HEAD = """# Configuration
 
 Every setting has four names: its path, as in `batching.tokens_max`, which is also its place in a
 YAML file; the flag `--batching-tokens-max`; and the variable `ANTIPHON_BATCHING__TOKENS_MAX`.
-Later sources win: defaults, then YAML (`--config FILE`), then environment, then flags. What is
-unknown, of the wrong type or out of bounds is refused, with the source and the path. `null` unsets
-what may be unset. Secrets come by environment only. `antiphon config` prints what is in force and
-where it came from.
+Later sources override earlier ones: defaults, YAML (`--config FILE`), environment, flags. Unknown
+settings, wrong types and values out of bounds are rejected with an error that names the source and
+the path. `null` unsets an optional setting. Secrets are read from the environment only.
+`antiphon config` prints the settings in force and the source of each.
 
 ```yaml
 batching:
@@ -33,10 +33,10 @@ telemetry:
 
 SGLANG_HEAD = """## SGLang's flags
 
-`antiphon serve` takes SGLang's command lines, and its flat YAML files by `--config`: each argument
-works, works in part, or is refused with a reason. A refused one is accepted with the values in its
-third column, which change nothing. `antiphon config arguments --json` lists the same with the test
-of each.
+`antiphon serve` accepts SGLang's command lines, and its flat YAML files through `--config`. Each
+argument works, works partly, or is refused with a reason. Refused arguments are accepted with the
+values in the third column, which have no effect. `antiphon config arguments --json` lists the same
+arguments with the test of each.
 """
 
 

@@ -17,47 +17,51 @@ LogFormat = Literal["text", "json"]
 
 
 class RequestLogConfig(Config):
-    """Request log: what a gateway writes of requests and their outputs."""
+    """Request log, request metrics export and crash dumps of a gateway."""
 
     enabled: Annotated[bool, Help("Whether requests and their outputs are logged.")] = False
     level: Annotated[
         LogLevel,
         Help(
-            "How much of a request is logged: 0 metadata, 1 sampling parameters too, 2 input and "
-            "output too, cut at 2048 characters, 3 everything."
+            "Level of detail: 0 logs metadata, 1 also sampling parameters, 2 also input and "
+            "output, truncated at 2048 characters, 3 everything."
         ),
     ] = 2
     format: Annotated[
-        LogFormat, Help("Format of the request log: text, or one JSON object a line.")
+        LogFormat, Help("Format of the request log: text, or one JSON object per line.")
     ] = "text"
     target: Annotated[
         str,
         Help(
-            "Where requests are logged: stdout, folders or both, separated by blanks or commas. A "
-            "folder gets a file an hour."
+            "Targets of the request log: stdout, folders or both, separated by spaces or commas. "
+            "Folders get one file per hour."
         ),
     ] = STDOUT
     export_metrics: Annotated[
         bool, Help("Whether a JSON record of each finished request is written to export_folder.")
     ] = False
     export_folder: Annotated[
-        str, Help("Folder of the records of finished requests; it gets a file an hour.")
+        str, Help("Folder for the records of finished requests, one file per hour.")
     ] = ""
     crash_dump_folder: Annotated[
         str,
         Help(
-            "Folder in which a gateway that crashes or gets SIGQUIT leaves its unfinished requests "
-            "and those of the last 300 s, as JSON lines; empty: none."
+            "Folder for crash dumps: a gateway that crashes or receives SIGQUIT writes its "
+            "unfinished requests and those of the last 300 s there, as JSON lines; empty: none."
         ),
     ] = ""
     queue_bytes_max: Annotated[
-        Bytes, Help("Maximum size of the records that wait to be written; others are dropped.")
+        Bytes,
+        Help(
+            "Maximum size of records waiting to be written, in bytes; further records are dropped."
+        ),
     ] = 16 * 1024 * 1024
     held_bytes_max: Annotated[
         Bytes,
         Help(
-            "Maximum size of the inputs and outputs that are held until they are logged or dumped; "
-            "the oldest finished requests go first, then texts are cut. It bounds a crash dump too."
+            "Maximum size of inputs and outputs kept for logs and crash dumps, in bytes; beyond "
+            "it the oldest finished requests are dropped first, then texts are truncated. It also "
+            "limits the size of a crash dump."
         ),
     ] = 64 * 1024 * 1024
 
@@ -65,7 +69,7 @@ class RequestLogConfig(Config):
         targets(self.target)
         if self.export_metrics and not self.export_folder:
             raise ValueError(
-                "export_metrics needs a folder: name it by --export-metrics-to-file-dir"
+                "export_metrics requires export_folder; set --export-metrics-to-file-dir"
             )
 
 
@@ -77,7 +81,7 @@ def targets(text: str) -> tuple[str, ...]:
     """
     found = tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))
     if not found:
-        raise ValueError("target names no place: stdout, a folder or both")
+        raise ValueError("target is empty; expected stdout, folders or both")
     if len(found) > TARGETS_MAX:
-        raise ValueError(f"target: {len(found)} places are more than {TARGETS_MAX}")
+        raise ValueError(f"target has {len(found)} entries; the limit is {TARGETS_MAX}")
     return found

@@ -12,20 +12,32 @@ Replicas = Annotated[int, Meta(ge=1, le=5)]
 
 
 class ResponsesConfig(Config):
-    """Responses of /v1/responses that are kept, on the broker, for who comes back for them."""
+    """Stored responses of /v1/responses, kept in JetStream."""
 
     store: Annotated[
         bool,
-        Help("Whether responses are kept; it takes JetStream. If not, `store: true` is refused."),
+        Help(
+            "Whether responses are stored, which requires JetStream. Otherwise `store: true` is "
+            "rejected."
+        ),
     ] = True
-    keep_s: Annotated[Seconds, Help("How long a response is kept.")] = 30 * 24 * 3600.0
+    keep_s: Annotated[Seconds, Help("Retention time of a stored response, in seconds.")] = (
+        30 * 24 * 3600.0
+    )
     bytes_max: Annotated[
-        Bytes, Help("All that is kept in the cluster; beyond it, the oldest go.")
+        Bytes,
+        Help(
+            "Maximum size of all stored responses in the cluster, in bytes; beyond it the oldest "
+            "are deleted."
+        ),
     ] = 1024 * 1024 * 1024
     conversation_bytes_max: Annotated[
         Bytes,
-        Help("Longest conversation that is kept, as JSON; a longer one needs `store: false`."),
+        Help(
+            "Maximum size of a stored conversation as JSON, in bytes; longer conversations "
+            "require `store: false`."
+        ),
     ] = 8 * 1024 * 1024
     replicas: Annotated[
-        Replicas, Help("On how many servers of a NATS cluster each response lies.")
+        Replicas, Help("Number of replicas of each stored response in a NATS cluster.")
     ] = 1

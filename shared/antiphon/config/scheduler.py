@@ -13,39 +13,54 @@ Weight = Annotated[float, Meta(ge=0)]
 
 
 class SchedulerConfig(Config):
-    """How many requests wait, and when a worker counts as gone."""
+    """Queueing and routing of requests, and liveness of workers."""
 
     queue_max: Annotated[
         Requests,
         Help(
-            "Maximum number of waiting requests, those bound ahead to a worker included; one more "
-            "is a 503."
+            "Maximum number of waiting requests, including those assigned to a worker ahead of "
+            "time; further requests get a 503."
         ),
     ] = 1024
     look_ahead: Annotated[
-        Requests, Help("Requests bound to a worker beyond what it runs, so that it never idles.")
+        Requests,
+        Help("Number of requests assigned to a worker beyond its running ones, to keep it busy."),
     ] = 2
-    suspect_beats: Annotated[Beats, Help("Heartbeats missed before no new work is given.")] = 3
-    dead_beats: Annotated[Beats, Help("Heartbeats missed before a process counts as dead.")] = 5
+    suspect_beats: Annotated[
+        Beats, Help("Number of missed heartbeats after which a worker gets no new requests.")
+    ] = 3
+    dead_beats: Annotated[
+        Beats, Help("Number of missed heartbeats after which a process is considered dead.")
+    ] = 5
     owner_silence_s: Annotated[
         Seconds,
-        Help("Maximum silence of a gateway before the requests that it owns are ended everywhere."),
+        Help(
+            "Maximum time without a heartbeat from a gateway, in seconds; after it the gateway's "
+            "requests are aborted everywhere."
+        ),
     ] = 15.0
     prefill_weight: Annotated[
         Weight,
-        Help("What a block of a prompt costs that a worker lacks; 0 places by load alone."),
+        Help(
+            "Weight of the prompt blocks that a worker would have to compute, when routing; 0 "
+            "routes by load alone."
+        ),
     ] = 1.0
     request_blocks: Annotated[
         Weight,
-        Help("What a request that runs on a worker costs the next one, in blocks of a prompt."),
+        Help("Load weight: cost of one running request, in 64-token prompt blocks, when routing."),
     ] = 4.0
     blocks_max: Annotated[
         Blocks,
         Help(
-            "Maximum number of blocks of the workers' caches that are known here, each worker's "
-            "counted; beyond it the least recently used ones are evicted."
+            "Maximum number of cached blocks tracked by the scheduler, over all workers; beyond "
+            "it the least recently used ones are evicted."
         ),
     ] = 500_000
     tombstone_s: Annotated[
-        Seconds, Help("How long past its deadline a cancelled id stays refused.")
+        Seconds,
+        Help(
+            "Time after its deadline for which the ID of an aborted request is still rejected, in "
+            "seconds."
+        ),
     ] = 10.0

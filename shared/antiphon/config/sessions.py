@@ -9,21 +9,27 @@ from antiphon.config.schema import Bytes, Config, Help, Seconds
 
 
 class SessionsConfig(Config):
-    """Sessions of /generate, kept on the broker, so that they are open at every gateway."""
+    """Sessions of /generate, kept in JetStream and available at every gateway."""
 
     store: Annotated[
         bool,
         Help(
-            "Whether sessions lie on the broker; it takes JetStream. If not, each is kept in the "
-            "memory of the gateway that opened it, and known there alone."
+            "Whether sessions are stored on NATS, which requires JetStream. Otherwise each "
+            "session lives in the memory of the gateway that opened it and is unknown to other "
+            "gateways."
         ),
     ] = True
     keep_s: Annotated[
-        Seconds, Help("How long what was said in a session is kept, used or not.")
+        Seconds,
+        Help(
+            "Retention time of the contents of a session, in seconds, whether they are used or not."
+        ),
     ] = 24 * 3600.0
     bytes_max: Annotated[
-        Bytes, Help("All that is kept; beyond it, what was said longest ago goes.")
+        Bytes,
+        Help(
+            "Maximum size of all stored sessions, in bytes; beyond it the oldest contents are "
+            "deleted."
+        ),
     ] = 256 * 1024 * 1024
-    replicas: Annotated[
-        Replicas, Help("On how many servers of a NATS cluster each session lies.")
-    ] = 1
+    replicas: Annotated[Replicas, Help("Number of replicas of each session in a NATS cluster.")] = 1

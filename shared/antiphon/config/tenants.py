@@ -60,11 +60,11 @@ class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_un
 
     def __post_init__(self) -> None:
         if self.requests_burst is not None and self.requests_per_minute is None:
-            raise ValueError("requests_burst without requests_per_minute")
+            raise ValueError("requests_burst requires requests_per_minute")
         if self.tokens_burst is not None and self.tokens_per_minute is None:
-            raise ValueError("tokens_burst without tokens_per_minute")
+            raise ValueError("tokens_burst requires tokens_per_minute")
         if self.priority_max is not None and self.priority > self.priority_max:
-            raise ValueError("priority is above priority_max")
+            raise ValueError("priority must not exceed priority_max")
 
 
 class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
         owners: dict[str, str] = {}
         for name, tenant in self.tenants.items():
             if not tenant.keys and name != _DEFAULT_TENANT:
-                raise ValueError(f"tenant {name} has no key")
+                raise ValueError(f"tenant {name} has no key; add one to keys")
             for key in tenant.keys:
                 if (other := owners.setdefault(key, name)) != name:
                     raise ValueError(f"tenants {other} and {name} have the same key")
@@ -94,7 +94,7 @@ def keys_file_bytes(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"access.keys_file: {path}: {error.strerror}") from error
     if len(data) > BYTES_MAX:
-        raise ConfigError(f"access.keys_file: {path}: has more than {BYTES_MAX} bytes")
+        raise ConfigError(f"access.keys_file: {path}: larger than {BYTES_MAX} bytes")
     return data
 
 
@@ -112,7 +112,7 @@ def tenants_of(data: bytes, path: Path) -> Tenants:
     except msgspec.ValidationError as error:
         raise ConfigError(f"access.keys_file: {path}: {error}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"access.keys_file: {path}: is no {kind.upper()}: {error}") from error
+        raise ConfigError(f"access.keys_file: {path}: not valid {kind.upper()}: {error}") from error
 
 
 def read_tenants(file: str) -> Tenants:

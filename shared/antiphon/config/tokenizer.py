@@ -8,11 +8,13 @@ from antiphon.config.schema import Bytes, Config, Help, Requests, Threads
 
 
 class TokenizerConfig(Config):
-    """Text to ids."""
+    """Tokenization."""
 
     threads: Annotated[
         Threads,
-        Help("Threads that encode, beside the event loop; as many processes for heavy texts."),
+        Help("Number of encoding threads besides the event loop, and of processes for long texts."),
     ] = 1
-    batch_max: Annotated[Requests, Help("Most texts encoded in one go.")] = 32
-    text_bytes_max: Annotated[Bytes, Help("Longest rendered text.")] = 8 * 1024 * 1024
+    batch_max: Annotated[Requests, Help("Maximum number of texts encoded in one batch.")] = 32
+    text_bytes_max: Annotated[Bytes, Help("Maximum size of a rendered prompt, in bytes.")] = (
+        8 * 1024 * 1024
+    )

@@ -46,103 +46,153 @@ class Eviction(StrEnum):
 
 
 class BatchingConfig(Config):
-    """How many tokens and requests one step may hold."""
+    """Limits of a worker's batches, and watchdogs of its steps."""
 
-    tokens_max: Annotated[Tokens, Help("Most tokens in one forward pass.")] = 2048
-    running_max: Annotated[Requests, Help("Most requests running at once.")] = 64
+    tokens_max: Annotated[Tokens, Help("Maximum number of tokens in one forward pass.")] = 2048
+    running_max: Annotated[Requests, Help("Maximum number of running requests.")] = 64
     chunk_tokens: Annotated[
         ChunkTokens | None,
-        Help("Longest piece of a prompt in one pass; -1 never cuts one; unset: by device."),
+        Help(
+            "Maximum length of a prefill chunk, in tokens; -1 disables chunked prefill. Unset: "
+            "chosen for the device."
+        ),
     ] = None
     fill_tokens: Annotated[
         Tokens | None,
         Help(
-            "Maximum number of new prompt tokens in one pass, decodes not counted; a chunk of the "
-            "first prompt may be longer. Unset: by device."
+            "Maximum number of prefill tokens in one forward pass, not counting decode tokens; a "
+            "chunk of the first request may be longer. Unset: chosen for the device."
         ),
     ] = None
     prefill_max: Annotated[
-        Requests | None, Help("Most prompts in one pass; unset: as many as fit.")
+        Requests | None,
+        Help("Maximum number of prefilling requests in one forward pass; unset: no limit."),
     ] = None
     mixed: Annotated[
-        bool, Help("Compute prompts in the passes of decodes, not in turns with them.")
+        bool,
+        Help(
+            "Whether prefill chunks are mixed into decode batches (mixed chunked prefill) instead "
+            "of alternating with them."
+        ),
     ] = True
     conservativeness: Annotated[
         Conservativeness,
-        Help("How much is kept free for running answers, as a multiple of the usual share."),
+        Help(
+            "Conservativeness of admission: factor on the usual share of the KV cache reserved "
+            "for the output of running requests."
+        ),
     ] = 1.0
-    stream_interval: Annotated[Tokens, Help("Tokens of an answer that are sent at once.")] = 1
-    hidden_states: Annotated[
-        bool, Help("Whether a request may be told the hidden states behind its tokens.")
-    ] = False
+    stream_interval: Annotated[
+        Tokens, Help("Number of output tokens sent together when streaming.")
+    ] = 1
+    hidden_states: Annotated[bool, Help("Whether requests may return hidden states.")] = False
     running_timeout_s: Annotated[
-        Seconds | None, Help("A request that has run for longer ends with an error.")
+        Seconds | None,
+        Help(
+            "Maximum running time of a request, in seconds; after it the request ends with an "
+            "error."
+        ),
     ] = None
     stall_s: Annotated[
-        Seconds, Help("A worker with work and no step for this long is reported stalled.")
+        Seconds,
+        Help(
+            "Time without a completed step, in seconds, after which a worker with unfinished "
+            "requests is reported as stalled."
+        ),
     ] = 30.0
     stall_limit_s: Annotated[
-        Seconds, Help("A worker whose step takes this long ends, to be started again.")
+        Seconds,
+        Help(
+            "Maximum duration of a step, in seconds; a worker whose step takes longer exits and "
+            "is restarted."
+        ),
     ] = 300.0
     overlap: Annotated[
-        bool, Help("Launch a step while the one before is read, on devices that compute apart.")
+        bool,
+        Help(
+            "Whether the next step is launched while the previous one is processed, on devices "
+            "that compute asynchronously."
+        ),
     ] = True
     decode_log_interval: Annotated[
-        Steps, Help("Decode batches between two of their log lines.")
+        Steps, Help("Interval between log lines of decode batches, in steps.")
     ] = 40
     dump_folder: Annotated[
-        str, Help("Where a crash, a hang or a command leaves the last plans; empty: nowhere.")
+        str,
+        Help(
+            "Folder for the last step plans, written after a crash, after a hang or on command; "
+            "empty: none."
+        ),
     ] = ""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens == 0:
-            raise ValueError("chunk_tokens is 0, so no chunk could ever run")
+            raise ValueError(
+                "chunk_tokens must be positive, or -1 to disable chunked prefill; got 0"
+            )
         if self.chunk_tokens is not None and self.chunk_tokens > self.tokens_max:
-            raise ValueError("chunk_tokens exceeds tokens_max, so no chunk could ever run")
+            raise ValueError(
+                f"chunk_tokens = {self.chunk_tokens} exceeds tokens_max = {self.tokens_max}"
+            )
 
 
 class QueueConfig(Config):
-    """Who waits, and who goes first: in the scheduler's queue, and at a worker once it is bound."""
+    """Order and limits of waiting requests, in the scheduler's queue and at the workers."""
 
     policy: Annotated[
         Policy,
         Help(
-            "Order of waiting requests of one priority, in the scheduler's queue and at a worker. "
-            "The scheduler's `lpm` and `dfs-weight` go by the blocks of 64 tokens that it knows "
-            "the workers to hold; with over 128 waiting requests these two are `fcfs`."
+            "Order of waiting requests of equal priority, in the scheduler's queue and at a "
+            "worker. In the scheduler, `lpm` and `dfs-weight` use the 64-token blocks known to be "
+            "cached at workers; with more than 128 waiting requests both fall back to `fcfs`."
         ),
     ] = Policy.FCFS
     waiting_max: Annotated[
-        Requests, Help("Most choices that wait beside those that run; one more is a 503.")
+        Requests,
+        Help(
+            "Maximum number of choices waiting at a worker in addition to the running ones; "
+            "further ones get a 503."
+        ),
     ] = 256
     timeout_s: Annotated[
         Seconds | None,
-        Help("A request not started so long after its submit is a 503, wherever it waits."),
+        Help(
+            "Maximum time from submission to the start of a request, in seconds, wherever it "
+            "waits; after it the request gets a 503."
+        ),
     ] = None
     hand_back_s: Annotated[
         Seconds | None,
-        Help("A request not started by then is given back if another worker has room."),
+        Help(
+            "Time without a start, in seconds, after which a waiting request is requeued if "
+            "another worker has capacity."
+        ),
     ] = 1.0
     max_overtake_s: Annotated[
         Seconds,
         Help(
-            "How long later requests may go first, all its waits together; then it is next at "
-            "its worker, and in the scheduler's queue takes turns with those that are ahead of it."
+            "Maximum time for which later requests may overtake a request, in seconds, over all "
+            "its waits. After it the request is next at its worker; in the scheduler's queue it "
+            "takes turns with the requests ahead of it."
         ),
     ] = 10.0
     priority: Annotated[
-        bool, Help("Whether the priority of a request counts, in the scheduler's queue too.")
+        bool, Help("Enable priority scheduling, in the scheduler's queue and at the workers.")
     ] = False
-    low_first: Annotated[bool, Help("Whether low priorities go first.")] = False
+    low_first: Annotated[bool, Help("Whether lower priority values are scheduled first.")] = False
     preempt_threshold: Annotated[
         Threshold,
         Help(
-            "A request preempts those whose priority is lower by more than this; it is given to a "
-            "worker that runs such ones even if that is full."
+            "Minimum priority difference for preemption, exclusive: a request preempts running "
+            "ones whose priority is lower by more than this, and may be assigned to a full worker "
+            "that has such requests."
         ),
     ] = 10
     refuse_priority: Annotated[
-        bool, Help("Whether a request with a priority is refused where none counts.")
+        bool,
+        Help(
+            "Whether requests with a priority are rejected while priority scheduling is disabled."
+        ),
     ] = False
 
     @property
@@ -152,55 +202,74 @@ class QueueConfig(Config):
 
 
 class CacheConfig(Config):
-    """The pool of KV pages, and of recurrent states where a model has any."""
+    """KV cache, prefix cache and, for models that have them, recurrent states."""
 
     prefix: Annotated[
-        bool, Help("Keep what was computed, so that equal beginnings are computed once.")
+        bool, Help("Enable the prefix cache, which reuses the KV cache of shared prefixes.")
     ] = True
     dtype: Annotated[
         CacheDtype,
         Help(
-            "Number format of keys and values; auto takes what the model computes in. The fp8 ones "
-            "take half of bfloat16's memory; recurrent states are left as they are."
+            "Data type of the KV cache; auto takes the model's. The fp8 types take half the "
+            "memory of bfloat16; recurrent states are not affected."
         ),
     ] = CacheDtype.AUTO
     scales: Annotated[
         str,
         Help(
-            "File with the scales of keys and values in fp8, a number a layer, as SGLang takes it; "
-            "empty: the checkpoint's, or 1.0."
+            "File with per-layer scales of fp8 keys and values, in SGLang's format; empty: the "
+            "checkpoint's scales, or 1.0."
         ),
     ] = ""
-    eviction: Annotated[Eviction, Help("Which kept pages are given up first.")] = Eviction.LRU
+    eviction: Annotated[
+        Eviction,
+        Help(
+            "Eviction policy of the prefix cache: least recently used (lru) or least frequently "
+            "used (lfu)."
+        ),
+    ] = Eviction.LRU
     events: Annotated[
-        bool, Help("Tell schedulers what is kept, so that prompts go where their beginning is.")
+        bool,
+        Help(
+            "Whether workers publish prefix cache events, which let the scheduler route prompts "
+            "to the workers that have their prefix cached."
+        ),
     ] = True
     events_max: Annotated[
-        Events, Help("Events kept for a scheduler that missed some; beyond, it is told everything.")
+        Events,
+        Help(
+            "Maximum number of events kept for schedulers that missed some; a scheduler further "
+            "behind gets a full snapshot."
+        ),
     ] = 10_000
     tokens_max: Annotated[
-        Tokens | None, Help("Tokens that the pool holds; unset: from free memory.")
+        Tokens | None, Help("Size of the KV cache pool, in tokens; unset: from the free memory.")
     ] = None
     memory_ratio: Annotated[
-        Ratio, Help("Share of the memory left after the weights that the pool takes.")
+        Ratio,
+        Help("Ratio of the KV cache pool to the memory that is left after loading the weights."),
     ] = 0.25
     static_ratio: Annotated[
         Ratio | None,
         Help(
-            "Share of free memory for weights and pool, whatever batching.running_max and "
-            "cache.bytes_max are; refused if the largest step does not fit beside it."
+            "Ratio of weights and KV cache pool together to the free memory, regardless of "
+            "batching.running_max and cache.bytes_max; the worker does not start if its largest "
+            "step does not fit in the rest."
         ),
     ] = None
     bytes_max: Annotated[
-        Bytes, Help("Most memory that the pool takes when its size is chosen for it.")
+        Bytes, Help("Maximum size of the KV cache pool when it is sized automatically, in bytes.")
     ] = 2 * 1024**3
     checkpoint_tokens: Annotated[
         Tokens,
-        Help("A recurrent state is kept for others each so many tokens, and at prompt ends."),
+        Help(
+            "Interval between cached checkpoints of a recurrent state, in tokens; the end of a "
+            "prompt is cached as well."
+        ),
     ] = 256
     states_max: Annotated[
-        States | None, Help("Recurrent states that the pool holds; unset: from free memory.")
+        States | None, Help("Number of recurrent states in the pool; unset: from the free memory.")
     ] = None
     states_ratio: Annotated[
-        Multiple, Help("Memory of recurrent states, as a multiple of that of pages.")
+        Multiple, Help("Ratio of the memory of recurrent states to the memory of KV pages.")
     ] = 0.9

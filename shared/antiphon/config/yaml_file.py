@@ -126,7 +126,9 @@ def _field(path: str, file: Path) -> SettingField:
 def _given(value: object, field: SettingField, file: Path) -> SourcedValue:
     if field.secret:
         # Files are copied, mounted and committed.
-        raise ConfigError(f"{file}: {field.path}: a secret comes by {field.variable} only")
+        raise ConfigError(
+            f"{file}: {field.path}: secrets are not read from files; set {field.variable}"
+        )
     if value is None or isinstance(value, str | int | float | bool):
         return SourcedValue(value, str(file))
     raise refusal(field, value, str(file))

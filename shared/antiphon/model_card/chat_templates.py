@@ -79,7 +79,7 @@ def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
 
 def _unknown(name: str, templates: Mapping[str, str]) -> str:
     if templates:
-        why = f"there is no template {name!r}; the tokenizer has {', '.join(templates)}"
+        why = f"the tokenizer has no template {name!r}, only {', '.join(templates)}"
     else:
         why = "the tokenizer has no chat template"
     return f"model.chat_template_name (--hf-chat-template-name): {why}"

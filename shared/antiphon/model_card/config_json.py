@@ -128,6 +128,6 @@ def check_shape(config: bytes, file: Path) -> None:
     if missing:
         model_type = bytes(fields.get("model_type", b"")).decode().strip('"') or "none"
         raise ConfigError(
-            f"{file}: {', '.join(missing)} missing: a model of type {model_type} has no such "
-            "field, or another name for it, and is not supported"
+            f"{file}: {', '.join(missing)} missing: models of type {model_type} lack this field "
+            "or use another name for it, and are not supported"
         )

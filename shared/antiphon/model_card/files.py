@@ -194,7 +194,7 @@ def _indexed(index: Path) -> set[str]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{index}: {error}") from error
     if outside := [name for name in files if Path(name).name != name]:
-        raise ConfigError(f"{index}: {outside[0]} is not a file of its folder")
+        raise ConfigError(f"{index}: {outside[0]} is not in the same folder")
     return files
 
 
@@ -203,7 +203,7 @@ def _refuse_several(folder: Path, names: Iterable[str]) -> None:
     first, *others = sorted(names) or [""]
     if any(not _of_one(name, first) for name in others):
         listed = ", ".join([first, *others])
-        raise ConfigError(f"{folder}: give one of its GGUF files as model.path: {listed}")
+        raise ConfigError(f"{folder}: several GGUF models; set model.path to one of {listed}")
 
 
 def _of_one(name: str, other: str) -> bool:

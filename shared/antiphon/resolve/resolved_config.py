@@ -139,17 +139,15 @@ def resolve(
         cache_scales=_cache_scales(settings, cache_dtype.value),
         memory_bytes=_free(settings, memory.free, free),
         weight_bytes=kept.bytes,
-        activation_bytes=ResolvedValue(memory.activations, f"{step.value} tokens in a step"),
-        logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of the vocabulary"),
-        scored_bytes=ResolvedValue(
-            memory.scored, "log-probabilities of a prompt, a piece of it at once"
-        ),
+        activation_bytes=ResolvedValue(memory.activations, f"{step.value} tokens per step"),
+        logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of logits"),
+        scored_bytes=ResolvedValue(memory.scored, "prompt logprobs, computed in chunks"),
         cache_pages=pages,
         cache_bytes=ResolvedValue(
-            pages.value * page_tokens * token_bytes, f"{token_bytes} bytes a token"
+            pages.value * page_tokens * token_bytes, f"{token_bytes} bytes per token"
         ),
         cache_states=states,
-        state_bytes=ResolvedValue(held, f"{state_bytes} bytes a state"),
+        state_bytes=ResolvedValue(held, f"{state_bytes} bytes per state"),
         step_tokens=step,
         whole_prompts=taken.whole_prompts,
         chunk_tokens=taken.chunk_tokens,
@@ -193,12 +191,12 @@ def _within(settings: Settings, device: HostDevice) -> HostDevice:
 def _free(settings: Settings, used: int, free: int) -> ResolvedValue[int]:
     if used == settings.model.memory_bytes:
         return ResolvedValue(used, f"model.memory_bytes, of {gib(free)} free")
-    return ResolvedValue(used, "free here, within the limits of the containers")
+    return ResolvedValue(used, "free memory, within container limits")
 
 
 def _device(settings: Settings, device: HostDevice) -> ResolvedValue[str]:
     if settings.model.device == "auto":
-        return ResolvedValue(device.kind, "what this machine has")
+        return ResolvedValue(device.kind, "the device of this machine")
     return ResolvedValue(settings.model.device, "model.device")
 
 
@@ -211,9 +209,9 @@ def _dtype(settings: Settings, card: ModelCard) -> ResolvedValue[Dtype]:
 def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedValue[LinearFormat]:
     said, lacking = settings.model.linear, device.lacking
     if lacking is None and dtype is Dtype.FLOAT16:
-        lacking = "the CPU's own kernels do not compute in float16"
+        lacking = "the CPU kernels do not support float16"
     if said is LinearFormat.AUTO and lacking is None:
-        return ResolvedValue(LinearFormat.PACKED, "read at the speed of memory, and one copy")
+        return ResolvedValue(LinearFormat.PACKED, "read at memory bandwidth, stored once")
     if said is LinearFormat.AUTO:
         return ResolvedValue(LinearFormat.PLAIN, lacking or "")
     if said is not LinearFormat.PLAIN and lacking is not None:
@@ -226,33 +224,33 @@ def _cache_dtype(
 ) -> ResolvedValue[CacheDtype]:
     said = settings.cache.dtype
     if said is CacheDtype.AUTO:
-        return ResolvedValue(CacheDtype(dtype.value), "what the model computes in")
+        return ResolvedValue(CacheDtype(dtype.value), "the model's dtype")
     if not said.eight_bits:
         if said.value != dtype.value:
-            raise ConfigError(f"cache.dtype = {said}: the model computes in {dtype}")
-        return ResolvedValue(said, "cache.dtype, and what the model computes in")
+            raise ConfigError(f"cache.dtype = {said}: must be auto, fp8 or the model's {dtype}")
+        return ResolvedValue(said, "cache.dtype, equal to the model's dtype")
     if not card.kv_bytes(dtype):
-        raise ConfigError(f"cache.dtype = {said}: {BIDIRECTIONAL}, and nothing is kept")
+        raise ConfigError(f"cache.dtype = {said}: this model has no KV cache: {BIDIRECTIONAL}")
     lacking = device.lacking
     if lacking is None and dtype is Dtype.FLOAT16:
-        lacking = "the CPU's own kernels do not compute in float16"
+        lacking = "the CPU kernels do not support float16"
     if lacking is not None:
         raise ConfigError(
-            f"cache.dtype = {said}: torch widens 0.1 to 0.2 billion numbers a second, a tenth of "
-            f"what is read: {lacking}"
+            f"cache.dtype = {said}: needs the CPU kernels; torch converts fp8 ten times slower "
+            f"than attention reads it: {lacking}"
         )
-    return ResolvedValue(said, "cache.dtype; widened as attention reads it")
+    return ResolvedValue(said, "cache.dtype; converted as attention reads it")
 
 
 def _cache_scales(settings: Settings, kept: CacheDtype) -> ResolvedValue[str]:
     said = settings.cache.scales
     if said and not kept.eight_bits:
-        raise ConfigError(f"cache.scales = {said}: the cache keeps {kept}, and only fp8 has scales")
+        raise ConfigError(f"cache.scales = {said}: only fp8 has scales, and cache.dtype is {kept}")
     if said:
         return ResolvedValue(said, "cache.scales")
     if kept.eight_bits:
-        return ResolvedValue("", "the checkpoint's; 1.0 of layers without one")
-    return ResolvedValue("", "the cache is not in eight bits")
+        return ResolvedValue("", "from the checkpoint; 1.0 for layers without one")
+    return ResolvedValue("", "the KV cache is not fp8")
 
 
 def _deterministic(
@@ -262,20 +260,20 @@ def _deterministic(
         return ResolvedValue(value=False, reason="model.deterministic")
     if card.states is not None:
         raise ConfigError(
-            "model.deterministic: the recurrences of this model run in torch, which gives a row "
-            "other bits in another batch"
+            "model.deterministic: recurrent layers of this model run in torch, whose results "
+            "depend on batch composition"
         )
     if not card.causal:
         raise ConfigError(
-            "model.deterministic: attention of this model runs in torch, which gives a row other "
-            "bits in another batch"
+            "model.deterministic: attention of this model runs in torch, whose results depend on "
+            "batch composition"
         )
     if linear.value is LinearFormat.PLAIN:
         raise ConfigError(
-            "model.deterministic: torch multiplies a row with other bits in another batch, and "
+            "model.deterministic: results of torch's matmul depend on batch composition, and "
             f"model.linear is plain ({linear.reason})"
         )
-    reason = "the CPU's own kernels give a row its bits whatever runs beside it"
+    reason = "results of the CPU kernels do not depend on batch composition"
     return ResolvedValue(value=True, reason=reason)
 
 
@@ -294,7 +292,7 @@ def _numerics_digest(
     if card.rope_factors is not None:
         parts["rope"] = card.rope_factors
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
-    return ResolvedValue(text, "what the bits of an answer depend on, beside the model")
+    return ResolvedValue(text, "what the numerics depend on, besides the model")
 
 
 def _threads(
@@ -303,24 +301,24 @@ def _threads(
     if settings.model.threads is not None:
         return ResolvedValue(settings.model.threads, "model.threads")
     if linear is not LinearFormat.PLAIN and weights_bytes >= CACHED_BYTES_MAX:
-        return ResolvedValue(
-            device.cores, "all cores: the kernels wait for work, not for each other"
-        )
+        return ResolvedValue(device.cores, "all cores: kernel threads do not wait for each other")
     threads = max(1, device.cores - 1)
     if linear is LinearFormat.PLAIN:
         # torch's threads spin at every barrier: beside busy neighbours, as many of them as there
         # are cores run up to 60 times slower than one fewer.
         return ResolvedValue(
-            threads, f"one fewer than the {device.cores} cores: torch's wait spinning"
+            threads, f"one fewer than the {device.cores} cores: torch threads spin while waiting"
         )
-    return ResolvedValue(threads, f"one fewer than the {device.cores} cores: its steps are short")
+    return ResolvedValue(
+        threads, f"one fewer than the {device.cores} cores: steps of this model are short"
+    )
 
 
 def _context(settings: Settings, card: ModelCard) -> ResolvedValue[int]:
     said = settings.model.context_tokens
-    turned = "" if card.rope_factors is None else f", rotated by its {card.rope_factors} factors"
+    turned = "" if card.rope_factors is None else f", with its {card.rope_factors} rope factors"
     if said is None:
-        stretched = " times its rotation's factor" if card.rope_kind == "dynamic" else ""
+        stretched = " times its rope scaling factor" if card.rope_kind == "dynamic" else ""
         reason = f"max_position_embeddings of the model{stretched}{turned}"
         return ResolvedValue(card.context_tokens, reason)
     check_context(settings, card)
@@ -337,9 +335,8 @@ def check_context(settings: Settings, card: ModelCard) -> None:
     if said is not None and said > card.context_tokens:
         override = f"--json-model-override-args '{{\"max_position_embeddings\": {said}}}'"
         raise ConfigError(
-            f"model.context_tokens = {said} (--context-length): the model was made for "
-            f"{card.context_tokens}; to serve it beyond, at the price of its quality there, add "
-            f"{override}"
+            f"model.context_tokens = {said} (--context-length): must not exceed the model's "
+            f"{card.context_tokens}; to extend it, at reduced quality, add {override}"
         )
 
 
@@ -347,7 +344,7 @@ def _fit(context: ResolvedValue[int], cache_tokens: int) -> ResolvedValue[int]:
     if context.value <= cache_tokens:
         return context
     return ResolvedValue(
-        cache_tokens, f"the pool holds no more of {context.value} ({context.reason})"
+        cache_tokens, f"limited by the KV cache pool, of {context.value} ({context.reason})"
     )
 
 
@@ -369,7 +366,7 @@ def _memory(
     if memory.weights > memory.free:
         limit = settings.model.memory_bytes
         cause = "" if limit is None else f"; model.memory_bytes = {limit} limits this worker"
-        raise ConfigError(f"too little memory for the weights: {memory}{cause}")
+        raise ConfigError(f"not enough memory for the weights: {memory}{cause}")
     return memory
 
 
@@ -383,24 +380,24 @@ def _pages(
         return _requested_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)
     if not page_bytes:
-        return ResolvedValue(
-            enough, f"they only count tokens: {BIDIRECTIONAL}, and nothing is kept"
-        )
+        return ResolvedValue(enough, f"pages only count tokens; no KV cache: {BIDIRECTIONAL}")
     pool = _pool_bytes(settings, memory)
     pages = (pool.value - held) // page_bytes
     if pages < 1:
-        raise ConfigError(f"no memory for one page of the cache: {pool.reason}")
+        raise ConfigError(f"not enough memory for one page of the KV cache: {pool.reason}")
     static_ratio = settings.cache.static_ratio
     if static_ratio is not None:
         if pool.value > memory.rest:
             raise ConfigError(
                 f"cache.static_ratio = {static_ratio} (--mem-fraction-static): its pool of "
-                f"{gib(pool.value)} exceeds the {gib(memory.rest)} that weights and the largest "
-                f"step leave: {memory}"
+                f"{gib(pool.value)} exceeds the {gib(memory.rest)} left by weights and the largest "
+                f"step; lower it: {memory}"
             )
         return ResolvedValue(pages, pool.reason)
     if enough < pages:
-        return ResolvedValue(enough, f"{settings.batching.running_max} requests of full context")
+        return ResolvedValue(
+            enough, f"enough for {settings.batching.running_max} requests of full context length"
+        )
     return ResolvedValue(pages, pool.reason)
 
 
@@ -410,10 +407,12 @@ def _requested_pages(
     """The operator's own size, which must fit all the same: found out now, not in mid-service."""
     pages = tokens_max // page_tokens
     if pages < 1:
-        raise ConfigError(f"cache.tokens_max = {tokens_max}: one page has {page_tokens} tokens")
+        raise ConfigError(
+            f"cache.tokens_max = {tokens_max}: must be at least one page, {page_tokens} tokens"
+        )
     if pages * page_bytes > memory.rest - held:
         raise ConfigError(
-            f"cache.tokens_max = {tokens_max}: its {gib(pages * page_bytes)} do not fit: {memory}"
+            f"cache.tokens_max = {tokens_max}: {gib(pages * page_bytes)} do not fit: {memory}"
         )
     return ResolvedValue(pages, f"cache.tokens_max = {tokens_max}")
 
@@ -436,17 +435,15 @@ def _pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:
 
 def _pooling(settings: Settings, pooling: Pooling | None) -> ResolvedValue[Pooling | None]:
     if pooling is None:
-        return ResolvedValue(None, "texts are answered")
+        return ResolvedValue(None, "a generative model")
     if settings.model.embedding and pooling.task is Task.EMBED:
-        return ResolvedValue(
-            pooling, "model.embedding, and the files of sentence-transformers if any"
-        )
-    return ResolvedValue(pooling, f"a model of the architecture can {pooling.task}")
+        return ResolvedValue(pooling, "model.embedding and the sentence-transformers files, if any")
+    return ResolvedValue(pooling, f"the task of this architecture is {pooling.task}")
 
 
 def _prefix(prefix: ResolvedValue[bool], pooling: Pooling | None) -> ResolvedValue[bool]:
     if prefix.value and pooling is not None and pooling.mode is not PoolMode.LAST:
-        reason = f"the {pooling.mode} of a text takes the vectors of tokens that a cache leaves out"
+        reason = f"{pooling.mode} pooling needs the vectors of all tokens, cached ones included"
         return ResolvedValue(value=False, reason=reason)
     return prefix
 
@@ -455,7 +452,7 @@ def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> Re
     if pooling is not None:
         return ResolvedValue("none", "nothing is generated")
     if not card.eos_ids:
-        return ResolvedValue("none", "the model names no token that ends an answer")
+        return ResolvedValue("none", "the model has no end-of-sequence token")
     return ResolvedValue(settings.grammar.backend, "grammar.backend")
 
 
@@ -463,7 +460,7 @@ def _overlap(settings: Settings, device: HostDevice) -> ResolvedValue[bool]:
     if not settings.batching.overlap:
         return ResolvedValue(value=False, reason="batching.overlap")
     if device.kind == "cpu":
-        reason = "the CPU does not compute apart from the worker that plans"
+        reason = "a CPU does not compute asynchronously"
         return ResolvedValue(value=False, reason=reason)
     return ResolvedValue(value=True, reason="batching.overlap")
 
@@ -479,9 +476,11 @@ def _running(
     """A running request holds at least a page and its states, and decodes a token in each step."""
     each = OVERLAPPED if overlap else RUNNING
     if states.value and settings.batching.running_max > states.value // each:
-        return ResolvedValue(min(pages, step_tokens, states.value // each), f"{each} states each")
+        return ResolvedValue(
+            min(pages, step_tokens, states.value // each), f"{each} states per request"
+        )
     if settings.batching.running_max > step_tokens:
-        return ResolvedValue(min(pages, step_tokens), "all of them fit in a step")
+        return ResolvedValue(min(pages, step_tokens), "limited by the tokens of a step")
     if settings.batching.running_max > pages:
-        return ResolvedValue(pages, "one page each")
+        return ResolvedValue(pages, "at least one page per request")
     return ResolvedValue(settings.batching.running_max, "batching.running_max")

@@ -35,21 +35,23 @@ def state_count(
             not fit.
     """
     if not state_bytes:
-        return ResolvedValue(0, "no layer keeps a state")
+        return ResolvedValue(0, "the model has no recurrent layers")
     cache = settings.cache
     if cache.checkpoint_tokens % settings.cluster.page_tokens:
         raise ConfigError(
-            f"cache.checkpoint_tokens = {cache.checkpoint_tokens}: states are kept at the end of"
-            f" pages, and one has {settings.cluster.page_tokens} tokens"
+            f"cache.checkpoint_tokens = {cache.checkpoint_tokens}: must be a multiple of"
+            f" cluster.page_tokens = {settings.cluster.page_tokens}"
         )
     if cache.states_max is not None:
         if cache.states_max < RUNNING or cache.states_max * state_bytes > memory.rest:
             raise ConfigError(
-                f"cache.states_max = {cache.states_max}: a request has {RUNNING} states of"
+                f"cache.states_max = {cache.states_max}: a request needs {RUNNING} states of"
                 f" {gib(state_bytes)}: {memory}"
             )
         return ResolvedValue(cache.states_max, f"cache.states_max = {cache.states_max}")
     count = int(pool.value * cache.states_ratio / (1 + cache.states_ratio)) // state_bytes
     if count < RUNNING:
-        raise ConfigError(f"no memory for the {RUNNING} states of one request: {pool.reason}")
+        raise ConfigError(
+            f"not enough memory for the {RUNNING} states of one request: {pool.reason}"
+        )
     return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")

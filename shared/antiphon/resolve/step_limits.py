@@ -24,7 +24,7 @@ TILES_FILL_TOKENS = 1024
 same model, prompts of 128, 1 of them 67 %, 2 of them 80 %, 4 of them 87 % and 8 of them 88 % of the
 rate of 16. Of 16 the last one gains 42 ms by 8 in a pass, and the mean loses 17 (ADR 19)."""
 TILES_ISA = "amx"
-BIDIRECTIONAL = "a token sees what comes after it"
+BIDIRECTIONAL = "attention is bidirectional"
 
 
 class StepLimits(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ def _whole(settings: Settings, card: ModelCard) -> ResolvedValue[bool]:
     if not card.causal:
         return ResolvedValue(value=True, reason=BIDIRECTIONAL)
     whole = settings.batching.chunk_tokens == UNCHUNKED
-    reason = "batching.chunk_tokens = -1" if whole else "a prompt may be computed in pieces"
+    reason = "batching.chunk_tokens = -1" if whole else "prompts may be prefilled in chunks"
     return ResolvedValue(whole, reason)
 
 
@@ -68,7 +68,7 @@ def _step(settings: Settings, context_tokens: int, *, whole: bool) -> ResolvedVa
     # more prompt tokens than that, several may share the pass.
     prompts = max(context_tokens, batching.fill_tokens or 0)
     if whole and prompts > batching.tokens_max:
-        longest = "the longest prompt, for none is cut"
+        longest = "the longest prompt, since chunked prefill is off"
         return ResolvedValue(
             prompts, longest if prompts == context_tokens else "batching.fill_tokens"
         )
@@ -80,13 +80,13 @@ def _chunk(
 ) -> ResolvedValue[int]:
     batching = settings.batching
     if whole:
-        return ResolvedValue(context_tokens, "the longest prompt, for none is cut")
+        return ResolvedValue(context_tokens, "the longest prompt, since chunked prefill is off")
     if batching.chunk_tokens is not None:
         return ResolvedValue(batching.chunk_tokens, "batching.chunk_tokens")
     if device.kind == "cpu" and batching.tokens_max > CPU_CHUNK_TOKENS:
-        reason = "longer passes are no faster on a CPU, and whoever decodes waits for them"
+        reason = "longer chunks are no faster on a CPU and delay decodes"
         return ResolvedValue(CPU_CHUNK_TOKENS, reason)
-    return ResolvedValue(batching.tokens_max, "as long as a step")
+    return ResolvedValue(batching.tokens_max, "batching.tokens_max")
 
 
 def _fill(settings: Settings, device: HostDevice, step_tokens: int) -> ResolvedValue[int]:
@@ -94,24 +94,24 @@ def _fill(settings: Settings, device: HostDevice, step_tokens: int) -> ResolvedV
     if batching.fill_tokens is not None:
         return ResolvedValue(batching.fill_tokens, "batching.fill_tokens")
     if device.kind == "cpu":
-        enough, reason = CPU_FILL_TOKENS, "keeps a CPU busy; more would only make the first wait"
+        enough, reason = CPU_FILL_TOKENS, "saturates a CPU; more would delay the first requests"
         if device.arithmetic.get("isa") == TILES_ISA:
-            enough, reason = TILES_FILL_TOKENS, "keeps tiles busy, and the last prompts wait less"
+            enough, reason = TILES_FILL_TOKENS, "saturates AMX tiles; the last requests wait less"
         if step_tokens > enough:
             return ResolvedValue(enough, reason)
-    return ResolvedValue(step_tokens, "a step takes what fits")
+    return ResolvedValue(step_tokens, "as many as fit into a step")
 
 
 def _mixed(settings: Settings) -> ResolvedValue[bool]:
     if not settings.batching.mixed:
         return ResolvedValue(value=False, reason="batching.mixed")
-    reason = "a pass reads all weights for a prompt anyway: decodes beside it are almost free"
+    reason = "prefill reads all weights anyway: decodes in the same batch are almost free"
     return ResolvedValue(value=True, reason=reason)
 
 
 def _prefix(settings: Settings, card: ModelCard) -> ResolvedValue[bool]:
     if not card.causal:
         return ResolvedValue(
-            value=False, reason=f"{BIDIRECTIONAL}: one beginning differs in two texts"
+            value=False, reason=f"{BIDIRECTIONAL}: states of a prefix depend on the text after it"
         )
     return ResolvedValue(settings.cache.prefix, "cache.prefix")

@@ -68,13 +68,13 @@ def _quantization(
     said = settings.model.quantization
     if quantization is None:
         if card.gguf:
-            return ResolvedValue("gguf", "each tensor of the file says its own")
-        return ResolvedValue("none", "the checkpoint holds plain numbers")
+            return ResolvedValue("gguf", "each tensor of the file has its own type")
+        return ResolvedValue("none", "the checkpoint is not quantized")
     name = str(quantization.method)
     if said in GPU_KERNELS:
-        return ResolvedValue(name, f"{said} is a kernel for GPUs; the weights are those of {name}")
+        return ResolvedValue(name, f"{said} is a GPU kernel; the weights are in {name} format")
     if quantization.online:
-        return ResolvedValue(name, "model.quantization: weights are rounded at loading")
+        return ResolvedValue(name, "model.quantization: weights are quantized while loading")
     return ResolvedValue(name, "config.json" if card.quantization else "model.quantization")
 
 
@@ -94,16 +94,16 @@ def _quantized(
     count: int,
 ) -> ResolvedValue[LinearFormat]:
     if quantization is None:
-        return ResolvedValue(linear.value, "as all linears")
+        return ResolvedValue(linear.value, "model.linear")
     if settings.model.linear is not LinearFormat.AUTO or linear.value is LinearFormat.PLAIN:
         return ResolvedValue(linear.value, linear.reason)
     if quantization.int8_exact and quantization.dynamic_activations:
-        reason = "bytes as stored; activations are rounded to bytes, as the checkpoint asks"
+        reason = "int8 as stored; activations are quantized to int8, as the checkpoint specifies"
         return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)
     if quantization.int8_exact:
-        return ResolvedValue(LinearFormat.INT8, "bytes as stored; activations keep their numbers")
+        return ResolvedValue(LinearFormat.INT8, "int8 as stored; activations are not quantized")
     taken, rounded = gib(count * item_bytes(dtype)), gib(count)
     return ResolvedValue(
         linear.value,
-        f"a CPU multiplies {dtype}: converted once, {taken}; in int8, rounded again, {rounded}",
+        f"converted to {dtype} while loading, {taken}; model.linear = int8 would take {rounded}",
     )

@@ -58,16 +58,16 @@ class OwnerQuota:
 
     def _check_jobs(self, jobs: int) -> None:
         if not jobs and len(self._held) >= self._owners_max:
-            text = f"{self._owners_max} tenants have large requests, the limit"
+            text = f"too many tenants with large requests; the limit is {self._owners_max}"
             raise Overloaded(text, retry_after_s=_RETRY_S)
         if jobs >= self._jobs_max:
-            text = f"{jobs} large requests are waiting, the limit"
+            text = f"too many large requests are waiting; the limit is {jobs}"
             raise Overloaded(text, retry_after_s=_RETRY_S)
 
     def _check_bytes(self, size_bytes: int) -> None:
         if size_bytes > self._bytes_max:
             text = (
-                f"the large requests that are waiting would take {size_bytes} bytes; "
+                f"the waiting large requests would take {size_bytes} bytes; "
                 f"the limit is {self._bytes_max}"
             )
             raise Overloaded(text, retry_after_s=_RETRY_S)
@@ -141,4 +141,4 @@ class FairQueue:
 
 
 def _leaving() -> Unavailable:
-    return Unavailable("this process is leaving", retry_after_s=0.0)
+    return Unavailable("this process is shutting down", retry_after_s=0.0)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 OVERLOADED_RETRY_S = 1.0
 
-LEAVING = Unavailable("this process is leaving", retry_after_s=0.0)
+LEAVING = Unavailable("this process is shutting down", retry_after_s=0.0)
 """The caller asks another, and need not wait."""
 
 
@@ -108,7 +108,7 @@ class RequestInbox:
         if not self._open:
             self._refuse(delivery, LEAVING)
         elif len(self._pending) >= self._capacity:
-            text = f"{self._route} has {self._capacity} calls in flight, its limit"
+            text = f"{self._route} has reached its limit of {self._capacity} calls in flight"
             self._refuse(delivery, Overloaded(text, retry_after_s=OVERLOADED_RETRY_S))
         else:
             call = _PendingCall(delivery, time.monotonic())

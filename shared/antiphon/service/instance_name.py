@@ -83,7 +83,7 @@ class InstanceName:
                 raise Replaced(
                     f"the name {self._instance} was taken by another process "
                     f"(incarnation {holder.incarnation}), which was started at the same time, or "
-                    "while this one was silent; choose another --instance for one of them"
+                    "while this one did not respond; choose another --instance for one of them"
                 )
             self._recheck_requested.clear()
             try:

@@ -105,7 +105,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
 def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
     settings = arguments.settings
     if not settings.bus.url:
-        raise CannotStart("no NATS server is named; say --bus-url nats://host:port")
+        raise CannotStart("bus.url is not set; use --bus-url nats://host:port")
     process = Process(instance=InstanceId(arguments.instance), incarnation=new_incarnation())
     transport = NatsTransport(settings.bus, name=arguments.instance)
     around = ProcessContext(

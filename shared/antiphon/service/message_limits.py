@@ -23,6 +23,6 @@ def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes
     fits = max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
     if count > fits:
         raise CannotStart(
-            f"{field} is {count}: so many requests do not fit a message of the broker, which takes "
-            f"{message_bytes_max} bytes; {fits} do"
+            f"{field} = {count}: must be at most {fits}, so that a list of all requests fits into "
+            f"one NATS message of {message_bytes_max} bytes"
         )

@@ -416,10 +416,10 @@ V = TypeVar("V")
 
 _REASONS = {
     "instance": "a live process has this name",
-    "clock": "its host's clock is too far from ours",
+    "clock": "the clock of its host differs too much from this one",
     "sent_unix_ms": "it was sent before that process died",
-    "leads": "its term is too high to be an elected one",
-    "worker.term": "the term that it has obeyed is too high to be an elected one",
+    "leads": "its term is too high to be the result of elections",
+    "worker.term": "the term it follows is too high to be the result of elections",
 }
 
 

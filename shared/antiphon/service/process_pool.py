@@ -188,7 +188,7 @@ class ProcessPool:
                 limit=_CHUNK_BYTES,
             )
         except OSError as error:
-            text = f"no child process starts: {error}"
+            text = f"cannot start a child process: {error}"
             raise Unavailable(text, retry_after_s=_RETRY_S) from error
         assert child.stdout is not None
         self._children.add(child)
@@ -267,4 +267,4 @@ def _kill(child: asyncio.subprocess.Process) -> None:
 
 
 def _leaving() -> Unavailable:
-    return Unavailable("this process is leaving", retry_after_s=0.0)
+    return Unavailable("this process is shutting down", retry_after_s=0.0)

@@ -21,7 +21,7 @@ def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
     if not config.ssl_certfile:
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_client_required"):
             if getattr(config, name):
-                raise ConfigError(f"gateway.{name} needs gateway.ssl_certfile, the certificate")
+                raise ConfigError(f"gateway.{name} requires gateway.ssl_certfile, the certificate")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     certificate = _file("ssl_certfile", config.ssl_certfile)
@@ -31,8 +31,8 @@ def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key, lambda: config.ssl_keyfile_password)
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(
-            f"gateway.ssl_certfile, ssl_keyfile: {certificate}, {key or certificate}: no "
-            f"certificate with its key, or another password: {error}"
+            f"gateway.ssl_certfile, ssl_keyfile: {certificate}, {key or certificate}: not a "
+            f"certificate with its key, or wrong ssl_keyfile_password: {error}"
         ) from error
     if config.ssl_ca_certs:
         authorities = _file("ssl_ca_certs", config.ssl_ca_certs)
@@ -43,7 +43,7 @@ def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
         required = config.ssl_client_required
         context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
     elif config.ssl_client_required:
-        raise ConfigError("gateway.ssl_client_required needs gateway.ssl_ca_certs")
+        raise ConfigError("gateway.ssl_client_required requires gateway.ssl_ca_certs")
     return context
 
 

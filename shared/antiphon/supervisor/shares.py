@@ -38,12 +38,13 @@ def check_counts(settings: Settings, device: HostDevice) -> None:
         count = getattr(supervisor, name)
         if count > device.cores:
             raise ConfigError(
-                f"supervisor.{name} = {count} ({flag}): more than the {device.cores} cores here"
+                f"supervisor.{name} = {count} ({flag}): must be at most {device.cores}, "
+                "the number of cores"
             )
     if supervisor.workers > running_max:
         raise ConfigError(
-            f"batching.running_max = {running_max} (--max-running-requests): supervisor.workers = "
-            f"{supervisor.workers} (--dp-size) share it and each needs at least 1"
+            f"batching.running_max = {running_max} (--max-running-requests): must be at least "
+            f"supervisor.workers = {supervisor.workers} (--dp-size), since workers share it"
         )
 
 

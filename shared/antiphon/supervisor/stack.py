@@ -129,11 +129,11 @@ class ServiceStack:
         gateway = self._settings.gateway
         if gateway.port and not is_free(gateway.host, gateway.port):
             raise CannotServe(
-                f"port {gateway.port} on {gateway.host} is taken; choose another with --port"
+                f"port {gateway.port} on {gateway.host} is in use; choose another with --port"
             )
         nats_port = self._settings.supervisor.nats_port
         if nats_port and not self._settings.bus.url and not is_free("127.0.0.1", nats_port):
-            raise CannotServe(f"port {nats_port} is taken; choose another with --nats-port")
+            raise CannotServe(f"port {nats_port} is in use; choose another with --nats-port")
         drain_s, stop_s = (
             self._settings.service.drain_timeout_s,
             self._settings.supervisor.stop_timeout_s,
@@ -181,8 +181,8 @@ class ServiceStack:
         taken = [name for name in names if name in present.heartbeats]
         if taken:
             raise CannotServe(
-                f"{', '.join(taken)} of another `antiphon serve` at {url} would be shut out; "
-                "give this one another --cluster-name"
+                f"another `antiphon serve` at {url} already runs {', '.join(taken)}; "
+                "choose another --cluster-name"
             )
 
     async def _start_children(self, url: str) -> None:
@@ -246,7 +246,7 @@ class ServiceStack:
                 await readiness.listen(bus)
                 yield
         except BusDown as error:
-            raise CannotServe(f"no NATS server answers at {url}: {error}") from error
+            raise CannotServe(f"no NATS server responds at {url}: {error}") from error
 
     async def _wait_for_first(self, readiness: Readiness, stop: asyncio.Event) -> None:
         """Return when all are ready, `stop` is set, one has died, or time is up."""
@@ -269,7 +269,7 @@ class ServiceStack:
         for child in dead or late:
             if dead and (reason := child.refusals()):
                 raise CannotServe(f"{child.instance} cannot start: {reason}")
-            became = "died while starting" if dead else "is not ready in time"
+            became = "exited during startup" if dead else "was not ready in time"
             raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
 
     def _announce(self, url: str, readiness: Readiness) -> None:

@@ -300,10 +300,10 @@ def test_experts_of_other_architectures_are_refused_by_name(
         tmp_path / "a.gguf", architecture=architecture, shape=shape, tokenizer=byte_level()
     )
     expected = (
-        f"architecture '{architecture}' is described by no GGUF file alone, only llama, qwen2,"
+        f"architecture '{architecture}' cannot be read from a GGUF file alone, only llama, qwen2,"
         if architecture == "deepseek2"
-        else f"architecture '{architecture}' with experts is described by no GGUF file alone, only "
-        "llama, qwen2moe, qwen3moe"
+        else f"architecture '{architecture}' with experts cannot be read from a GGUF file alone, "
+        "only llama, qwen2moe, qwen3moe"
     )
     with pytest.raises(ConfigError, match=expected):
         gguf_folder([file], tmp_path)

@@ -95,7 +95,7 @@ def test_argument_decides_the_plan(
 def test_device_is_the_given_one() -> None:
     given, without = compare("--device", "cpu", observe=lambda settings: plan(settings).device)
     assert (given.value, given.reason) == ("cpu", "model.device")
-    assert (without.value, without.reason) == ("cpu", "what this machine has")
+    assert (without.value, without.reason) == ("cpu", "the device of this machine")
 
 
 @pytest.mark.argument("--quantization-param-path")

@@ -155,15 +155,15 @@ def decode(step: int) -> StepReport:
 @pytest.mark.parametrize(
     ("argument", "words", "message"),
     [
-        ("--bucket-time-to-first-token", "2 1", "must be finite and ascend"),
-        ("--bucket-inter-token-latency", "a", "not a list of numbers"),
+        ("--bucket-time-to-first-token", "2 1", "must be finite and ascending"),
+        ("--bucket-inter-token-latency", "a", "must be a list of numbers"),
         ("--prompt-tokens-buckets", "tse 1000 2", "`default`, `tse MIDDLE BASE COUNT`"),
         ("--prompt-tokens-buckets", "tse 1000 1 8", "a base > 1"),
         ("--generation-tokens-buckets", "custom", "`default`, `tse MIDDLE BASE COUNT`"),
-        ("--extra-metric-labels", "[1]", "extra_labels is not a JSON object"),
-        ("--extra-metric-labels", '{"le":"a"}', "'le' is taken"),
+        ("--extra-metric-labels", "[1]", "extra_labels: must be a JSON object"),
+        ("--extra-metric-labels", '{"le":"a"}', "'le' is reserved"),
         ("--tokenizer-metrics-allowed-custom-labels", "a-b", "'a-b' is not a label name"),
-        ("--tokenizer-metrics-custom-labels-header", "x y", "not the name of an HTTP header"),
+        ("--tokenizer-metrics-custom-labels-header", "x y", "must be the name of an HTTP header"),
     ],
 )
 def test_argument_with_a_bad_value_says_what_is_allowed(

@@ -135,7 +135,7 @@ def test_crash_dump_folder_is_not_the_folder_of_plans() -> None:
         (("--export-metrics-to-file",), "--export-metrics-to-file-dir"),
         (("--log-requests-level", "4"), "--log-requests-level"),
         (("--log-requests-format", "xml"), "--log-requests-format"),
-        (("--log-requests-target", ","), "target names no place"),
+        (("--log-requests-target", ","), "target is empty"),
     ],
 )
 def test_argument_with_a_bad_value_names_what_is_allowed(

@@ -104,10 +104,10 @@ async def test_ca_certs_verify_the_certificate_of_a_client(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--ssl-keyfile", "/k"), r"ssl_keyfile needs gateway\.ssl_certfile"),
-        (("--ssl-keyfile-password", "k"), r"ssl_keyfile_password needs gateway\.ssl_certfile"),
-        (("--ssl-ca-certs", "/k"), r"ssl_ca_certs needs gateway\.ssl_certfile"),
-        (("--gateway-ssl-client-required",), r"ssl_client_required needs gateway\.ssl_certfile"),
+        (("--ssl-keyfile", "/k"), r"ssl_keyfile requires gateway\.ssl_certfile"),
+        (("--ssl-keyfile-password", "k"), r"ssl_keyfile_password requires gateway\.ssl_certfile"),
+        (("--ssl-ca-certs", "/k"), r"ssl_ca_certs requires gateway\.ssl_certfile"),
+        (("--gateway-ssl-client-required",), r"ssl_client_required requires gateway\.ssl_certfile"),
     ],
 )
 def test_halves_of_tls_are_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -117,5 +117,5 @@ def test_halves_of_tls_are_refused(arguments: tuple[str, ...], message: str) -> 
 
 def test_clients_are_asked_for_certificates_only_with_an_authority(stranger: Certificate) -> None:
     files = ("--ssl-certfile", str(stranger.certificate), "--ssl-keyfile", str(stranger.key))
-    with pytest.raises(ConfigError, match="ssl_client_required needs"):
+    with pytest.raises(ConfigError, match="ssl_client_required requires"):
         server_context(settings_of(*files, "--gateway-ssl-client-required").gateway)

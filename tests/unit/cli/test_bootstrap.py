@@ -61,7 +61,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("pretend", "said"),
     [
         ("sys.version_info = (3, 6, 9)", "antiphon setup: Python 3.11 or newer is needed"),
-        ("platform.system = lambda: 'Darwin'", "antiphon setup: set up by hand on Darwin"),
+        ("platform.system = lambda: 'Darwin'", "antiphon setup: manual setup required on Darwin"),
     ],
 )
 def test_what_was_never_tried_is_refused_in_one_line(pretend: str, said: str) -> None:

@@ -99,9 +99,9 @@ async def test_events_that_say_nothing_are_passed_over(server: Server) -> None:
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([chunk("Go")], "the answer broke off"),
-        ([chunk("Go"), '{"error": {"message": "worker lost"}}'], "the server failed: worker lost"),
-        (["?"], "sent what we cannot read"),
+        ([chunk("Go")], "incomplete response"),
+        ([chunk("Go"), '{"error": {"message": "worker lost"}}'], "server error: worker lost"),
+        (["?"], "sent an invalid response"),
     ],
 )
 async def test_a_broken_answer_is_an_error(server: Server, events: list[str], message: str) -> None:
@@ -111,7 +111,7 @@ async def test_a_broken_answer_is_an_error(server: Server, events: list[str], me
 
 
 async def test_a_refusal_gives_the_reason_of_the_server(server: Server) -> None:
-    with pytest.raises(ChatFailed, match=r"refused \(404\): no model large"):
+    with pytest.raises(ChatFailed, match=r"rejected the request \(404\): no model large"):
         await answer(server, model="large")
 
 
@@ -162,7 +162,7 @@ async def test_a_conversation_remembers_until_it_is_reset(server: Server) -> Non
         out, _ = await process.communicate(b"one\n\ntwo\n/what\n/help\n/reset\nthree\n/exit\n")
     assert process.returncode == 0
     assert b"small at http://" in out
-    assert b"no such command" in out
+    assert b"unknown command" in out
     first, second, third = (ask.messages for ask in server.asked)
     assert first == (ChatTurn("user", "one"),)
     assert second == (
@@ -197,7 +197,7 @@ async def test_without_a_server_it_says_how_to_start_one(unused_port: int) -> No
     url = f"http://127.0.0.1:{unused_port}"
     async with chat("--url", url, "--message", "hello") as process:
         _, err = await process.communicate()
-    expected = f"antiphon chat: no server answers at {url}; start one with: antiphon serve\n"
+    expected = f"antiphon chat: no server responds at {url}; start one with: antiphon serve\n"
     assert (err.decode(), process.returncode) == (expected, 1)
 
 
@@ -225,5 +225,5 @@ def test_url_is_read_as_it_is_typed(typed: str, url: str) -> None:
     "typed", ["", "ftp://a", "http://", "http:// a", "::bad", ":30000", "a:b", "a:99999", "[::1"]
 )
 def test_url_that_is_none_is_refused_with_an_example(typed: str) -> None:
-    with pytest.raises(ConfigError, match="must be like http://127"):
+    with pytest.raises(ConfigError, match="such as http://127"):
         server_url(typed)

@@ -15,5 +15,5 @@ def test_a_name_or_a_file_is_taken(said: str) -> None:
 
 def test_another_name_is_refused_with_the_list() -> None:
     names = ", ".join(template.name for template in TEMPLATES)
-    with pytest.raises(ValueError, match=f"'codellama' is none of {names}"):
+    with pytest.raises(ValueError, match=f"'codellama': must be {names}"):
         ModelConfig(completion_template="codellama")

@@ -126,13 +126,13 @@ def test_a_cross_encoder_says_what_its_score_goes_through(
 @pytest.mark.parametrize(
     ("modules", "complaint"),
     [
-        ([("Pooling", {"pooling_mode_max_tokens": True})], "max_tokens is not built"),
-        ([("Pooling", {**MEAN, **LAST})], "mean_tokens and lasttoken is not built"),
+        ([("Pooling", {"pooling_mode_max_tokens": True})], "max_tokens is not supported"),
+        ([("Pooling", {**MEAN, **LAST})], "mean_tokens and lasttoken is not supported"),
         ([("Pooling", {})], "No such file"),
-        ([("CNN", {})], "module CNN is not built"),
-        ([("Normalize", {}), ("Dense", DENSE)], "Dense behind Normalize is not built"),
-        ([("Dense", {**DENSE, "in_features": 5})], "in_features = 5; what comes has 48"),
-        ([("Dense", {**DENSE, "activation_function": "x.Swish"})], "swish is not built"),
+        ([("CNN", {})], "module CNN is not supported"),
+        ([("Normalize", {}), ("Dense", DENSE)], "Dense after Normalize is not supported"),
+        ([("Dense", {**DENSE, "in_features": 5})], "in_features = 5: must be 48"),
+        ([("Dense", {**DENSE, "activation_function": "x.Swish"})], "swish is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(

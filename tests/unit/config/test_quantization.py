@@ -72,17 +72,17 @@ def torchao(name: str, **data: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "hqq"}, "quant_method 'hqq' is not read: there are fp8, w8a8_int8, awq"),
-        ({}, "quant_method '' is not read"),
-        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not read, only gemm"),
-        ({"quant_method": "awq", "bits": 3}, "bits 3 is not read, only 4"),
-        ({"quant_method": "awq", "zero_point": False}, "zero_point false is not read"),
-        ({"quant_method": "awq", "group_size": -7}, "group_size -7 means nothing"),
-        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not read, only 2 or 4 or 8"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported, only fp8, w8a8_int8, awq"),
+        ({}, "quant_method '' is not supported"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported, only gemm"),
+        ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported, only 4"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point false is not supported"),
+        ({"quant_method": "awq", "group_size": -7}, "group_size -7 is invalid"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported, only 2 or 4 or 8"),
         ({"quant_method": "gptq"}, "Object missing required field `bits`"),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "checkpoint_format 'marlin' is not read, only gptq or gptq_v2",
+            "checkpoint_format 'marlin' is not supported, only gptq or gptq_v2",
         ),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*gate.*": {"bits": 8}}},
@@ -91,30 +91,33 @@ def torchao(name: str, **data: object) -> dict[str, object]:
         ({"quant_method": "bitsandbytes"}, "one of load_in_4bit and load_in_8bit"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "f"},
-            "bnb_4bit_quant_storage 'f' is not read, only uint8",
+            "bnb_4bit_quant_storage 'f' is not supported, only uint8",
         ),
-        (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
+        (
+            compressed(format="nvfp4-pack-quantized"),
+            "format 'nvfp4-pack-quantized' is not supported",
+        ),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
-        (compressed(transform_config={"R1": {}}), "weights that were rotated"),
+        (compressed(transform_config={"R1": {}}), "rotated weights"),
         (
             compressed(quantization_status="calibration"),
-            "quantization_status 'calibration' is not read",
+            "quantization_status 'calibration' is not supported",
         ),
-        (compressed(ignore=["re:(head"]), "'(head' is no regular expression"),
-        (compressed(config_groups={}), "config_groups names no weights"),
-        (compressed(config_groups={"a": {"targets": ["Linear"]}}), "a names no weights"),
+        (compressed(ignore=["re:(head"]), "'(head' is not a valid regular expression"),
+        (compressed(config_groups={}), "config_groups has no weights"),
+        (compressed(config_groups={"a": {"targets": ["Linear"]}}), "a has no weights"),
         (
             compressed(config_groups={"a": {"targets": [], "weights": {"num_bits": 6}}}),
-            "config_groups.a.weights.num_bits 6 is not read, only 8",
+            "config_groups.a.weights.num_bits 6 is not supported, only 8",
         ),
         (
             compressed(config_groups={"a": {"targets": [], "weights": {"strategy": "token"}}}),
-            "config_groups.a.weights.strategy 'token' is not read",
+            "config_groups.a.weights.strategy 'token' is not supported",
         ),
-        (torchao("Int4WeightOnlyConfig"), "quant_type 'Int4WeightOnlyConfig' is not read"),
+        (torchao("Int4WeightOnlyConfig"), "quant_type 'Int4WeightOnlyConfig' is not supported"),
         (
             torchao("Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {}}),
-            "granularity 'PerGroup' is not read, only PerRow",
+            "granularity 'PerGroup' is not supported, only PerRow",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -194,17 +197,17 @@ def test_what_is_said_agrees_with_the_checkpoint(
 @pytest.mark.parametrize(
     ("stored", "method", "gguf", "message"),
     [
-        (AWQ, QuantizationMethod.GPTQ, False, "the checkpoint's is awq"),
-        (AWQ, QuantizationMethod.GPTQ_MARLIN, False, "the checkpoint's is awq"),
-        (AWQ, QuantizationMethod.FP8, False, "the checkpoint's is awq"),
-        (AWQ, QuantizationMethod.W8A8_INT8, False, "the checkpoint's is awq"),
+        (AWQ, QuantizationMethod.GPTQ, False, "the checkpoint is quantized with awq"),
+        (AWQ, QuantizationMethod.GPTQ_MARLIN, False, "the checkpoint is quantized with awq"),
+        (AWQ, QuantizationMethod.FP8, False, "the checkpoint is quantized with awq"),
+        (AWQ, QuantizationMethod.W8A8_INT8, False, "the checkpoint is quantized with awq"),
         (
             None,
             QuantizationMethod.AWQ,
             False,
-            "plain numbers, which only fp8 and torchao's methods round",
+            "not quantized; only fp8 and the torchao methods quantize",
         ),
-        (None, QuantizationMethod.GGUF, False, "the checkpoint is none"),
+        (None, QuantizationMethod.GGUF, False, "the checkpoint is not a GGUF file"),
         (None, QuantizationMethod.FP8, True, "the checkpoint is a GGUF file"),
     ],
 )
@@ -256,7 +259,9 @@ def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> No
     found = plan(AWQ)
     assert (found.quantization.value, found.quantization.reason) == ("awq", "config.json")
     assert (found.linear.value, found.quantized.value) == (LinearFormat.PACKED, LinearFormat.PACKED)
-    assert "converted once, 0.50 GiB; in int8, rounded again, 0.25 GiB" in found.quantized.reason
+    assert (
+        "while loading, 0.50 GiB; model.linear = int8 would take 0.25 GiB" in found.quantized.reason
+    )
     assert found.weight_bytes.value == GIB
     assert ",quantized:awq as packed" in found.bits.value
     assert "quantized" not in decide().bits.value
@@ -286,7 +291,7 @@ def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:
     found = plan(GPTQ, model__quantization="gptq_marlin").quantization
     assert (found.value, found.reason) == (
         "gptq",
-        "gptq_marlin is a kernel for GPUs; the weights are those of gptq",
+        "gptq_marlin is a GPU kernel; the weights are in gptq format",
     )
 
 

@@ -75,11 +75,14 @@ def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() ->
     spinning = decide(model__linear="plain").threads
     assert (spinning.value, spinning.reason) == (
         5,
-        "one fewer than the 6 cores: torch's wait spinning",
+        "one fewer than the 6 cores: torch threads spin while waiting",
     )
     small = msgspec.structs.replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
     short = resolve(load(environ={}).settings, small, DEVICE).threads
-    assert (short.value, short.reason) == (5, "one fewer than the 6 cores: its steps are short")
+    assert (short.value, short.reason) == (
+        5,
+        "one fewer than the 6 cores: steps of this model are short",
+    )
     alone = msgspec.structs.replace(DEVICE, cores=1)
     assert resolve(load(environ={}).settings, small, alone).threads.value == 1
 
@@ -117,7 +120,7 @@ def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
         (DEVICE, {"model__dtype": "float16"}, "float16"),
         (missing, {}, "there is no compiler"),
     ):
-        with pytest.raises(ConfigError, match=rf"model.deterministic: torch .*{reason}"):
+        with pytest.raises(ConfigError, match=rf"model.deterministic: results of torch.*{reason}"):
             decide_on(device, model__deterministic="true", **said)
 
 
@@ -148,7 +151,7 @@ def test_prompts_that_are_never_cut_have_steps_for_the_longest() -> None:
     plan = decide(batching__chunk_tokens="-1", batching__tokens_max="100")
     assert plan.whole_prompts.value
     assert plan.step_tokens.value == plan.chunk_tokens.value == 512
-    assert plan.activation_bytes.reason == "512 tokens in a step"
+    assert plan.activation_bytes.reason == "512 tokens per step"
 
 
 def test_prompt_tokens_of_a_pass_make_room_for_several_uncut_prompts() -> None:
@@ -165,7 +168,7 @@ def test_everybody_who_runs_fits_in_a_step() -> None:
 def test_the_pool_holds_no_more_than_all_requests_at_full_length() -> None:
     plan = decide(batching__running_max="3")
     assert plan.cache_pages.value == 3 * 512 // 16
-    assert plan.cache_pages.reason == "3 requests of full context"
+    assert plan.cache_pages.reason == "enough for 3 requests of full context length"
     assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES
 
 
@@ -178,8 +181,8 @@ def test_the_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> Non
     rest = 5 * GIB - GIB - STEP_BYTES - 2 * logits
     assert plan.cache_pages.value == rest // 4 // PAGE_BYTES
     assert plan.cache_pages.reason == (
-        "cache.memory_ratio = 0.25 of 5.00 GiB free, 1.00 GiB of weights, "
-        "0.01 GiB of activations, 0.00 GiB of logits, 0.00 GiB of logits of prompts"
+        "cache.memory_ratio = 0.25 of 5.00 GiB free, weights 1.00 GiB, "
+        "activations 0.01 GiB, logits 0.00 GiB, prompt logits 0.00 GiB"
     )
 
 
@@ -214,7 +217,7 @@ def test_a_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numb
         decide(cache__static_ratio="1")
     assert str(caught.value).startswith(
         "cache.static_ratio = 1.0 (--mem-fraction-static): its pool of 4.00 GiB exceeds the "
-        "3.99 GiB that weights and the largest step leave: 5.00 GiB free, 1.00 GiB of weights"
+        "3.99 GiB left by weights and the largest step; lower it: 5.00 GiB free, weights 1.00 GiB"
     )
 
 
@@ -227,19 +230,28 @@ def test_the_pool_has_a_limit_in_bytes() -> None:
 def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
     plan = decide(cache__tokens_max="160")
     assert plan.context_tokens.value == 160
-    assert plan.context_tokens.reason.startswith("the pool holds no more of 512")
-    assert (plan.running_max.value, plan.running_max.reason) == (10, "one page each")
+    assert plan.context_tokens.reason.startswith("limited by the KV cache pool, of 512")
+    assert (plan.running_max.value, plan.running_max.reason) == (
+        10,
+        "at least one page per request",
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"model__context_tokens": "513"}, r"513 \(--context-length\): the model was made for 512"),
-        ({"cache__tokens_max": "15"}, "cache.tokens_max = 15: one page has 16 tokens"),
-        ({"cache__static_ratio": "0.2"}, "no memory for one page"),
+        (
+            {"model__context_tokens": "513"},
+            r"513 \(--context-length\): must not exceed the model's 512",
+        ),
+        (
+            {"cache__tokens_max": "15"},
+            "cache.tokens_max = 15: must be at least one page, 16 tokens",
+        ),
+        ({"cache__static_ratio": "0.2"}, "not enough memory for one page"),
         (
             {"cache__tokens_max": "100000000"},
-            r"tokens_max = 100000000: its 47.68 GiB do not fit: 5.00 GiB free, 1.00 GiB of weights",
+            r"tokens_max = 100000000: 47.68 GiB do not fit: 5.00 GiB free, weights 1.00 GiB",
         ),
     ],
 )
@@ -249,7 +261,9 @@ def test_what_cannot_be_is_refused(said: dict[str, str], message: str) -> None:
 
 
 def test_weights_larger_than_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"too little memory .* 0\.50 GiB free, 1\.00 GiB of w"):
+    with pytest.raises(
+        ConfigError, match=r"not enough memory .* 0\.50 GiB free, weights 1\.00 GiB"
+    ):
         decide_on(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
@@ -285,9 +299,9 @@ def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
     wide, plan = decide(**room), decide(**room, cache__dtype=dtype)
     assert (wide.cache_dtype.value, wide.cache_pages.value) == (CacheDtype.BFLOAT16, 40)
     assert (plan.cache_dtype.value, plan.cache_pages.value) == (dtype, 80)
-    assert plan.cache_bytes == ResolvedValue(40 * PAGE_BYTES, "256 bytes a token")
-    assert plan.cache_dtype.reason == "cache.dtype; widened as attention reads it"
-    assert plan.cache_scales.reason == "the checkpoint's; 1.0 of layers without one"
+    assert plan.cache_bytes == ResolvedValue(40 * PAGE_BYTES, "256 bytes per token")
+    assert plan.cache_dtype.reason == "cache.dtype; converted as attention reads it"
+    assert plan.cache_scales.reason == "from the checkpoint; 1.0 for layers without one"
     assert f",cache:{dtype}" in plan.bits.value
     assert "cache:" not in wide.bits.value
     assert decide(cache__dtype=dtype, cache__scales="s.json").cache_scales.value == "s.json"
@@ -302,25 +316,27 @@ def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
 def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
     assert decide(cache__dtype="bfloat16").cache_dtype.value is CacheDtype.BFLOAT16
     with pytest.raises(
-        ConfigError, match=r"cache\.dtype = bfloat16: the model computes in float32"
+        ConfigError, match=r"cache\.dtype = bfloat16: must be auto, fp8 or the model's float32"
     ):
         decide(cache__dtype="bfloat16", model__dtype="float32")
 
 
 def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
     lacking = msgspec.structs.replace(DEVICE, lacking="no compiler")
-    with pytest.raises(ConfigError, match=r"cache.dtype = fp8_e4m3: .* what is read: no compiler"):
+    with pytest.raises(
+        ConfigError, match=r"cache.dtype = fp8_e4m3: needs the CPU kernels.*: no compiler"
+    ):
         decide_on(lacking, cache__dtype="fp8_e4m3")
-    with pytest.raises(ConfigError, match="do not compute in float16"):
+    with pytest.raises(ConfigError, match="do not support float16"):
         decide(cache__dtype="fp8_e5m2", model__dtype="float16")
     both_ways = msgspec.structs.replace(CARD, causal=False)
     settings = load(environ={"ANTIPHON_CACHE__DTYPE": "fp8_e4m3"}).settings
-    with pytest.raises(ConfigError, match="nothing is kept"):
+    with pytest.raises(ConfigError, match="no KV cache"):
         resolve(settings, both_ways, DEVICE)
 
 
 def test_scales_of_no_cache_in_eight_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cache\.scales = s\.json: .* only fp8"):
+    with pytest.raises(ConfigError, match=r"cache\.scales = s\.json: only fp8 has scales"):
         decide(cache__scales="s.json")
 
 
@@ -341,7 +357,7 @@ def test_pages_and_states_share_the_pool() -> None:
     pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
     assert plan.cache_pages.value == pages
     assert plan.running_max.value == 45
-    assert plan.running_max.reason == "2 states each"
+    assert plan.running_max.reason == "2 states per request"
 
 
 def test_the_operator_may_say_how_many_states_there_are() -> None:
@@ -353,11 +369,11 @@ def test_the_operator_may_say_how_many_states_there_are() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"cache__states_max": "1"}, "a request has 2 states"),
-        ({"cache__states_max": "9999999"}, "a request has 2 states"),
-        ({"cache__bytes_max": str(STATE_BYTES)}, "no memory for the 2 states"),
-        ({"cache__checkpoint_tokens": "100"}, "at the end of pages"),
-        ({"model__deterministic": "true"}, "recurrences"),
+        ({"cache__states_max": "1"}, "a request needs 2 states"),
+        ({"cache__states_max": "9999999"}, "a request needs 2 states"),
+        ({"cache__bytes_max": str(STATE_BYTES)}, "not enough memory for the 2 states"),
+        ({"cache__checkpoint_tokens": "100"}, "must be a multiple of cluster.page_tokens = 16"),
+        ({"model__deterministic": "true"}, "recurrent layers"),
     ],
 )
 def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
@@ -372,7 +388,7 @@ def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> Non
     plan = resolve(
         load(environ={"ANTIPHON_BATCHING__CHUNK_TOKENS": "64"}).settings, encoder, DEVICE
     )
-    both_ways = "a token sees what comes after it"
+    both_ways = "attention is bidirectional"
     assert (plan.whole_prompts.value, plan.whole_prompts.reason) == (True, both_ways)
     assert plan.step_tokens.value == plan.chunk_tokens.value == 4096
     assert not plan.prefix.value
@@ -401,4 +417,4 @@ def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cac
 
 
 def test_a_model_that_answers_pools_nothing() -> None:
-    assert decide().pooling == ResolvedValue(None, "texts are answered")
+    assert decide().pooling == ResolvedValue(None, "a generative model")

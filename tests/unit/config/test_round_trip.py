@@ -172,4 +172,4 @@ def test_help_tells_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         assert group.title in shown
     for field in fields().values():
         assert (field.flag in shown) is not field.secret
-    assert "Port of the HTTP API; taken means an error that names it. [>= 0, <= 65535;" in shown
+    assert "Port of the HTTP API; startup fails if it is in use. [>= 0, <= 65535;" in shown

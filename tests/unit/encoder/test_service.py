@@ -295,7 +295,7 @@ async def test_without_a_model_every_call_is_unsupported(red: bytes) -> None:
     ("limits", "complaint"),
     [
         ({}, r"config\.json: No such file"),
-        ({"claims_bytes_max": 255}, "an embedding has 256 bytes"),
+        ({"claims_bytes_max": 255}, "must be at least 256"),
     ],
 )
 async def test_a_model_that_cannot_serve_keeps_it_from_starting(

@@ -441,7 +441,7 @@ async def test_a_bad_file_at_the_start_is_no_start(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with running(service, transport, settings=chosen):
             pass
-    assert caught.group_contains(ConfigError, match="is no JSON", depth=None)
+    assert caught.group_contains(ConfigError, match="not valid JSON", depth=None)
 
 
 async def test_labels_of_tenants_are_bounded(

@@ -513,7 +513,7 @@ async def test_no_tokenizer_is_503_and_names_no_subject(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "CARD_TIMEOUT_S", 0.0)
-    at.cluster.encode_error = Unavailable("nobody serves tokenizer.encode")
+    at.cluster.encode_error = Unavailable("no process serves tokenizer.encode")
     status, reply, headers = await post(at, CHAT, {"messages": HI})
     error = cast("dict[str, str]", reply["error"])
     assert (status, error["message"]) == (503, "no tokenizer is available")
@@ -522,7 +522,7 @@ async def test_no_tokenizer_is_503_and_names_no_subject(
 
 
 async def test_tokenizer_that_comes_back_is_waited_for(at: House) -> None:
-    at.cluster.encode_error = Unavailable("this process is leaving")
+    at.cluster.encode_error = Unavailable("this process is shutting down")
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(post(at, CHAT, {"messages": HI}))
         await until(lambda: len(at.cluster.encodes) == 2)

@@ -71,12 +71,12 @@ async def objection(
 
 async def test_who_differs_is_told_in_what() -> None:
     said = await objection(BITS, beat(OTHER_ISA))
-    assert said == "worker-0 gives this model other bits: isa"
+    assert said == "worker-0 computes this model with other numerics: isa"
     said = await objection(BITS, beat("isa:avx2,kernels:2,linear:int8"))
-    assert said == "worker-0 gives this model other bits: isa, kernels, linear"
+    assert said == "worker-0 computes this model with other numerics: isa, kernels, linear"
     for ours, theirs in ((BITS, ""), ("", BITS)):
         said = await objection(ours, beat(theirs))
-        assert said == "worker-0 gives this model other bits: model.deterministic"
+        assert said == "worker-0 computes this model with other numerics: model.deterministic"
 
 
 async def test_nobody_gives_way_to_its_like_to_other_models_or_to_who_leaves() -> None:
@@ -117,7 +117,7 @@ async def test_a_worker_does_not_join_one_that_gives_its_model_other_bits() -> N
             second, transport, instance="worker-1", incarnation="2", ready=False
         ) as here:
             await until(here.gone.is_set)
-            match = "worker-0 gives this model other bits: isa"
+            match = "worker-0 computes this model with other numerics: isa"
             with pytest.RaisesGroup(
                 pytest.RaisesExc(CannotStart, match=match), flatten_subgroups=True
             ):

@@ -67,7 +67,7 @@ class Wire(MemoryTransport):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if self.down:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+            raise BusDown("the NATS connection is down", retry_after_s=1.0)
         self.sent.append(decode(data, (TokenBatch, TokenStep)))
 
 

@@ -104,11 +104,11 @@ def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path)
 @pytest.mark.parametrize(
     ("repo", "fields", "message"),
     [
-        ("nobody/none", {}, "nobody/none: neither a folder here nor a model of the hub"),
-        (REPO, {"revision": "v9"}, r"load\.revision = v9: there is no such revision"),
-        (REPO, {"offline": True}, r"not wholly in the cache, and load\.offline is set"),
+        ("nobody/none", {}, "nobody/none: neither a local folder nor a Hugging Face model"),
+        (REPO, {"revision": "v9"}, r"load\.revision = v9: no such revision"),
+        (REPO, {"offline": True}, r"not completely in the cache, and load\.offline is set"),
         ("a--b/c", {}, "a--b/c: .*--"),
-        ("smolm2", {}, r"model of the hub.*; did you mean smollm2\?$"),
+        ("smolm2", {}, r"a Hugging Face model.*; did you mean smollm2\?$"),
         ("smolm2", {"offline": True}, r"offline is set: .*; did you mean smollm2\?$"),
     ],
 )
@@ -123,7 +123,7 @@ def test_what_cannot_be_had_is_refused_in_a_line(
 def test_a_model_behind_a_gate_says_who_opens_it(tmp_path: Path) -> None:
     with (
         FakeHub(REPO, FILES, gated=True).serving() as hub,
-        pytest.raises(ConfigError, match=r"owner must grant access.*HF_TOKEN"),
+        pytest.raises(ConfigError, match=r"request access on its page.*HF_TOKEN"),
     ):
         fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
 
@@ -131,7 +131,7 @@ def test_a_model_behind_a_gate_says_who_opens_it(tmp_path: Path) -> None:
 def test_a_hub_that_is_not_there_is_told(tmp_path: Path) -> None:
     with FakeHub(REPO, FILES).serving() as hub:
         pass
-    with pytest.raises(ConfigError, match=r"neither a folder here nor in the cache, and the hub"):
+    with pytest.raises(ConfigError, match=r"neither a local folder nor in the cache, and the hub"):
         fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
 
 
@@ -146,7 +146,7 @@ def test_a_disk_without_room_is_found_before_anything_is_fetched(
 ) -> None:
     fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
     monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage())
-    with pytest.raises(ConfigError, match=r"its weights take 0\.00 GiB; 0\.00 GiB are free in"):
+    with pytest.raises(ConfigError, match=r"weights need 0\.00 GiB; only 0\.00 GiB free in"):
         fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
     assert not WEIGHTS & set(hub.fetched)
 

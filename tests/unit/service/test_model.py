@@ -67,7 +67,7 @@ def test_a_gguf_file_is_described_beside_it_or_by_the_tokenizers_folder(
 
 
 def test_what_is_missing_is_named_with_its_setting(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: .* holds no config\.json"):
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no config\.json"):
         model_files(settings(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.path: .*gone\.gguf: no such file"):
         model_files(settings(folder / "gone.gguf"))
@@ -75,7 +75,7 @@ def test_what_is_missing_is_named_with_its_setting(folder: Path, tmp_path: Path)
         model_files(settings(folder / "gone"))
     with pytest.raises(ConfigError, match=r"config\.json is neither a folder nor a \.gguf file"):
         model_files(settings(folder / "config.json"))
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .* holds no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .* has no tokenizer\.json"):
         tokenizer_folder(settings(folder, tokenizer_path=str(tmp_path)))
 
 

@@ -196,7 +196,7 @@ def test_a_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
     wheel, content = made(tmp_path)
     index = Index(content)
-    with pytest.raises(ConfigError, match="are free in"):
+    with pytest.raises(ConfigError, match="GiB free in"):
         ensure_cached(replace(wheel, member_bytes=1 << 60), tmp_path, index)
     assert index.asked == 0
 
@@ -218,7 +218,9 @@ def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
     assert not is_hub_id("smollm2")
     assert not is_packaged("gpt2")
     assert is_hub_id("gpt2")
-    with pytest.raises(ConfigError, match=r"smollm2 is not in .*; `antiphon serve --model-path"):
+    with pytest.raises(
+        ConfigError, match=r"smollm2 is missing from .*; `antiphon serve --model-path"
+    ):
         model_files(settings("smollm2", tmp_path / "cache"))
     (tmp_path / "smollm2").touch()
     assert is_packaged("smollm2"), "a file of that name is no folder"

@@ -261,7 +261,9 @@ async def test_pool_refuses_jobs_beyond_its_bound(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(2)]
         await _turn_of_the_loop()
-        with pytest.raises(Overloaded, match="2 large requests are waiting") as refused:
+        with pytest.raises(
+            Overloaded, match="too many large requests are waiting; the limit is 2"
+        ) as refused:
             await made.run(b"third", timeout_s=20)
         assert refused.value.retry_after_s == 1.0
         jobs.append(loop.create_task(made.run(b"other", timeout_s=20, owner="other")))

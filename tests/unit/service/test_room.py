@@ -32,7 +32,7 @@ def test_what_a_line_is_taken_to_need_is_enough() -> None:
 
 
 def test_the_largest_bound_that_fits_is_named_and_fits() -> None:
-    with pytest.raises(CannotStart, match=r"queue is 9999: .* 100000 bytes; 836 do"):
+    with pytest.raises(CannotStart, match=r"queue = 9999: must be at most 836, .* 100000 bytes"):
         check_message_fits("queue", 9999, each_bytes=100, message_bytes_max=100_000)
     check_message_fits("queue", 836, each_bytes=100, message_bytes_max=100_000)
 
@@ -44,4 +44,4 @@ async def test_a_gateway_with_more_requests_than_its_list_can_name_does_not_star
             GatewayService(chosen), MemoryTransport(MemoryBroker()), settings=chosen
         ):
             pass
-    assert raised.group_contains(CannotStart, match=r"gateway\.requests_max is 100000")
+    assert raised.group_contains(CannotStart, match=r"gateway\.requests_max = 100000")

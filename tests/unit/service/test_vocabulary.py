@@ -77,10 +77,10 @@ def test_tokens_that_do_not_say_their_bytes_have_no_grammars(
     tmp_path: Path, decoder: object
 ) -> None:
     folder = write(tmp_path, {"type": "WordPiece", "vocab": {"##a": 0}}, decoder)
-    with pytest.raises(Unsupported, match="which bytes a token writes"):
+    with pytest.raises(Unsupported, match="the bytes of tokens are unknown"):
         read_vocabulary(folder, 1)
 
 
 def test_a_folder_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"need a tokenizer\.json"):
+    with pytest.raises(Unsupported, match=r"requires a tokenizer\.json"):
         read_vocabulary(tmp_path, 1)

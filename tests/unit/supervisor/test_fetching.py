@@ -45,7 +45,7 @@ def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) 
 
 
 def test_a_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"somebody/small: not wholly in the cache"):
+    with pytest.raises(ConfigError, match=r"somebody/small: not completely in the cache"):
         fetch_models(settings(tmp_path, offline=True), Console(quiet=True))
 
 
@@ -56,7 +56,7 @@ def test_a_model_on_this_machine_needs_no_fetching() -> None:
 def test_a_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
     base = settings(tmp_path, offline=True)
     named = replace(base, model=replace(base.model, path="smollm2"))
-    with pytest.raises(ConfigError, match=r"smollm2: not in .*load\.offline is set"):
+    with pytest.raises(ConfigError, match=r"smollm2: missing from .*load\.offline is set"):
         fetch_models(named, Console(quiet=True))
 
 

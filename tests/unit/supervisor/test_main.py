@@ -61,7 +61,9 @@ async def test_names_that_live_on_the_operators_broker_are_not_taken_from_them(t
         )
         heart = group.create_task(beat(settings))
         stack = ServiceStack(settings, tmp_path, Console(quiet=True))
-        with pytest.raises(CannotServe, match=r"^worker-0 of another .* --cluster-name"):
+        with pytest.raises(
+            CannotServe, match=r"^another .* already runs worker-0; .* --cluster-name"
+        ):
             await stack.run(asyncio.Event(), asyncio.Event())
         assert not heart.done()
         heart.cancel()
@@ -102,12 +104,12 @@ async def test_nats_port_that_is_taken_is_refused_before_anything_starts(tmp_pat
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         told = await refused(tmp_path, "--nats-port", str(port))
-    assert told == f"port {port} is taken; choose another with --nats-port"
+    assert told == f"port {port} is in use; choose another with --nats-port"
 
 
 async def test_context_length_above_the_models_is_refused_with_the_way_out(tmp_path: Path):
     told = await refused(tmp_path, "--context-length", "99999")
-    assert "made for 2048" in told
+    assert "must not exceed the model's 2048" in told
     assert "--json-model-override-args '{\"max_position_embeddings\": 99999}'" in told
 
 
@@ -115,7 +117,7 @@ async def test_context_length_above_the_models_is_refused_with_the_way_out(tmp_p
     ("arguments", "reason"),
     [
         (("--ssl-certfile", "/none.pem"), "gateway.ssl_certfile: /none.pem: no such file"),
-        (("--ssl-certfile", __file__), "no certificate with its key"),
+        (("--ssl-certfile", __file__), "not a certificate with its key"),
     ],
 )
 async def test_files_of_tls_are_read_before_anything_starts(
@@ -127,8 +129,8 @@ async def test_files_of_tls_are_read_before_anything_starts(
 async def test_chat_template_name_that_is_unknown_is_refused_before_anything_starts(tmp_path: Path):
     told = await refused(tmp_path, "--hf-chat-template-name", "rag")
     assert told == (
-        "model.chat_template_name (--hf-chat-template-name): there is no template 'rag'; the "
-        "tokenizer has default"
+        "model.chat_template_name (--hf-chat-template-name): the tokenizer has no template "
+        "'rag', only default"
     )
 
 
@@ -142,19 +144,24 @@ async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(t
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--dp-size", "5"), "supervisor.workers = 5 (--dp-size): more than the 4 cores here"),
+        (
+            ("--dp-size", "5"),
+            "supervisor.workers = 5 (--dp-size): must be at most 4, the number of cores",
+        ),
         (
             ("--tokenizer-worker-num", "6"),
-            "supervisor.tokenizers = 6 (--tokenizer-worker-num): more than the 4 cores here",
+            "supervisor.tokenizers = 6 (--tokenizer-worker-num): "
+            "must be at most 4, the number of cores",
         ),
         (
             ("--detokenizer-worker-num", "7"),
-            "supervisor.detokenizers = 7 (--detokenizer-worker-num): more than the 4 cores here",
+            "supervisor.detokenizers = 7 (--detokenizer-worker-num): "
+            "must be at most 4, the number of cores",
         ),
         (
             ("--dp-size", "4", "--max-running-requests", "3"),
-            "batching.running_max = 3 (--max-running-requests): supervisor.workers = 4 "
-            "(--dp-size) share it and each needs at least 1",
+            "batching.running_max = 3 (--max-running-requests): must be at least "
+            "supervisor.workers = 4 (--dp-size), since workers share it",
         ),
     ],
 )

@@ -109,8 +109,8 @@ def test_unknown_name_is_refused_with_the_names_that_there_are(
     with pytest.raises(ConfigError) as caught:
         vocabulary.read_model_tokenizer(tmp_path, template_name="none")
     assert str(caught.value) == (
-        "model.chat_template_name (--hf-chat-template-name): there is no template 'none'; "
-        "the tokenizer has default, rag, tool_use"
+        "model.chat_template_name (--hf-chat-template-name): the tokenizer has no template "
+        "'none', only default, rag, tool_use"
     )
 
 

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 _RETAINED_S = 10.0
 """How long after its end a request can be retried or resumed."""
 _RETAINED_MAX = 1024
-_LEAVING = Unavailable("this gateway is leaving", retry_after_s=0.0)
+_LEAVING = Unavailable("this gateway is shutting down", retry_after_s=0.0)
 _PINGS = 6
 _PING_S = 0.5
 

@@ -23,61 +23,65 @@ _HEAD = """# Tool calls and thinking
 
 <!-- Written by `python -m antiphon.gateway.parsing.reference`; change the text there. -->
 
-Each family of models writes calls of tools, and marks its thinking, in its own way. The gateway
-takes an answer apart while it comes in: into content, thinking and calls. What comes out does not
-depend on how the text was cut into tokens or messages.
+Each model family has its own format of tool calls and its own markers of reasoning. The gateway
+parses the output while it is generated, into content, reasoning and calls. The result does not
+depend on how the text is split into tokens or messages.
 
-`--tool-call-parser` and `--reasoning-parser` name the formats. Left at `auto`, they are seen in
-the model's chat template where it shows them for certain; `none` leaves everything in the
+`--tool-call-parser` and `--reasoning-parser` select the formats. With `auto`, they are detected
+from the model's chat template if it shows them unambiguously; `none` leaves everything in the
 content.
 
-## What comes out
+## Parsing rules
 
-* The arguments of a call are told as the model writes them, piece by piece; where a format writes
-  values without quotes, they get the types of the tool's schema, and only strings are told before
-  they are whole.
-* White space before and after calls and thinking, up to 16 characters, is not content.
-* A call ends the thinking that it stands in.
-* A mark that no call follows is content, as it is.
-* A call of a tool that was not offered is content, letter by letter as the model wrote it, marks
-  included; calls of offered tools beside it count.
-* A call that breaks, or is cut off, keeps what was said; it does not count as a call in
-  `finish_reason`. What stands between it and its end is dropped.
+* The arguments of a call are streamed as the model generates them; in formats whose values have no
+  quotes, values get the types of the tool's schema, and only strings are streamed before they are
+  complete.
+* Whitespace before and after calls and reasoning, up to 16 characters, is not content.
+* A call inside reasoning ends the reasoning.
+* A marker that is not followed by a call is content, unchanged.
+* A call of an unknown tool is content, exactly as the model wrote it, including markers; calls of
+  known tools beside it are returned as calls.
+* A malformed or truncated call keeps what was streamed so far; it does not count as a call in
+  `finish_reason`. The text between the error and the end of the call is dropped.
 * Text after a call is content.
-* With `parallel_tool_calls: false` only the first call counts.
+* With `parallel_tool_calls: false` only the first call is returned.
 
 ## Which tool is called
 
-| `tool_choice` | what the model sees | what it is held to |
+| `tool_choice` | tools in the prompt | constraint |
 |---|---|---|
-| `none`, or no tools | no tools | nothing; nothing is taken for a call |
-| `auto` | the tools | nothing; with `strict` tools to their schemas, where it calls them |
-| `required` | the tools | one or more calls; one with `parallel_tool_calls: false` |
-| a function | the tools | one call of it |
+| `none`, or no tools | none | none; calls are not parsed |
+| `auto` | all | none; calls of `strict` tools follow their schemas |
+| `required` | all | one or more calls; one with `parallel_tool_calls: false` |
+| a function | all | one call of it |
 
-A model is held to its own format where a grammar can write it. Special tokens, which the marks of
-many formats are in their models' tokenizers, no grammar writes: then the answer is a JSON list of
-`{"name", "parameters"}`. Thinking comes
-before either, unless its marks are special tokens and the prompt has not begun it. In a grammar,
-schemas are held as on the page of [grammars](grammars.md), and one that could not be held is
-refused. So is a `strict` tool under `auto` where no grammar can write the model's form; only
-`/v1/responses`, whose tools are strict unless they say otherwise, takes such a tool as it is. Held
-so, an answer in the form `json` is a list of calls, or a text that does not begin like JSON.
+The output is constrained to the model's own format if a grammar can express it. Grammars cannot
+generate special tokens, and the markers of many formats are special tokens in their models'
+tokenizers; then the output is a JSON list of `{"name", "parameters"}`. Reasoning comes before
+either, unless its markers are special tokens and the prompt has not opened it. Within a grammar,
+schemas are enforced as described in [grammars](grammars.md), and schemas that cannot be enforced
+are rejected. So are `strict` tools with `auto` if a grammar cannot express the model's format;
+only `/v1/responses`, whose tools are strict by default, accepts such tools without enforcement.
+With enforcement, an output in the format `json` is a list of calls, or a text that does not start
+like JSON.
 
-With a form of the answer (`response_format`, `regex`, ...) `auto` holds the answer to calls, or to
-that form: one grammar has both. A call that has to be wins, and the form counts for nothing.
+With structured output (`response_format`, `regex`, ...), `auto` constrains the output to calls or
+to the given form, with one grammar for both. A required call takes precedence, and the form is
+ignored.
 
-Names are 1 to 128 letters, digits, dots, dashes and underscores. Parameters are a JSON schema of
-an object, whose form is checked; types that databases and programs speak of (`varchar`, `int`,
-`dict`, ...) are understood.
+Names have 1 to 128 letters, digits, dots, dashes and underscores. Parameters are a JSON schema of
+an object, whose structure is validated; type names from databases and programming languages
+(`varchar`, `int`, `dict`, ...) are accepted.
 """
 
 
 def page() -> str:
     """The whole page."""
-    tools = table(("names", "a call", "held in its own form", "ids"), map(_tool, TOOL_FORMATS))
+    tools = table(
+        ("names", "example", "constrained in its own format", "call IDs"), map(_tool, TOOL_FORMATS)
+    )
     thinking = table(
-        ("names", "thinking", "an answer begins", "the template's switch"),
+        ("names", "markers", "output starts", "template variable"),
         map(_reasoning, REASONING_FORMATS),
     )
     return "\n".join(
@@ -85,11 +89,11 @@ def page() -> str:
             _HEAD,
             "## Formats of tool calls\n",
             *tools,
-            f"\nNot built, and refused by name: {_names(values()['--tool-call-parser'])}.\n",
+            f"\nNot supported, and rejected by name: {_names(values()['--tool-call-parser'])}.\n",
             "## Formats of thinking\n",
-            "Where the prompt ends with one of the marks, that decides how an answer begins.\n",
+            "If the prompt ends with one of the markers, the output starts accordingly.\n",
             *thinking,
-            f"\nNot built, and refused by name: {_names(values()['--reasoning-parser'])}.\n",
+            f"\nNot supported, and rejected by name: {_names(values()['--reasoning-parser'])}.\n",
         ]
     )
 
@@ -116,14 +120,14 @@ def _reasoning(format_: ReasoningFormat) -> tuple[str, ...]:
 
 def _held(format_: ToolFormat) -> str:
     if format_.form is not None and format_.form.marks:
-        return "where its marks are text; else as JSON"
+        return "if its markers are text; else as JSON"
     return "yes" if format_.form or format_ is JSON_CALLS else "no: as JSON"
 
 
 def _beginning(format_: ReasoningFormat) -> str:
     if format_.shown:
-        return "as thinking, which stays in the content with its first mark"
-    return "as thinking" if format_.inside else "with the first mark, if it thinks"
+        return "as thinking, which stays in the content with its start marker"
+    return "as thinking" if format_.inside else "with the start marker, if it thinks"
 
 
 def _names(names: Iterable[str]) -> str:

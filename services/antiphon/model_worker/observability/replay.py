@@ -206,11 +206,11 @@ def main(argv: Sequence[str]) -> int:
 def _replay_file(recording: Recording, model_path: str) -> ReplayResult:
     header = recording.header
     if header.resolved is None:
-        raise RecordingBroken("it was not recorded by a worker that ran a model")
+        raise RecordingBroken("not recorded by a worker with a model")
     files = model_files(Settings(model=ModelConfig(path=model_path)))
     model = load_resolved(files, header.resolved)
     if model.groups != header.groups:
-        raise CannotStart(f"{files.folder}: its cache is laid out otherwise than the recorded one")
+        raise CannotStart(f"{files.folder}: its cache layout differs from the recorded one")
     return replay(recording.records, header.groups, model.runner)
 
 

@@ -40,7 +40,7 @@ class NumericsCheck:
             return
         if state is ProcessState.STARTING or beat.process.incarnation < self._process.incarnation:
             fields = ", ".join(self._differing(beat.worker.bits))
-            message = f"{beat.process.instance} gives this model other bits: {fields}"
+            message = f"{beat.process.instance} computes this model with other numerics: {fields}"
             self._conflict.set_result(message)
 
     async def wait_for_conflict(self) -> None:

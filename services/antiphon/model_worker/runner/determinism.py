@@ -32,16 +32,16 @@ def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., o
     """
     if not model.decoder.invariant:
         raise KernelUnavailable(
-            "deterministic inference: linears that torch multiplies give a row other bits in "
-            "another batch; keep them packed"
+            "deterministic inference: results of torch's matmul depend on batch composition; "
+            "set model.linear to packed"
         )
     if model.build.tp.ranks > 1:
-        raise KernelUnavailable("deterministic inference: of one rank only")
+        raise KernelUnavailable("deterministic inference: only one rank is supported")
     others = BLOCKS - model.decoder.operations
     for choice in choices:
         if not choice.invariant and choice.op not in others:
             reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
             raise KernelUnavailable(
-                f"deterministic inference: {choice.op} runs on {choice.backend}, where a row's "
-                f"bits depend on its batch ({reasons})"
+                f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
+                f"results depend on batch composition ({reasons})"
             )

@@ -68,7 +68,7 @@ class Pooler:
         """
         if pooling.task is Task.SCORE:
             if not isinstance(model.spec.head, ClassificationHeadSpec):
-                raise ModelLoadError("config.json: its architecture has a head that is not built")
+                raise ModelLoadError("config.json: the head of this architecture is not supported")
             pooling = replace(pooling, mode=PoolMode(model.spec.pooling))
         return cls(pooling, tuple(_read(dense, folder / dense.folder) for dense in pooling.dense))
 
@@ -154,6 +154,6 @@ def _read(dense: Dense, folder: Path) -> PoolingLinear:
     tensors = Checkpoint.open(find_files(folder, LoadFormat.AUTO)).tensors
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            raise ModelLoadError(f"{folder}: there is no {name} of the shape {shape}")
+            raise ModelLoadError(f"{folder}: no tensor {name} of shape {shape}")
     read = {name: tensors[name].decode(tensors[name].data.read()).float() for name in shapes}
     return PoolingLinear(read["linear.weight"], read.get("linear.bias"), dense.squash)

@@ -27,6 +27,6 @@ def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[...
     for choice in choices:
         if choice.op in READERS & model.decoder.operations and choice.backend == REFERENCE:
             raise KernelUnavailable(
-                f"a cache in eight bits: {choice.op}, which this model needs, runs on torch, and "
-                "that widens 0.1 to 0.2 billion numbers a second, a tenth of what is read"
+                f"fp8 KV cache: {choice.op}, which this model needs, runs on torch, which converts "
+                "fp8 ten times slower than attention reads it"
             )

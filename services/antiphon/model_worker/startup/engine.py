@@ -137,7 +137,7 @@ def verify_digest(place: ModelLocation, digest: str) -> None:
     """
     if digest and (actual := content_digest(place)) != digest:
         folder = files_at(place).folder
-        raise CannotStart(f"{folder}: digest {actual}, but cluster.model_digest = {digest}")
+        raise CannotStart(f"{folder}: digest {actual} differs from cluster.model_digest = {digest}")
 
 
 def content_digest(place: ModelLocation) -> str:

@@ -41,7 +41,7 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
         report = loop.turn(mail)
         for news in report.progress:
             if news.finish is not None and news.finish.error is not None:
-                raise CannotStart(f"the model does not run: {news.finish.error.message}")
+                raise CannotStart(f"warmup failed: {news.finish.error.message}")
             if news.finish is not None:
                 return msgspec.structs.replace(report, progress=())
         mail = Mail()

@@ -56,7 +56,9 @@ def serve_parser(prog: str, description: str) -> Parser:
         "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_ModelArgument
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file: our groups, or SGLang's flat keys"
+        "--config",
+        metavar="FILE",
+        help="YAML file with Antiphon's groups, or with SGLang's flat keys",
     )
     add_settings(parser, also=other_names())
     for flag, path in OUR_SHORT.items():
@@ -85,7 +87,9 @@ class _ModelArgument(argparse.Action):
         if isinstance(values, str):
             path = "model.path"
             if hasattr(namespace, path):
-                raise ConfigError(f"{values}: the model is given by --model-path already")
+                raise ConfigError(
+                    f"{values}: --model-path already sets the model; give one of them"
+                )
             setattr(namespace, path, TypedText(values, "MODEL"))
 
 

@@ -27,7 +27,7 @@ HOLDS: Mapping[str, str] = {
     "remote_code": "Python code in a model folder is never run; a model that needs it is refused "
     "by name at start.",
     "response_store": "Holds with the flag and without it: responses are stored unless the request "
-    "says store: false or the server --no-responses-store.",
+    "has store: false or the server --no-responses-store.",
     "single_decode": "Holds with the flag and without it: the detokenizer decodes each choice by "
     "itself.",
     "strict_thinking": "Holds with the flag and without it: max_thinking_tokens of a request is "
@@ -46,8 +46,8 @@ REFUSED: Mapping[str, str] = {
     "--max-total-tokens and their eviction --radix-eviction-policy.",
     "collectives": "A worker is one process on one CPU, so no ranks exchange tensors; remove the "
     "flag.",
-    "config_parser": "The format is seen in the files: config.json, or the metadata of a GGUF "
-    "file.",
+    "config_parser": "The format is detected from the files: config.json, or the metadata of a "
+    "GGUF file.",
     "context_parallel": "A prompt is computed by one worker; long prompts are cut into chunks by "
     "--chunked-prefill-size instead.",
     "cuda_graphs": "CUDA graphs exist on GPUs only and the worker runs on the CPU; remove the "
@@ -65,7 +65,7 @@ REFUSED: Mapping[str, str] = {
     "dumps": "Dumps of tensors are not built; `antiphon replay` runs the recorded steps of a "
     "worker again, see --batching-dump-folder.",
     "dynamic_chunks": "Chunks have one length, set by --chunked-prefill-size.",
-    "echo_ids": "The option is one of each request: return_prompt_token_ids and return_token_ids.",
+    "echo_ids": "The option is set per request: return_prompt_token_ids and return_token_ids.",
     "encode_disaggregation": "Requests with images, audio or video are not built, so no server "
     "has media encoded elsewhere; python -m antiphon.encoder embeds images for callers on NATS.",
     "encryption": "Encrypted checkpoints are not supported; decrypt the folder before the start.",
@@ -82,7 +82,7 @@ REFUSED: Mapping[str, str] = {
     "--enable-return-hidden-states; those of inner layers and sampling masks are not.",
     "hooks": "Settings never load code; change the source, or read the metrics and traces.",
     "http_log": "There is one log level for all, --log-level, and no access log.",
-    "http_server": "The gateway speaks HTTP/1.1 in one process; put a proxy before it for HTTP/2.",
+    "http_server": "The gateway serves HTTP/1.1 in one process; put a proxy before it for HTTP/2.",
     "kv_canary": "KV pages are not checked while serving; a request whose numbers are not finite "
     "ends with an error, and its pages are zeroed.",
     "kv_events": "Events of the KV cache are published on NATS, events.kv.<model>.<worker>, see "
@@ -109,24 +109,24 @@ REFUSED: Mapping[str, str] = {
     "numa": "Processes are not bound to NUMA nodes; start the server by numactl.",
     "offload": "The worker's weights are in host memory already, since it runs on the CPU; choose "
     "a smaller dtype or --quantization.",
-    "on_policy": "No trainer's arithmetic is imitated; --enable-deterministic-inference gives "
-    "results that do not depend on the batch.",
+    "on_policy": "The numerics of trainers are not reproduced; --enable-deterministic-inference "
+    "gives results that do not depend on the batch.",
     "pipeline": "Pipeline parallelism is not built; a model must fit on one machine.",
     "prefill_cache": "A prompt is computed in chunks that read the KV pages of those before; "
     "--disable-radix-cache keeps none of them for other requests.",
-    "prefill_policy": "A prompt is never held back; mixed batches keep decodes running beside it.",
+    "prefill_policy": "Prefill is never delayed; mixed batches keep decodes running beside it.",
     "quantization": "Weights are quantized by other tools, or at loading by --quantization fp8, "
     "--torchao-config or --model-linear int8.",
     "recv_interval": "Commands are read before every step; remove the flag.",
-    "remote_sampling": "Code from a request is never run; the named processors of docs/http.md "
-    "and logit_bias are there instead.",
+    "remote_sampling": "Code from a request is never run; use the named processors of docs/http.md "
+    "and logit_bias.",
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
     "request_times": "The record of a request has its times: --log-requests writes it to the log, "
     "--export-metrics-to-file to a file; its phases are trace spans (--enable-trace).",
-    "retraction": "When pages run out, the request of the lowest priority gives way, among equals "
-    "that with the fewest output tokens, then the newest.",
-    "routed_experts": "Which experts a token goes through is not recorded; remove the flag.",
+    "retraction": "When pages run out, the request with the lowest priority is retracted, among "
+    "equals the one with the fewest output tokens, then the newest.",
+    "routed_experts": "The experts of a token are not recorded; remove the flag.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",
     "service_name": "Spans have the service that made them as service.name (gateway, "
     "worker, ...), in the service.namespace antiphon.",
@@ -141,9 +141,9 @@ REFUSED: Mapping[str, str] = {
     "--max-mamba-cache-size.",
     "step_statistics": "Statistics of forward passes are at /metrics and, with "
     "--decode-log-interval, in the log of the worker; no socket publishes them.",
-    "streaming_session": "A prompt must come whole; sessions by /open_session are there.",
+    "streaming_session": "A prompt must be sent as a whole; use sessions by /open_session.",
     "strip_thinking": "Thinking is cached as it was generated; a prompt without it matches up to "
-    "where it began.",
+    "the start of the thinking.",
     "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
     "starts more workers that share its requests.",
     "time_log": "Times of operations are metrics and trace spans, not log lines; see /metrics and "

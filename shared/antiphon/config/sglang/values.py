@@ -108,8 +108,8 @@ def _whitespace(text: str) -> TranslatedValue:
     most = int(match["most"] or "1") if match else 0
     if " " not in allowed or most == 0:
         raise ConfigError(
-            f"--constrained-json-whitespace-pattern {text}: refused: what can be held is white "
-            r"space of which the space is one, with *, ? or a bound: [ \n\r\t]{0,8}, [\n\t ]*, ' ?'"
+            f"--constrained-json-whitespace-pattern {text}: refused: must be a set of white space "
+            r"with the space in it and *, ? or a bound: [ \n\r\t]{0,8}, [\n\t ]*, ' ?'"
         )
     if not allowed >= _JSON_WHITE:
         return TranslatedValue(None, {"grammar.compact_json": "true"})

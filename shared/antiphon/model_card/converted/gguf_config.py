@@ -64,7 +64,7 @@ class _GgufParts(msgspec.Struct, frozen=True):
     def whole(self, key: str) -> int:
         value = self.number(key)
         if value is None or value != int(value) or value < 0:
-            raise self.refuse(f"it says no {self.architecture}.{key}")
+            raise self.refuse(f"{self.architecture}.{key} is missing")
         return int(value)
 
     def text(self, key: str) -> str | None:
@@ -91,13 +91,13 @@ def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
     file = _GgufParts(path, header, tensors)
     if file.architecture not in _ARCHITECTURES:
         raise file.refuse(
-            f"architecture {file.architecture!r} is described by no GGUF file alone, only "
+            f"architecture {file.architecture!r} cannot be read from a GGUF file alone, only "
             f"{', '.join(_ARCHITECTURES)}"
         )
     if file.number("expert_count") and file.architecture not in _WITH_EXPERTS:
         raise file.refuse(
-            f"architecture {file.architecture!r} with experts is described by no GGUF file alone, "
-            f"only {', '.join(_WITH_EXPERTS)}"
+            f"architecture {file.architecture!r} with experts cannot be read from a GGUF file "
+            f"alone, only {', '.join(_WITH_EXPERTS)}"
         )
     return _common(file) | _ARCHITECTURES[file.architecture](file)
 
@@ -107,11 +107,13 @@ def _common(file: _GgufParts) -> Json:
     kv_heads = file.number("attention.head_count_kv")
     head_dim = file.number("attention.key_length") or hidden // heads
     if (rotated := file.number("rope.dimension_count")) not in (None, head_dim):
-        raise file.refuse(f"rope.dimension_count = {rotated:g} of {head_dim:g}")
+        raise file.refuse(
+            f"rope.dimension_count = {rotated:g}: must be the head size, {head_dim:g}"
+        )
     if file.number("attention.value_length") not in (None, head_dim):
-        raise file.refuse("attention.value_length is not attention.key_length")
+        raise file.refuse("attention.value_length must be equal to attention.key_length")
     if _TABLE not in file.tensors:
-        raise file.refuse(f"it has no {_TABLE}")
+        raise file.refuse(f"tensor {_TABLE} is missing")
     return {
         "hidden_size": hidden,
         "intermediate_size": file.whole("feed_forward_length"),
@@ -254,7 +256,7 @@ def _qwen(number: int) -> Callable[[_GgufParts], Json]:
 def _experts(file: _GgufParts) -> Json:
     """How many a layer has and a token meets; their tensors tell how wide they are."""
     if _EXPERTS not in file.tensors:
-        raise file.refuse(f"it has no {_EXPERTS}: experts one by one are not read")
+        raise file.refuse(f"tensor {_EXPERTS} is missing: unstacked experts are not supported")
     return {
         "num_experts": file.whole("expert_count"),
         "num_experts_per_tok": file.whole("expert_used_count"),
@@ -264,7 +266,7 @@ def _experts(file: _GgufParts) -> Json:
 
 def _qwen2moe(file: _GgufParts) -> Json:
     if _SHARED not in file.tensors:
-        raise file.refuse(f"it has no {_SHARED}")
+        raise file.refuse(f"tensor {_SHARED} is missing")
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",

@@ -87,9 +87,9 @@ def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
     )
     model = words.setting("model")
     if not tokens or len(kinds) != len(tokens):
-        raise words.refuse("it holds no tokenizer")
+        raise words.refuse("the file has no tokenizer")
     if model not in _MODELS:
-        raise words.refuse(f"a tokenizer of kind {model!r} is not read, only {', '.join(_MODELS)}")
+        raise words.refuse(f"tokenizer type {model!r} is not supported, only {', '.join(_MODELS)}")
     return _MODELS[str(model)](words), _card(words)
 
 
@@ -97,8 +97,7 @@ def _byte_level(words: _GgufVocabulary) -> Json:
     cut = str(words.setting("pre") or "")
     if cut not in SPLITS:
         raise words.refuse(
-            f"{_PREFIX}pre = {cut!r}: how it cuts text is not known, only that of "
-            f"{', '.join(SPLITS)}"
+            f"{_PREFIX}pre = {cut!r}: unknown pre-tokenizer, must be one of {', '.join(SPLITS)}"
         )
     merges = cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
     whole = cut in WHOLE_WORDS

@@ -88,7 +88,7 @@ def piece_tokenizer(file: Path) -> tuple[Json, Json]:
         scores = [(piece.text, piece.score) for piece in said.pieces]
         model = unigram(scores, said.unknown, bytes_for_unknown=said.byte_fallback)
     else:
-        raise ConfigError(f"{file}: SentencePiece of type {said.model}: only unigram and BPE")
+        raise ConfigError(f"{file}: SentencePiece type {said.model}; only unigram and BPE")
     tokenizer = tokenizer_json(
         model=model,
         added=_added(said),

@@ -241,18 +241,24 @@ def test_scaling_is_what_the_file_says(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architecture": "mamba"}, r"architecture 'mamba' is described by no GGUF file alone"),
+        ({"architecture": "mamba"}, r"architecture 'mamba' cannot be read from a GGUF file alone"),
         (
             {"shape": SHAPE | {"expert_count": 8}},
-            r"has no blk\.0\.ffn_gate_exps\.weight: experts one by one are not read",
+            r"blk\.0\.ffn_gate_exps\.weight is missing: unstacked experts are not supported",
         ),
-        ({"shape": SHAPE | {"rope.dimension_count": 8}}, "rope.dimension_count = 8 of 16"),
-        ({"shape": {"embedding_length": 64}}, "it says no llama.attention.head_count"),
+        (
+            {"shape": SHAPE | {"rope.dimension_count": 8}},
+            "rope.dimension_count = 8: must be the head size, 16",
+        ),
+        ({"shape": {"embedding_length": 64}}, "llama.attention.head_count is missing"),
         ({"shape": SHAPE | {"attention.head_count_kv": [1, 2]}}, "differs from layer to layer"),
         ({"shape": SHAPE | {"rope.scaling.type": "longrope"}}, "rope.scaling.type = 'longrope'"),
-        ({"tokenizer": {}}, "it holds no tokenizer"),
-        ({"tokenizer": byte_level(**{"ggml.model": "rwkv"})}, "of kind 'rwkv' is not read"),
-        ({"tokenizer": byte_level(**{"ggml.pre": "odd"})}, "tokenizer.ggml.pre = 'odd': how it"),
+        ({"tokenizer": {}}, "the file has no tokenizer"),
+        ({"tokenizer": byte_level(**{"ggml.model": "rwkv"})}, "type 'rwkv' is not supported"),
+        (
+            {"tokenizer": byte_level(**{"ggml.pre": "odd"})},
+            "tokenizer.ggml.pre = 'odd': unknown pre-tokenizer",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_with_a_way_out(

@@ -170,7 +170,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, mess
 
 def test_pieces_of_another_kind_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "word")
-    with pytest.raises(ConfigError, match="of type 3: only unigram and BPE"):
+    with pytest.raises(ConfigError, match="type 3; only unigram and BPE"):
         tokenizer_files_folder(tmp_path, tmp_path / "cache")
 
 

@@ -28,7 +28,7 @@ def test_grammars_need_a_token_that_ends_an_answer() -> None:
     decided = resolve(Settings(), endless, DEVICE).grammar
     assert (decided.value, decided.reason) == (
         "none",
-        "the model names no token that ends an answer",
+        "the model has no end-of-sequence token",
     )
     assert resolve(Settings(), CARD, DEVICE).grammar.value == "xgrammar"
 
