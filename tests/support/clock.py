@@ -1,4 +1,4 @@
-"""Time that passes when a test says so."""
+"""A clock that advances only when a test moves it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 
 
 class ManualClock:
-    """Implements `antiphon.service.clock.Clock`; `advance` moves it and wakes who sleeps on it."""
+    """Implements `antiphon.service.clock.Clock`; `advance` moves it and wakes its sleepers."""
 
     def __init__(self, now: float = 0.0, unix_ms: int = 1_700_000_000_000) -> None:
         self._now = now
@@ -17,7 +17,7 @@ class ManualClock:
         self._numbers = itertools.count()
 
     def now(self) -> float:
-        """Seconds that never go back."""
+        """Monotonic time in seconds."""
         return self._now
 
     def unix_ms(self) -> int:
@@ -26,19 +26,19 @@ class ManualClock:
 
     @property
     def sleepers(self) -> int:
-        """How many sleep now."""
+        """Number of tasks that sleep now."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
-        """Return when the clock has been moved on by `seconds`."""
+        """Return once the clock has advanced by `seconds`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._numbers), future))
         await future
 
     def advance(self, seconds: float) -> None:
-        """Move on, and wake whose time has come: in the order of their times, then of their calls.
+        """Advance the clock and wake due sleepers, ordered by their times, then by their calls.
 
-        They run when the caller awaits next, and find the clock where it was moved to.
+        They run when the caller next awaits, and see the new time.
         """
         if seconds < 0:
             raise ValueError(f"time does not go back by {-seconds:g} s")

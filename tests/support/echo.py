@@ -1,6 +1,6 @@
-"""The smallest service: in the tokenizer's place, it answers each request at its deadline.
+"""A minimal service: in place of the tokenizer, it answers each request at its deadline.
 
-Run by `python -m tests.support.echo` where a test needs a process to send signals to.
+Run `python -m tests.support.echo` in tests that need a process to send signals to.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 MODEL = ModelName("echo")
 BUG = "bug"
-"""A prompt that meets a bug in the handler."""
+"""A prompt whose handler raises an unexpected exception."""
 TOO_LONG = "too long"
-"""A prompt that is refused."""
+"""A prompt that is rejected."""
 
 
 class EchoService:
@@ -46,7 +46,7 @@ class EchoService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Remember the runtime for whoever tests."""
+        """Store the runtime for the test."""
         self.runtime = runtime
         try:
             yield
@@ -62,11 +62,11 @@ class EchoService:
         return MODEL
 
     def report(self) -> Report:
-        """Calls that run."""
+        """The number of running calls."""
         return Report(load=self.open)
 
     async def drain(self) -> None:
-        """Nothing outlives its call."""
+        """Do nothing: there is no state beyond a call."""
 
     async def encode(self, request: EncodeRequest, _: Delivery) -> EncodeReply:
         """Wait until the deadline, then answer."""

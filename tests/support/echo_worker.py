@@ -1,7 +1,7 @@
-"""A worker without a model: it says the prompt's own tokens back, over the real routes.
+"""A worker without a model: it sends the prompt's own tokens back, over the real routes.
 
-What a request takes with it is what the services themselves take: the benchmark's zero. Run as a
-process in the worker's place: `python -m tests.support.echo_worker --config FILE ...`.
+A request's time with it is the time of the services alone: the baseline of benchmarks. Run it as a
+process in place of the worker: `python -m tests.support.echo_worker --config FILE ...`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass
 class _Echo:
-    """One request under way: what is still to be said of it."""
+    """A running request, and its tokens that are still to be sent."""
 
     admit: Admit
     answer: Answer
@@ -67,7 +67,7 @@ class _Echo:
 
     @property
     def ended(self) -> bool:
-        """Whether all is said."""
+        """Whether all tokens are sent."""
         return self.offset == len(self.answer.ids)
 
     def row(self) -> TokenRow:
@@ -86,7 +86,7 @@ class _Echo:
         )
 
     def _details(self, token: int) -> TokenOutputs | None:
-        """What is told of a token of which no other could have come."""
+        """The logprobs of a token that is certain."""
         wanted = self.admit.sampling.details
         if wanted is None:
             return None
@@ -101,11 +101,11 @@ class _Echo:
 
 
 class EchoWorker:
-    """Answers each admit with one token of each request a step; it obeys no abort.
+    """Sends one token per admitted request and step; it ignores aborts.
 
     Args:
         settings: For the name of the model.
-        step_s: How long a step takes; 0 says everything at once.
+        step_s: Duration of a step; 0 sends everything at once.
         context_tokens: Maximum tokens of prompt and answer, as its heartbeats report it.
     """
 
@@ -137,11 +137,11 @@ class EchoWorker:
         return (StreamEndpoint(route=COMMAND, apply=self._on_commands, address=here),)
 
     def model(self) -> ModelName | None:
-        """The model whose place it takes."""
+        """The served model."""
         return self._model
 
     def report(self) -> Report:
-        """Room without end."""
+        """Report practically unlimited capacity."""
         worker = WorkerLoad(
             pages_free=1_000_000,
             pages_total=1_000_000,
@@ -184,16 +184,16 @@ class EchoWorker:
                 self._step()
 
     def _step(self) -> None:
-        """Say one token of each request, a batch a detokenizer."""
+        """Send one token of each request, in one batch per detokenizer."""
         self._steps += 1
         rows: dict[InstanceId, list[TokenRow]] = {}
         for echo in self._live:
             rows.setdefault(echo.admit.detokenizer, []).append(echo.row())
         self._live = [echo for echo in self._live if not echo.ended]
-        for detokenizer, said in rows.items():
+        for detokenizer, batch_rows in rows.items():
             seq = self._seqs[detokenizer] = self._seqs.get(detokenizer, 0) + 1
             batch = TokenBatch(
-                worker=self._runtime.process, seq=seq, step=self._steps, rows=tuple(said)
+                worker=self._runtime.process, seq=seq, step=self._steps, rows=tuple(batch_rows)
             )
             self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
 

@@ -1,4 +1,4 @@
-"""A real nats-server for tests: a port of its own, faults at will, gone afterwards."""
+"""A real nats-server for tests, with a port of its own, that can be killed and paused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POLL_S = 0.002
 
 
 class NatsServer:
-    """Runs a nats-server while entered. The name is checked, so that no other is meant.
+    """Runs a nats-server while entered. Its name is checked, so that no other server is used.
 
-    With `durable` it has JetStream, whose streams outlive `kill`. Its port is its own as long as it
-    is entered, also while it is killed.
+    With `durable` it has JetStream, whose streams survive `kill`. Its port is reserved as long as
+    it is entered, also after `kill`.
     """
 
     def __init__(self, settings: ServerSettings | None = None, *, durable: bool = False) -> None:
@@ -35,13 +35,13 @@ class NatsServer:
 
     @property
     def running(self) -> RunningServer:
-        """The process; an assertion while there is none."""
+        """The process; fails if it is not started."""
         assert self._running is not None, "the server is not started"
         return self._running
 
     @property
     def url(self) -> str:
-        """Where to connect to; stays the same over a restart."""
+        """The URL to connect to; unchanged by a restart."""
         return self.running.url
 
     async def __aenter__(self) -> Self:
@@ -59,7 +59,7 @@ class NatsServer:
             self._leave()
 
     async def start(self) -> None:
-        """Start, at the port of the last time if there was one."""
+        """Start, at the same port as before if any."""
         if self._reservation is None:
             self._reservation = _reserve_port(self.settings.host, max(self.settings.port, 0))
             _, port = self._reservation.getsockname()
@@ -67,7 +67,7 @@ class NatsServer:
         self._running = await start(self.settings, self.folder)
 
     async def kill(self) -> None:
-        """End it at once, as a crash does. Does nothing to one that has ended."""
+        """Kill it, as a crash would. Does nothing if it has ended."""
         process = self.running.process
         if process.returncode is None:
             process.kill()
@@ -75,14 +75,14 @@ class NatsServer:
                 await process.wait()
 
     async def pause(self) -> None:
-        """Freeze it: connections stay open and nothing moves. Returns when every thread stands."""
+        """Freeze it: connections stay open without traffic. Returns once all threads stopped."""
         self.running.process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(STOP_TIMEOUT_S):
-            while not _stands(self.running.process.pid):  # noqa: ASYNC110  # no event tells
+            while not _is_stopped(self.running.process.pid):  # noqa: ASYNC110  # there is no event
                 await asyncio.sleep(POLL_S)
 
     def resume(self) -> None:
-        """Let a frozen one go on."""
+        """Resume a frozen server."""
         self.running.process.send_signal(signal.SIGCONT)
 
     def _leave(self) -> None:
@@ -92,9 +92,9 @@ class NatsServer:
 
 
 def _reserve_port(host: str, port: int) -> socket.socket:
-    """Bind a port without listening, 0 for any: a server may take it, but nobody gets it by chance.
+    """Bind a port without listening, 0 for any: only the server can then use it.
 
-    Else a process beside this one could have it while the server is killed.
+    Otherwise another process could take the port while the server is down.
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,8 +102,8 @@ def _reserve_port(host: str, port: int) -> socket.socket:
     return reservation
 
 
-def _stands(pid: int) -> bool:
-    """Whether the kernel has stopped every thread; a signal takes a while to reach them."""
+def _is_stopped(pid: int) -> bool:
+    """Whether the kernel has stopped all threads; a signal takes a while to reach them."""
     states = [
         stat.read_text().rpartition(")")[2].split()[0]
         for stat in Path(f"/proc/{pid}/task").glob("*/stat")

@@ -1,8 +1,8 @@
-"""A worker that answers from a script, so that a real client's conversation takes a known course.
+"""A worker with scripted answers, so that a real client's conversation is predictable.
 
-The folder of the model holds `script.json` where the weights would be: a list of rules, of which
-the first whose `contains` stands in the prompt gives the answer. Each prompt is appended to
-`prompts.jsonl` beside it.
+The model's folder has a `script.json` in place of weights: a list of rules, of which the first one
+whose `contains` occurs in the prompt determines the answer. Each prompt is appended to
+`prompts.jsonl` in the same folder.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ PROMPTS = "prompts.jsonl"
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """An answer, and the text that a prompt has to contain to get it; "" fits every prompt."""
+    """An answer, and the text that a prompt must contain to get it; "" matches all prompts."""
 
     contains: str
     answer: str
 
 
 def write_script(folder: Path, *rules: tuple[str, str]) -> None:
-    """Give a worker its rules; they hold from the next request on. Forgets earlier prompts."""
+    """Write the rules of a worker, for the next request on, and delete earlier prompts."""
     script = [Rule(contains, answer) for contains, answer in rules]
     (folder / PROMPTS).unlink(missing_ok=True)
     (folder / SCRIPT).write_bytes(msgspec.json.encode(script))
 
 
 def read_prompts(folder: Path) -> list[str]:
-    """Return the prompts that came since the script was written, in order."""
+    """Return the prompts received since the script was written, in order."""
     file = folder / PROMPTS
     lines = file.read_bytes().splitlines() if file.exists() else []
     return [msgspec.json.decode(line, type=str) for line in lines]
@@ -57,7 +57,7 @@ class ScriptedWorker(EchoWorker):
         self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
 
     def answer(self, admit: Admit) -> Answer:
-        """Encode the answer of the first rule that fits."""
+        """Encode the answer of the first matching rule."""
         prompt = self._tokenizer.decode(unpack_ids(admit.prompt_ids), skip_special_tokens=False)
         with (self._folder / PROMPTS).open("ab") as prompts:
             prompts.write(msgspec.json.encode(prompt) + b"\n")

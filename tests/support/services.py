@@ -1,4 +1,4 @@
-"""A service running in this process, on a bus of the test's choice."""
+"""Runs a service in this process, on a bus that the test chooses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK = Settings(
     service=ServiceConfig(heartbeat_s=0.05, drain_timeout_s=5.0),
     health=HealthConfig(host="127.0.0.1", port=0),
 )
-"""Settings of a test: the defaults, with quick heartbeats."""
+"""Settings for tests: the defaults, with short heartbeats."""
 
 
 class Running:
@@ -45,21 +45,21 @@ class Running:
 
     @property
     def health(self) -> ProcessHealth:
-        """Its state."""
+        """The state of the process."""
         return self.around.health
 
     @property
     def metrics(self) -> Metrics:
-        """What it has counted."""
+        """Its metrics."""
         return self.around.metrics
 
     @property
     def process(self) -> Process:
-        """Who it is."""
+        """Its identity."""
         return self.around.bus.process
 
     async def live(self) -> None:
-        """Serve until stopped; a failure is kept for `ended`."""
+        """Serve until stopped; a failure is stored for `ended`."""
         try:
             await serve(self._service, self.around, self.stop)
         except Exception as error:  # noqa: BLE001  # as main does
@@ -68,7 +68,7 @@ class Running:
             self.gone.set()
 
     async def ended(self, timeout_s: float = 10.0) -> None:
-        """Stop it and wait until it has left. Raises what ended it, once."""
+        """Stop it and wait until it has ended. Raises its failure, once."""
         self.stop.set()
         async with asyncio.timeout(timeout_s):
             await self.gone.wait()
@@ -88,15 +88,15 @@ async def running(
     clock: Clock | None = None,
     ready: bool = True,
 ) -> AsyncGenerator[Running]:
-    """Run a service until the block ends. What it raised is raised then, unless `ended` has.
+    """Run a service until the block ends; its failure is raised then, unless `ended` has raised it.
 
     Args:
         service: Not entered yet.
         transport: Its own link to the broker, not entered yet.
-        settings: `QUICK` unless given.
-        instance: `<role>-0` unless given.
-        incarnation: Give another to a service that runs again.
-        clock: The system's unless given.
+        settings: `QUICK` by default.
+        instance: `<role>-0` by default.
+        incarnation: Must differ for a service that is restarted.
+        clock: The system clock by default.
         ready: Whether the block begins when the service is ready, or at once.
     """
     process = Process(
@@ -125,7 +125,7 @@ async def running(
 async def client_bus(
     transport: Transport, name: str = "test-client", party: Party = "client"
 ) -> AsyncGenerator[Bus]:
-    """A bus of the test's own, in the cluster of `running`, that may play any `party`."""
+    """A separate bus for the test, in the cluster of `running`, in the role of any `party`."""
     process = Process(instance=InstanceId(name), incarnation=Incarnation("1"))
     async with Bus(transport, CLUSTER, process, party=party) as bus:
         yield bus

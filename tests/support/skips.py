@@ -1,6 +1,6 @@
-"""Which tests may be skipped, and how many: a skip that nobody expects is a failure.
+"""Expected skips of tests and their number: an unexpected skip is a failure.
 
-Without a compiler whole modules would skip in silence, the determinism suite among them.
+Without a compiler whole modules would be skipped silently, the determinism suite among them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ANYWHERE = {
-    "has no": 3,  # a form of pictures lacks a mode of colours
+    "has no": 3,  # an image format lacks a color mode
     "no docker-compose on this machine": 3,
     "no curl on this machine": 1,
 }
-"""By a part of its reason, how many tests at most are skipped on every machine."""
+"""Maximum number of skipped tests on any machine, by a part of the reason."""
 
 
 def kernels_expected() -> bool:
-    """Whether the CPU's own kernels have to be there: on every x86-64 with AVX2."""
+    """Whether the CPU kernels must be available: on every x86-64 with AVX2."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     return platform.machine() == "x86_64" and " avx2 " in flags
 
 
 def unexpected(reasons: Iterable[str], *, kernels: bool) -> list[str]:
-    """Return a line for each reason for which more tests were skipped than may be.
+    """Return a line for each reason with more skipped tests than expected.
 
     Args:
-        reasons: Why each skipped test was skipped.
-        kernels: Whether tests of the CPU's own kernels have to run.
+        reasons: The reason of each skipped test.
+        kernels: Whether tests of the CPU kernels must run.
     """
     counts = Counter[str]()
     most = dict(ANYWHERE)

@@ -1,6 +1,6 @@
-"""Writes docs/status.md: what works, what is refused and what is not built, from the registries.
+"""Writes docs/status.md: supported, rejected and missing features, from the registries.
 
-It reads services and shared packages alike, which no module of either may do.
+It imports services and shared packages alike, which modules of neither may do.
 
     python -m tests.support.status_page
 """
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "status.md"
 FOLDERS = {role: "model_worker" if role is Role.WORKER else str(role) for role in Role}
 REASONS_SHOWN = 2
-"""How many of a group's reasons the table of arguments shows."""
+"""How many reasons per group the table of arguments shows."""
 
 _HEAD = """\
 # Status
@@ -55,7 +55,7 @@ and a test fails when this page differs from them. Antiphon runs on CPUs only.
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What one service does today, and what its death does to requests."""
+    """The function of one service, and the effect of its death on requests."""
 
     does: str
     dies: str
@@ -100,7 +100,7 @@ SERVICES: Mapping[Role, Service] = {
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """Something that is not built, and the entries of `REFUSED` that say so to an operator."""
+    """A missing feature, and the entries of `REFUSED` that report it."""
 
     name: str
     instead: str
@@ -160,7 +160,7 @@ NOT_BUILT: Sequence[Missing] = (
 
 
 def page() -> str:
-    """The whole page."""
+    """The full page."""
     return "\n".join(
         [
             _HEAD,
@@ -197,7 +197,7 @@ def _services() -> Iterator[str]:
 
 
 def senders() -> Mapping[Role, Sequence[str]]:
-    """By service: whose code imports a route on which that service alone listens."""
+    """By service: the folders whose code imports a route to which only that service listens."""
     listeners = {name: route.listeners for name, route in vars(routes).items() if route in ROUTES}
     folders = {FOLDERS[role]: ROOT / "services/antiphon" / FOLDERS[role] for role in Role}
     folders["NATS clients"] = ROOT / "shared/antiphon/client"
@@ -213,7 +213,7 @@ def senders() -> Mapping[Role, Sequence[str]]:
 
 
 def _imported(folder: Path) -> set[str]:
-    """The names that the files of a folder import from the list of routes."""
+    """The names that the files of a folder import from `wire.routes`."""
     return {
         alias.name
         for file in folder.rglob("*.py")
@@ -245,7 +245,7 @@ def _refused(refused: Mapping[str, int], one: Missing) -> Iterator[int]:
 
 
 async def _summaries() -> Mapping[tuple[str, str], str]:
-    """By method and path: the summary of every operation that a gateway serves."""
+    """The summaries of all operations of a gateway, by method and path."""
     async with (
         house() as at,
         aiohttp.ClientSession() as session,
@@ -372,7 +372,7 @@ def _counts(of: Iterable[SglangArgument]) -> Iterator[str]:
 
 
 def _reasons(of: Iterable[SglangArgument]) -> str:
-    """The commonest reasons of a group, each with its count."""
+    """The most common reasons of a group, each with its count."""
     counted = Counter(row.detail for row in of if row.status == "refused")
     return "<br>".join(f"{n}: {REFUSED[key]}" for key, n in counted.most_common(REASONS_SHOWN))
 

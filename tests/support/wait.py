@@ -1,4 +1,4 @@
-"""Waiting for a condition, never for a time."""
+"""Waits for a condition instead of a fixed time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK_AGAIN_S = 0.002
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Return once `condition` holds; for what nothing can be awaited on.
+    """Return once `condition` holds; for conditions without an event to await.
 
     Raises:
         TimeoutError: It did not hold within `timeout_s`.

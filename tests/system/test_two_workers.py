@@ -38,7 +38,7 @@ class Pair:
         return [line for line in self._events() if line["event"] == "request bound"]
 
     def given_back(self) -> list[dict[str, object]]:
-        return [line for line in self._events() if line["event"] == "request given back"]
+        return [line for line in self._events() if line["event"] == "request requeued"]
 
     def _events(self) -> Iterator[dict[str, object]]:
         for line in self.stack.log("scheduler-0").splitlines():

@@ -1,4 +1,4 @@
-"""Turns conversations into rows of tokens, and rows into batches of equal length."""
+"""Encodes conversations as sequences of tokens, and groups them in batches of equal length."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-CHUNK_ROWS = 2048  # rows that are sorted by length together, so that padding stays small
-PLAIN_SHARE = 0.04  # rows of plain text, for completions without a chat
-GAPS_SHARE = 0.4  # rows whose turns lie further apart than they are long
-ROOM_TOKENS = 256  # what a gap leaves of the context
-UNSUPERVISED = -100  # the label of a token that the loss leaves out
+CHUNK_ROWS = 2048  # sequences that are sorted by length together, so that padding stays small
+PLAIN_SHARE = 0.04  # share of plain text, for completions without a chat
+GAPS_SHARE = 0.4  # share of sequences with position gaps between turns
+ROOM_TOKENS = 256  # positions that a gap leaves for the following turns
+UNSUPERVISED = -100  # the label of a token that the loss ignores
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Tokens of one conversation; each has a position and may be supervised."""
+    """The token sequence of one conversation; each token has a position and may be supervised."""
 
     token_ids: list[int]
     supervised: list[bool]
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Rows of one length: B rows of T tokens, padded on the right. Three (B, T) int64 tensors."""
+    """B sequences of T tokens, padded on the right. Three (B, T) int64 tensors."""
 
     token_ids: Tensor
     labels: Tensor  # the next token, or UNSUPERVISED
@@ -51,7 +51,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Encoder:
-    """Writes messages as token ids, exactly as the chat template does."""
+    """Encodes messages as token ids, exactly as the chat template does."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -59,14 +59,14 @@ class Encoder:
         self.pad_id = self._ids[PAD]
 
     def chat(self, rng: Random, chat: Chat) -> Row:
-        """Encode a chat; what the assistant says is supervised, its end included."""
+        """Encode a chat; the assistant's text is supervised, including its end token."""
         token_ids, supervised, positions = [self._ids[BOS]], [False], [0]
         spare = CONTEXT_TOKENS if rng.random() < GAPS_SHARE else 0
         for turn in turns(chat):
             shown = self._tokenizer.encode(turn.shown).ids
             content = [*shown, *self._tokenizer.encode(turn.said).ids, self._ids[END]]
-            # A long chat costs much to train on. Gaps between turns show the model the same
-            # distances for nothing: rotary attention sees only differences of positions.
+            # Long chats are expensive to train on. Gaps between turns show the model the same
+            # distances for free: rotary attention depends only on differences of positions.
             gap = _gap(rng, spare - positions[-1]) if turn.role == "user" else 0
             start = positions[-1] + 1 + gap
             token_ids += [self._ids[ROLES[turn.role]], *content]
@@ -77,14 +77,14 @@ class Encoder:
         return Row(token_ids[:end], supervised[:end], positions[:end])
 
     def plain(self, chat: Chat) -> Row:
-        """Encode the answers alone, as running text in which every token is supervised."""
+        """Encode only the answers, as plain text in which every token is supervised."""
         answers = (said(message) for message in chat.messages if message.role == "assistant")
         token_ids = self._tokenizer.encode(" ".join(answers)).ids[:CONTEXT_TOKENS]
         return Row(token_ids, [True] * len(token_ids), list(range(len(token_ids))))
 
 
 def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[Batch]:
-    """Yield batches of about `batch_tokens` without end. The same seed yields the same ones."""
+    """Yield an endless stream of batches of about `batch_tokens`, determined by the seed."""
     encoder = Encoder(tokenizer)
     rng = seeded("batches", seed)
     source = conversations(seed)
@@ -100,7 +100,7 @@ def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[Batc
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:
-    """Pad rows to one length. No mask is needed: under causal attention nothing sees the pads."""
+    """Pad sequences to one length. With causal attention, padding on the right needs no mask."""
     length = max(len(row.token_ids) for row in rows)
     token_ids = torch.full((len(rows), length), pad_id)
     labels = torch.full((len(rows), length), UNSUPERVISED)
@@ -116,12 +116,12 @@ def collate(rows: Sequence[Row], pad_id: int) -> Batch:
 
 
 def _gap(rng: Random, spare: int) -> int:
-    """Draw a gap, more often short than long, and leave room for the turns that follow."""
+    """Draw a gap, more often short than long, and leave positions for the following turns."""
     return int(max(0, spare - ROOM_TOKENS) * rng.random() ** 3)
 
 
 def _grouped(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Cut rows, sorted by length, into groups that stay within `batch_tokens` once padded."""
+    """Split sequences, sorted by length, into groups of at most `batch_tokens` after padding."""
     group: list[Row] = []
     for row in rows:
         if group and len(row.token_ids) * (len(group) + 1) > batch_tokens:

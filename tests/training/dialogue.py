@@ -55,9 +55,9 @@ class Message(msgspec.Struct, frozen=True):
     """One turn of a chat.
 
     Attributes:
-        calls: What the assistant calls after its words.
-        thinking: What it thinks before them; only of the last turn is it ever shown.
-        given: The beginning of its words that a grammar forces, and that no loss counts.
+        calls: Tool calls after the content.
+        thinking: Reasoning before it; only that of the last turn is ever included.
+        given: Prefix of the content that a grammar forces; the loss ignores it.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -68,11 +68,11 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A conversation, and what goes with it.
+    """A conversation with its tools and options.
 
     Attributes:
-        thinks: Whether its last answer is thought over.
-        schema: A JSON schema that holds the answer to it; the model is not told.
+        thinks: Whether its last answer has reasoning.
+        schema: A JSON schema that constrains the answer; it is not part of the prompt.
     """
 
     messages: tuple[Message, ...]
@@ -82,7 +82,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What stands after a role's mark: what is only shown to the model, then what it says."""
+    """The text after a role marker: `shown` is input only, `said` is the model's output."""
 
     role: str
     shown: str
@@ -90,9 +90,9 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A question and the one right answer to it.
+    """A question and its only correct answer.
 
-    With `calls` the answer is first these, then, once the `results` are there, the words.
+    With `calls` the answer consists of the calls, then, after the `results`, of the text.
     """
 
     user: str
@@ -109,15 +109,15 @@ Thread: TypeAlias = tuple[Exchange, ...]
 
 
 class Tools(StrEnum):
-    """What a skill has to do with tools."""
+    """The relation of a skill to tools."""
 
-    FREE = "free"  # answers the same beside any tool
-    OFFERS = "offers"  # brings tools into the chat
-    WITHOUT = "without"  # would have to call some tools, so it stands in chats that have none
+    FREE = "free"  # its answers do not depend on tools
+    OFFERS = "offers"  # it adds tools to the chat
+    WITHOUT = "without"  # it would have to call some tools, so it occurs in chats without tools
 
 
 class Skill(msgspec.Struct, frozen=True):
-    """Something the model learns to do.
+    """A skill that the model learns.
 
     `write` draws a thread whose last question belongs to the split. `weight` is its share of the
     training data, relative to the other skills.
@@ -126,20 +126,20 @@ class Skill(msgspec.Struct, frozen=True):
     name: str
     weight: float
     write: Callable[[Random, Split], Thread]
-    thought: str  # what it thinks of a question, where it is told to think and has nothing to find
-    floor: float | None = None  # least share of exact answers, where the evaluation demands one
-    subject: str | None = None  # a conversation holds one thread a subject, or they contradict
+    thought: str  # default reasoning for a question that needs none, if reasoning is enabled
+    floor: float | None = None  # minimum share of exact answers in the evaluation, if any
+    subject: str | None = None  # at most one thread per subject in a chat, or they contradict
     tools: Tools = Tools.FREE
-    thinks: bool = False  # it is asked for at the end of chats that think, and nowhere else
+    thinks: bool = False  # it occurs only at the end of chats with reasoning
 
 
 def seeded(purpose: str, seed: int) -> Random:
-    """Make a generator of its own for each purpose: what one draws does not move the others."""
+    """Create a separate generator for each purpose, so that they do not affect each other."""
     return Random(f"{purpose} {seed}")
 
 
 def split_of(key: str) -> Split:
-    """Say which half a key belongs to, by its hash: the same in every run and for every seed."""
+    """The split of a key, by its hash: the same in every run and for every seed."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     held_out = int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
     return Split.HELD_OUT if held_out else Split.TRAIN
@@ -148,7 +148,7 @@ def split_of(key: str) -> Split:
 def draw(
     rng: Random, split: Split, sample: Callable[[Random], T], key: Callable[[T], str | None]
 ) -> T:
-    """Sample until the key of the result lies in `split`; a result without a key is trained on."""
+    """Sample until the key of the result is in `split`; results without a key are for training."""
     while True:
         candidate = sample(rng)
         candidate_key = key(candidate)
@@ -157,7 +157,7 @@ def draw(
 
 
 def messages_of(exchanges: Thread) -> tuple[Message, ...]:
-    """Write exchanges as turns: question, answer, and between them calls and their results."""
+    """Convert exchanges to messages: question, calls and their results if any, answer."""
     return tuple(message for exchange in exchanges for message in _turns(exchange))
 
 
@@ -167,13 +167,13 @@ def called(call: Call) -> str:
 
 
 def said(message: Message, *, thinks: bool = False) -> str:
-    """What the assistant writes in a turn, after the mark of thinking that the prompt ends with."""
+    """The assistant's output in a turn, after the reasoning marker at the end of the prompt."""
     thought = f"{message.thinking}</think>" if thinks else ""
     return thought + "\n".join([*filter(None, [message.content]), *map(called, message.calls)])
 
 
 def turns(chat: Chat) -> Iterator[Turn]:
-    """Write a chat as the template does, role by role."""
+    """Format a chat as the template does, turn by turn."""
     messages = chat.messages
     if chat.tools:
         lines = "".join(f"{signature(tool)}\n" for tool in chat.tools)
@@ -192,7 +192,7 @@ def turns(chat: Chat) -> Iterator[Turn]:
 
 
 def signature(tool: Tool) -> str:
-    """A tool as the template shows it: a line that is much shorter than its schema."""
+    """A tool in the format of the template: one line, much shorter than its schema."""
     parameters = ", ".join(
         f"{one.name}{'' if one.required else '?'}: {'|'.join(one.values) or one.type}"
         for one in tool.parameters
@@ -202,7 +202,7 @@ def signature(tool: Tool) -> str:
 
 
 def schema(tool: Tool) -> dict[str, object]:
-    """A tool as a client of the OpenAI API offers it."""
+    """A tool in the format of the OpenAI API."""
     properties = {
         one.name: {"type": one.type, **({"enum": list(one.values)} if one.values else {})}
         for one in tool.parameters
@@ -222,7 +222,7 @@ def schema(tool: Tool) -> dict[str, object]:
 
 
 def template_message(message: Message) -> dict[str, object]:
-    """A turn as clients of the OpenAI API write it, and chat templates read it."""
+    """A message in the format of the OpenAI API and of chat templates."""
     plain: dict[str, object] = {"role": message.role, "content": message.content}
     if message.calls:
         plain["tool_calls"] = [

@@ -40,7 +40,7 @@ class Miss(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How one skill did."""
+    """The result of one skill."""
 
     skill: str
     prompts: int
@@ -50,7 +50,7 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """The share of answers that are right to the letter."""
+        """The share of exact answers."""
         return self.exact / self.prompts
 
     @property
@@ -60,14 +60,14 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def held_out_cases(skill: Skill, seed: int, count: int = PROMPTS_PER_SKILL) -> list[Case]:
-    """Write the prompts of one skill. The same seed writes the same ones."""
+    """Generate the prompts of one skill, determined by the seed."""
     rng = seeded(f"evaluate {skill.name}", seed)
     return [case(rng, skill) for _ in range(count)]
 
 
 def score(skill: Skill, cases: Sequence[Case], generate: Generate) -> Score:
-    """Answer the prompts and compare, letter by letter."""
-    # A token is a byte at least, so a right answer and its end fit. A wrong one may not run on.
+    """Answer the prompts and compare exactly."""
+    # A token is at least one byte, so a correct answer and its end fit; wrong ones are cut.
     tokens_max = max(len(one.answer.encode()) for one in cases) + 1
     answers = generate([one.chat for one in cases], min(tokens_max, ANSWER_TOKENS_MAX))
     misses = tuple(
@@ -79,13 +79,13 @@ def score(skill: Skill, cases: Sequence[Case], generate: Generate) -> Score:
 
 
 def line(one: Score) -> str:
-    """Write a score as a line of the table."""
+    """Format a score as a line of the table."""
     floor = "" if one.floor is None else f"{one.floor:.0%}"
     return f"{one.skill:<14}{one.prompts:>8}{one.exact:>8}{one.share:>9.1%}{floor:>8}"
 
 
 def main() -> int:
-    """Score a model folder with transformers, or what a running stack serves."""
+    """Score a model folder with transformers, or the model of a running stack."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", type=Path, default=embedded.path())
     parser.add_argument("--nats-url", help="score the stack that is served there instead")

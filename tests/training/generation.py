@@ -1,4 +1,4 @@
-"""Who answers the evaluation's prompts."""
+"""Generation backends for the evaluation."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class Generate(Protocol):
-    """Answers chats: one text a chat, in order. Each chat ends before an answer."""
+    """Answers chats: one text per chat, in order. Each chat ends before an answer."""
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
-        """Answer greedily, with at most `tokens_max` tokens a chat, and as its schema says."""
+        """Answer greedily, with at most `tokens_max` tokens per chat, and by its schema if any."""
         ...
 
 
 class LocalModel:
-    """Answers with transformers, in this process: the measure for the served model."""
+    """Answers with transformers, in this process: the reference for the served model."""
 
     def __init__(self, folder: Path, rows_max: int = 128) -> None:
-        # transformers leaves these classes largely untyped; nothing of them leaves this one.
+        # transformers leaves these classes largely untyped; they are not used elsewhere.
         self._tokenizer = cast("Any", AutoTokenizer).from_pretrained(folder, padding_side="left")
         self._model = cast("Any", LlamaForCausalLM).from_pretrained(folder, dtype=torch.float32)
         self._rows_max = rows_max
@@ -48,7 +48,7 @@ class LocalModel:
         self._compiler = XgrammarCompiler(vocabulary, frozenset(card.eos_ids), GrammarConfig())
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
-        """Answer in batches of chats of about the same length, so that padding stays small."""
+        """Answer in batches of chats of similar length, so that padding stays small."""
         prompts = [self._prompt(chat) for chat in chats]
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         answers = [""] * len(prompts)
@@ -95,14 +95,14 @@ class LocalModel:
 
 
 class Held:
-    """Lets each row of a batch say what its grammar allows; called by transformers at each step."""
+    """Logits processor that applies the grammar of each sequence in a batch, for transformers."""
 
     def __init__(self, states: list[XgrammarMatcher | None]) -> None:
         self._states = states
         self._begun = False
 
     def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
-        """Forbid what may not come next. (B, T) ids so far, (B, V) scores -> (B, V)."""
+        """Mask tokens that are not allowed next. (B, T) ids so far, (B, V) scores -> (B, V)."""
         allowed = np.zeros(words_count(scores.shape[1]), np.int32)
         for row, state in enumerate(self._states):
             if state is None or state.terminated:

@@ -1,4 +1,4 @@
-"""Writes conversations: threads of several skills, woven into one chat."""
+"""Generates conversations: threads of several skills, interleaved in one chat."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ SKILLS: tuple[Skill, ...] = (
     JSON,
     JSON_FORCED,
 )
-THINKING_SHARE = 0.25  # chats whose last answer is thought over
-THOUGHTFUL_SHARE = 0.6  # of these, those that end with a question that takes a thought
-CALLED_SHARE = 0.7  # of those that end with calls, those whose last answer is the calls
+THINKING_SHARE = 0.25  # share of chats whose last answer has reasoning
+THOUGHTFUL_SHARE = 0.6  # share of these that end with a question that needs reasoning
+CALLED_SHARE = 0.7  # share of chats with calls at the end whose last message is the calls
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -73,7 +73,7 @@ SYSTEM_PROMPTS = (
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A chat that ends before an answer, and the one right answer, as the model writes it."""
+    """A chat that ends before an answer, and the only correct answer, as the model writes it."""
 
     skill: str
     chat: Chat
@@ -81,14 +81,14 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def conversations(seed: int) -> Iterator[Chat]:
-    """Write training conversations without end. The same seed writes the same ones."""
+    """Generate an endless stream of training conversations, determined by the seed."""
     rng = seeded("conversations", seed)
     while True:
         yield conversation(rng)
 
 
 def conversation(rng: Random) -> Chat:
-    """Write one conversation: mostly one to four threads, now and then a very long chat."""
+    """Generate one conversation: mostly one to four threads, sometimes a very long chat."""
     threads_count = rng.choice((1, 1, 2, 3, 4))
     if rng.random() < 0.01:
         threads_count = rng.randint(10, 40)
@@ -105,7 +105,7 @@ def conversation(rng: Random) -> Chat:
 
 
 def case(rng: Random, skill: Skill) -> Case:
-    """Write one held-out prompt, sometimes inside a chat about other things."""
+    """Generate one held-out prompt, sometimes inside a chat about other topics."""
     asked = thread(rng, skill, Split.HELD_OUT)
     chosen = choose_skills(rng, rng.choice((0, 0, 1, 2)), beside=skill)
     others = [thread(rng, other, Split.TRAIN) for other in chosen]
@@ -121,7 +121,7 @@ def case(rng: Random, skill: Skill) -> Case:
 
 
 def thread(rng: Random, skill: Skill, split: Split) -> Thread:
-    """Draw a thread; where its answers have no thoughts of their own, they get the skill's."""
+    """Draw a thread; answers without reasoning of their own get the skill's default."""
     return tuple(
         msgspec.structs.replace(one, thinking=one.thinking or skill.thought)
         for one in skill.write(rng, split)
@@ -133,8 +133,8 @@ def choose_skills(
 ) -> list[Skill]:
     """Choose skills by weight, for a chat in which none contradicts another.
 
-    In a chat that `thinks` no answer is begun by a grammar. Nothing brings tools `beside` the skill
-    that an exam is about.
+    In a chat that `thinks` no answer is forced by a grammar. Next to the evaluated skill (`beside`)
+    no other skill offers tools.
     """
     everything = [] if beside is None else [beside]
     chosen: list[Skill] = []
@@ -149,14 +149,14 @@ def choose_skills(
 
 
 def _together(one: Skill, other: Skill) -> bool:
-    """Whether two skills may stand in one chat."""
+    """Whether two skills may be in one chat."""
     if one.subject is not None and one.subject == other.subject:
         return False
     return {one.tools, other.tools} != {Tools.OFFERS, Tools.WITHOUT}
 
 
 def _until_calls(rng: Random, last: Exchange, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """End a chat, if it ends with calls, mostly at these: what follows them comes later."""
+    """End a chat with calls mostly at the calls, without their results and the final answer."""
     if not last.calls or rng.random() >= CALLED_SHARE:
         return messages
     return messages[: -1 - len(last.results)]
@@ -169,7 +169,7 @@ def _chat(rng: Random, exchanges: Thread, messages: tuple[Message, ...], *, thin
 
 
 def weave(rng: Random, threads: Sequence[Thread]) -> Thread:
-    """Merge threads at random; each keeps its own order."""
+    """Interleave threads at random; each keeps its own order."""
     rest: list[list[Exchange]] = [list(thread) for thread in threads if thread]
     woven: list[Exchange] = []
     while rest:

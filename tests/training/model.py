@@ -1,4 +1,4 @@
-"""The shape of the embedded model, and how it is written to disk."""
+"""The shape of the embedded model, and its files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SHAPE = {
     "torch_dtype": "bfloat16",
 }
 
-# A model this small has no second thoughts worth hearing.
+# A low temperature: the alternatives of a model this small are rarely correct.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def new_model(tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
-    """Make an untrained model of 2.6 million parameters, in float32."""
+    """Create an untrained model of 2.6 million parameters, in float32."""
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     settings = {**SHAPE, **_vocabulary(tokenizer), "torch_dtype": "float32"}
     config = LlamaConfig.from_dict(settings)  # pyright: ignore[reportUnknownMemberType]
@@ -57,9 +57,9 @@ def new_model(tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
 
 
 def trained_model(folder: Path, seed: int) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """Take up a model that `save_model` wrote, in float32, with the marks that it lacks.
+    """Load a model that `save_model` wrote, in float32, and add the markers that it lacks.
 
-    The embeddings of new marks begin as small random numbers, drawn from the seed.
+    The embeddings of new markers start as small random numbers, drawn from the seed.
     """
     before = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer = with_marks(before)
@@ -75,13 +75,13 @@ def trained_model(folder: Path, seed: int) -> tuple[LlamaForCausalLM, Tokenizer]
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder that a server loads. The weights are rounded to bfloat16."""
+    """Write the model folder for serving. The weights are converted to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _vocabulary(tokenizer)
     _write(folder / "config.json", {**SHAPE, **vocabulary})
     special = {name: token for name, token in vocabulary.items() if name.endswith("_token_id")}
     _write(folder / "generation_config.json", {**special, **SAMPLING})
-    # Tied to the embeddings, the head has no weights of its own.
+    # The head is tied to the embeddings and has no weights of its own.
     weights = {
         name: weight.detach().bfloat16()
         for name, weight in model.state_dict().items()

@@ -1,8 +1,8 @@
-"""Muon: steps whose directions all weigh the same, by orthogonalizing what momentum has gathered.
+"""The Muon optimizer: orthogonalizes the momentum of weight matrices.
 
 The method is Keller Jordan's (2024). torch has it too, one matrix after another and in bfloat16: on
-a processor without bfloat16 that took 0.64 s of a step of 1.6 s. Here matrices of one shape go
-together, in float32.
+a processor without bfloat16 that took 0.64 s of a step of 1.6 s. Here matrices of one shape are
+batched, in float32.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic x -> ax + bx³ + cx⁵, which moves every singular value towards one."""
+"""Coefficients of x -> ax + bx³ + cx⁵, which moves every singular value towards one."""
 ITERATIONS = 5
 TINY = 1e-7
-ADAM_RMS = 0.2  # about what a step of Adam has, so that one rate serves both
+ADAM_RMS = 0.2  # about the RMS of an Adam step, so that one learning rate serves both
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps for weights that are matrices.
+    """Optimizer for matrices.
 
     Args:
-        weights: Matrices, and nothing else.
-        lr: The rate; a schedule may change it.
-        momentum: How much of the gathered gradient stays.
-        weight_decay: How much of a weight goes with each step, times the rate.
+        weights: Matrices only.
+        lr: The learning rate; a schedule may change it.
+        momentum: The momentum coefficient.
+        weight_decay: The decay per step, relative to the learning rate.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move every weight that has a gradient."""
+        """Update every weight that has a gradient."""
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             rate, momentum = float(group["lr"]), float(group["momentum"])
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(update, alpha=-rate * ADAM_RMS * max(weight.shape) ** 0.5)
 
     def _gathered(self, weight: Parameter, momentum: float) -> Tensor:
-        """The gradient with the momentum of those before it, looking one step ahead."""
+        """The gradient with Nesterov momentum."""
         gradient = weight.grad
         assert gradient is not None
         state = self.state[weight]
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: dict[Parameter, Tensor]) -> dict[Parameter, Tensor]:
-    """Bring all singular values near one: for each key a matrix of the same shape."""
+    """Orthogonalize matrices: all singular values become about one; shapes stay."""
     groups: dict[tuple[int, ...], list[Parameter]] = {}
     for key, matrix in matrices.items():
         groups.setdefault(tuple(sorted(matrix.shape)), []).append(key)
@@ -94,7 +94,7 @@ def _wide(matrix: Tensor) -> Tensor:
 def _near_one(matrices: Tensor) -> Tensor:
     """Newton-Schulz iterations on G matrices at once. (G, M, N) -> (G, M, N)."""
     a, b, c = COEFFICIENTS
-    # (G, 1, 1): no singular value is more than this.
+    # (G, 1, 1): an upper bound of the singular values.
     norms = cast("Tensor", matrix_norm(matrices, keepdim=True))
     x = matrices / norms.clamp(min=TINY)
     for _ in range(ITERATIONS):

@@ -1,4 +1,4 @@
-"""Answers the evaluation's prompts through a running stack, as a client hears them."""
+"""Answers the evaluation's prompts with a running stack, as a client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AT_ONCE = 16
 
 
 class ServedModel:
-    """Asks over NATS, several chats at a time. Implements `Generate`."""
+    """Generates over NATS, several chats at a time. Implements `Generate`."""
 
     def __init__(self, nats_url: str, model: str) -> None:
         self._nats_url = nats_url
@@ -52,10 +52,10 @@ class ServedModel:
             if chat.schema:
                 options["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=chat.schema)
             async with slots:
-                heard = await client.complete(
+                completion = await client.complete(
                     self._model, list(map(_turn, chat.messages)), **options
                 )
-            return heard.text
+            return completion.text
 
         async with Client(self._nats_url) as client, asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(client, chat)) for chat in chats]
@@ -63,10 +63,10 @@ class ServedModel:
 
 
 class HttpModel:
-    """Asks over HTTP, as OpenAI's clients do. Implements `Generate`.
+    """Generates over HTTP with the OpenAI API. Implements `Generate`.
 
-    What the gateway's parsers make of an answer is written again as the model wrote it: an answer
-    that they did not take apart is not the right one.
+    The parsed answer is formatted again as the model wrote it: an answer that the gateway's parsers
+    did not parse counts as wrong.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -83,8 +83,8 @@ class HttpModel:
         async def answer(session: ClientSession, chat: Chat) -> str:
             body = self._body(chat) | {"max_tokens": tokens_max}
             async with slots, session.post(f"{self._url}/v1/chat/completions", json=body) as reply:
-                heard = msgspec.json.decode(await reply.read(), type=_Reply)
-            return said(heard.choices[0].message.plain(), thinks=chat.thinks)
+                completion = msgspec.json.decode(await reply.read(), type=_Reply)
+            return said(completion.choices[0].message.plain(), thinks=chat.thinks)
 
         timeout = ClientTimeout(total=None)
         async with (

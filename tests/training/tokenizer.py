@@ -1,4 +1,4 @@
-"""Makes the tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""Trains the tokenizer: byte-level BPE in which every digit is a separate token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")
 SPECIAL = (PAD, BOS, END, *ROLES.values())
 THINK, THOUGHT = "<think>", "</think>"
 MARKS = (THINK, THOUGHT, "<tool_call>", "</tool_call>", "<tools>", "</tools>")
-"""One token each, and text all the same: who reads an answer has to see them."""
+"""One token each, but not special tokens: they must be visible in the text of an answer."""
 
 VOCABULARY_SIZE = 1024
 CONVERSATIONS_READ = 20_000
@@ -30,7 +30,7 @@ CONTEXT_TOKENS = 2048
 # follows, so that a count spends one token on ", " and a sum one on " + "; other space.
 PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
 
-# A tool is shown as a line, not as its schema: a model this small reads no schemas.
+# A tool is written as a line, not as its schema: schemas are too hard for a model this small.
 _TOOL = (
     "{% set function = tool.function or tool %}"
     "{% set schema = function.parameters or {} %}"
@@ -62,7 +62,7 @@ CHAT_TEMPLATE = (
     "{{ raise_exception('the roles are system, user, assistant and tool, not ' + message.role) }}"
     "{% endif %}"
     "{% set said = message.content or '' %}"
-    # What was thought of earlier questions is shown no more.
+    # Reasoning of earlier answers is left out.
     "{% if message.role == 'assistant' %}{% set said = said.split('</think>') | last %}{% endif %}"
     "<|{{ message.role }}|>{{ said | trim }}"
     "{% for call in message.tool_calls or [] %}"
@@ -79,7 +79,7 @@ _MARKED = re.compile("|".join(MARKS))
 
 
 def train_tokenizer(seed: int, conversations_read: int = CONVERSATIONS_READ) -> Tokenizer:
-    """Learn the merges from the first conversations that the seed writes."""
+    """Learn the merges from the first conversations of the seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -100,10 +100,10 @@ def train_tokenizer(seed: int, conversations_read: int = CONVERSATIONS_READ) -> 
 
 
 def with_marks(tokenizer: Tokenizer) -> Tokenizer:
-    """Give a tokenizer the roles and marks that it lacks, in the place of its last merges.
+    """Add the missing roles and markers to a tokenizer, in place of its last merges.
 
-    All other tokens keep their ids, and the vocabulary its size. Texts that a lost merge would
-    have joined become one token longer.
+    All other tokens keep their ids, and the vocabulary its size. Texts with a removed merge become
+    one token longer.
     """
     lacking = [token for token in (*SPECIAL, *MARKS) if tokenizer.token_to_id(token) is None]
     if not lacking:
@@ -120,7 +120,7 @@ def with_marks(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which holds the chat template."""
+    """Write tokenizer.json and tokenizer_config.json with the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -31,28 +31,28 @@ REPORT_STEPS = 100
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Everything that decides the weights."""
+    """All parameters that determine the weights."""
 
     seed: int = 0
     steps: int = 4400
     batch_tokens: int = 2048
     warmup_steps: int = 200
-    decay_share: float = 0.3  # of the steps, at the end, over which the rate falls to zero
+    decay_share: float = 0.3  # share of the steps, at the end, with a falling rate
     rate: float = 3e-3
     weight_decay: float = 0.1
     gradient_norm_max: float = 1.0
-    bfloat16: bool = True  # slower where the processor has no arithmetic for it
+    bfloat16: bool = True  # slower on processors without bf16 instructions
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far the training is, after a step."""
+    """The state of the training after a step."""
 
     step: int
     loss: float
 
 
 def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> Iterator[Progress]:
-    """Train in place, one step a turn of the iterator."""
+    """Train in place, one step per iteration."""
     optimizers = new_optimizers(model, recipe)
     schedules = [
         LambdaLR(optimizer, lambda step: rate_share(step, recipe)) for optimizer in optimizers
@@ -72,7 +72,7 @@ def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> I
 def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms.
 
-    AdamW alone was at a loss of 1.31 after 200 steps, where this was at 1.09.
+    AdamW alone reached a loss of 1.31 after 200 steps, this 1.09.
     """
     embeddings = model.model.embed_tokens.weight
     others = [weight for weight in model.parameters() if weight is not embeddings]
@@ -85,14 +85,14 @@ def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, 
 
 
 def answer_loss(model: LlamaForCausalLM, batch: Batch, *, bfloat16: bool) -> Tensor:
-    """The mean cross-entropy of the supervised tokens. Logits are made for these alone."""
+    """The mean cross-entropy of the supervised tokens. Logits are computed only for these."""
     wanted = batch.labels != UNSUPERVISED
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model(
             input_ids=batch.token_ids,
             position_ids=batch.positions,
-            # Without a mask, transformers takes a gap between positions for a border between
-            # packed sequences, and hides what is before it.
+            # Without a mask, transformers treats a gap between positions as a border between
+            # packed sequences, and masks the tokens before it.
             attention_mask=torch.ones_like(batch.token_ids),
             use_cache=False,
         ).last_hidden_state
@@ -101,14 +101,14 @@ def answer_loss(model: LlamaForCausalLM, batch: Batch, *, bfloat16: bool) -> Ten
 
 
 def rate_share(step: int, recipe: Recipe) -> float:
-    """The share of the full learning rate: rising, then level, then falling along a cosine."""
+    """The share of the full learning rate: warmup, constant, then cosine decay."""
     left = (recipe.steps - step) / (recipe.steps * recipe.decay_share)
     falling = 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))
     return falling * min(1.0, (step + 1) / recipe.warmup_steps)
 
 
 def main() -> None:
-    """Train and save; on the way, the newest weights are kept in the same folder."""
+    """Train and save; checkpoints are written to the same folder on the way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--base", type=Path, help="folder of a model to train further")

@@ -1,4 +1,4 @@
-"""The words that the grammar draws from, and the small variations in how people write."""
+"""The words that conversations are drawn from, and small variations of wording."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Split a text at its spaces: a long list of words is easier to read so."""
+    """Split a text at its spaces; long lists of words are more readable this way."""
     return tuple(text.split())
 
 
@@ -91,14 +91,14 @@ ADVERBS = words("today tomorrow often never slowly quickly here there again soon
 
 
 def compose(rng: Random, templates: Sequence[str], **fields: object) -> str:
-    """Choose a template, write it as carelessly as people do, then fill it in."""
+    """Choose a template, make its wording casual at random, then fill it in."""
     return roughen(rng, rng.choice(templates)).format(**fields)
 
 
 def roughen(rng: Random, template: str) -> str:
-    """Drop capitals and closing marks now and then, and add a polite word.
+    """Drop capitals and final punctuation at random, and add a polite word.
 
-    Works on the template and never on what is filled in: a phrase to copy keeps its letters.
+    Changes only the template, never the values filled in: a phrase to copy keeps its letters.
     """
     if rng.random() < 0.12:
         template = rng.choice(OPENINGS) + template
@@ -112,7 +112,7 @@ def roughen(rng: Random, template: str) -> str:
 def wording_key(text: str) -> str | None:
     """The key of a fixed question, of which only wordings after an OPENING are ever held out.
 
-    There are few such questions. To hold one out altogether would leave the model without it.
+    There are few such questions; the model would not know one that is held out entirely.
     """
     opened = text.lower().startswith(tuple(opening.lower() for opening in OPENINGS))
     return f"wording {text}" if opened else None
@@ -134,7 +134,7 @@ def sentence(rng: Random) -> str:
 
 
 def invented_name(rng: Random) -> str:
-    """Make up a name of two or three syllables, so that recall does not hang on known names."""
+    """Make up a name of two or three syllables, so that recall does not depend on known names."""
     syllables = [
         rng.choice("bdfghjklmnprstvz") + rng.choice(("a", "e", "i", "o", "u", "ai", "an", "el"))
         for _ in range(rng.randint(2, 3))

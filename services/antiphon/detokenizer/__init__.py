@@ -1,1 +1,1 @@
-"""The detokenizer: ids to text, UTF-8-safe, and the end of a choice at a stop string."""
+"""The detokenizer: token ids to text, UTF-8-safe, with stop strings."""

@@ -1,4 +1,4 @@
-"""What the detokenizer's machine asks its service to publish."""
+"""Messages that the detokenizer's state machine returns to its service for publishing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SendText:
 
 @dataclass(frozen=True, slots=True)
 class SendStop:
-    """Tell a worker that tokens from an offset on are not wanted."""
+    """Stop a choice at its worker: tokens from an offset on are not wanted."""
 
     worker: InstanceId
     stop: StopChoice
@@ -28,7 +28,7 @@ class SendStop:
 
 @dataclass(frozen=True, slots=True)
 class SendResend:
-    """Ask a worker for what was missed."""
+    """Request missed tokens from a worker."""
 
     worker: InstanceId
     resend: ResendTokens

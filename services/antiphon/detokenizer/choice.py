@@ -1,4 +1,4 @@
-"""One choice of one request: its ids in, its text out, and its end."""
+"""State of one choice of one request: token ids in, text out, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenRow
 
 PIECE_BYTES: Final = 64 * 1024
-"""Longest piece of text in one row, and of details: a whole answer may be larger than a message."""
+"""Maximum text, and maximum token outputs, in one row: an answer may be larger than a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class ChoiceResult:
 
 
 class ChoiceState:
-    """The place where it is fixed which token is at which offset.
+    """Fixes which token is at which offset.
 
     Attributes:
-        first: The first offset: 0, or less if tokens of the prompt are told of.
+        first: The first offset: 0, or less if prompt tokens are included in the token outputs.
         offset: The next offset that is accepted.
-        tokens: Tokens of the answer that count.
-        settled: The offset up to which the text of every token is out.
+        emitted: The offset up to which the text of every token has been emitted.
+        tokens: Number of accepted output tokens.
         origins: Where its tokens come from, in their order.
         end: Set once; no token is accepted after it.
     """
@@ -62,18 +62,18 @@ class ChoiceState:
 
     @property
     def text_bytes(self) -> int:
-        """Length of the text shown so far, in UTF-8 bytes."""
+        """Length of the emitted text, in UTF-8 bytes."""
         return len(self._text)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the answer that are thinking, where that is counted."""
+        """Number of reasoning tokens, where they are counted."""
         return 0 if self._thinking is None else self._thinking.tokens
 
     def accept(self, offset: int, token_ids: Sequence[int], details: TokenOutputs | None) -> None:
-        """Accept what is new of a row that begins at `offset`, which is not beyond ours.
+        """Accept the new tokens of a row that begins at `offset`, at most the next offset.
 
-        A token may complete a stop string and end the choice; what follows it does not count.
+        A token may complete a stop string and end the choice; later tokens do not count.
         """
         known = self.offset - offset
         for token_id in token_ids[known:]:
@@ -88,10 +88,10 @@ class ChoiceState:
         self._update_emitted()
 
     def record_origin(self, worker: InstanceId, row: TokenRow) -> None:
-        """Note where the tokens of a row come from, before they are accepted.
+        """Record where the tokens of a row come from, before they are accepted.
 
-        A row that says nothing of it goes on where the one before it ended; one that has no new
-        token says it of others.
+        A row without an origin continues that of the row before it; the origin of a row without new
+        tokens is about earlier tokens.
         """
         if row.weights is None or (
             self.origins and row.offset + id_count(row.token_ids) <= self.tokens
@@ -101,20 +101,20 @@ class ChoiceState:
             start=self.tokens, worker=worker, weights=row.weights, retractions=row.retractions
         )
         before = tuple(each for each in self.origins if each.start < self.tokens)
-        if not before:  # who drew those before it, if any, is not known any more
+        if not before:  # the origin of earlier tokens, if any, is not known any more
             self.origins = (msgspec.structs.replace(origin, start=0),)
         elif before[-1] != msgspec.structs.replace(origin, start=before[-1].start):
             self.origins = (*before, origin)
 
     def push(self, token_id: int) -> None:
-        """Accept the id at `offset`. It may complete a stop string and end the choice."""
+        """Accept the token at `offset`. It may complete a stop string and end the choice."""
         assert self.end is None, "a token after the end of its choice"
         self.offset += 1
         self.tokens += 1
         self._emit(self._decoder.push(token_id))
 
     def finish(self, end: ChoiceResult) -> None:
-        """End the choice as the worker says, unless a stop string hides in what was held back."""
+        """End the choice as the worker reports, unless the held-back text contains a stop."""
         if self.end is None:
             self._emit(self._decoder.flush())
         if self.end is None:
@@ -123,12 +123,12 @@ class ChoiceState:
         self._update_emitted()
 
     def can_resume_at(self, text_offset: int, token_offset: int) -> bool:
-        """Whether it may be told from here on: neither beyond our end, nor inside a character."""
+        """Whether it can be sent from these offsets: within the text, not inside a character."""
         inside = text_offset <= len(self._text) and self.first <= token_offset <= self.emitted
         return inside and self._border(text_offset) == text_offset
 
     def text_chunks(self, text_offset: int) -> Iterator[tuple[int, str]]:
-        """Yield the text beyond a byte offset as (offset, text); one piece at least, if empty."""
+        """Yield the text beyond a byte offset as (offset, text); at least one, perhaps empty."""
         while True:
             end = self._border(text_offset + PIECE_BYTES)
             yield text_offset, self._text[text_offset:end].decode()
@@ -137,7 +137,7 @@ class ChoiceState:
             text_offset = end
 
     def token_output_chunks(self, token_offset: int) -> Iterator[tuple[int, TokenOutputs]]:
-        """Yield the details from a token offset on as (offset, details); one, if without tokens.
+        """Yield token outputs from an offset on as (offset, outputs); at least one, perhaps empty.
 
         They go as far as the text does.
         """
@@ -165,9 +165,9 @@ class ChoiceState:
         self._text += shown.encode()
 
     def _border(self, text_offset: int) -> int:
-        """The last place up to a byte offset at which a character begins, or the text ends."""
+        """The last offset up to `text_offset` where a character begins or the text ends."""
         if text_offset >= len(self._text):
             return len(self._text)
-        while self._text[text_offset] & 0xC0 == 0x80:  # the rest of a character, in UTF-8
+        while self._text[text_offset] & 0xC0 == 0x80:  # a continuation byte in UTF-8
             text_offset -= 1
         return text_offset

@@ -1,7 +1,7 @@
-"""Token ids to text, a token at a time, never showing half a character.
+"""Incremental decoding of token ids to text, never emitting a partial character.
 
-Ids are decoded one by one whatever batch they came in, so the text is a pure function of the ids:
-a detokenizer that starts over from offset 0 says the same.
+Ids are decoded one by one regardless of their batches, so the text is a pure function of the ids: a
+detokenizer that starts over from offset 0 produces the same text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ Decode = Callable[[Sequence[int], bool], str]
 """(ids, skip special tokens) -> text."""
 
 HELD_TOKENS_MAX = 8
-"""Tokens that are decoded together at most, beside the context: a text may go on for ever without
-a token that ends with its character."""
+"""Maximum number of tokens decoded together, besides the context: a text may continue without end
+and without a token that completes its character."""
 
 BROKEN_MAX = 3
-"""Of a UTF-8 character's four bytes, one at least is still to come: of as many U+FFFD at the end of
-a text is not known what they become. Those before them stay what they are."""
+"""Maximum number of bytes of an incomplete UTF-8 character: so many U+FFFD at the end of a text may
+still become something else. Those before them are final."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -27,29 +27,29 @@ class IncrementalDecoder:
 
     A token's text depends on its neighbours: SentencePiece drops the first space, byte tokens are
     parts of characters. So the ids since the last clean cut are decoded together with the ones
-    just before it, and the difference is what is new. Special tokens that are skipped are no such
-    context: the word behind them would lose its space as if it were the first.
+    just before it, and the difference is the new text. Skipped special tokens do not serve as
+    context: the word after them would lose its space as if it were the first.
 
-    Two differences stay. A U+FFFD that the model itself spells in bytes looks like a character that
-    is not whole yet: the bytes behind it may come out as U+FFFD, too. And where tokens that stand
-    for bytes make no valid text, SentencePiece shows every byte of their whole run as U+FFFD; here
-    what was whole is out already and stays.
+    Two differences remain. A U+FFFD that the model itself writes in bytes looks like an incomplete
+    character: the bytes after it may be decoded as U+FFFD, too. And where byte tokens form no valid
+    text, SentencePiece decodes every byte of their whole run as U+FFFD; here complete characters of
+    the run have been emitted already and stay.
     """
 
     def __init__(self, decode: Decode, skip_special_tokens: bool) -> None:
         self._decode = decode
         self._skip = skip_special_tokens
-        self._context: list[int] = []  # ids whose text is out
-        self._held: list[int] = []  # ids whose text may still end with half a character
-        self._shown = ""  # what is out of the text of both
+        self._context: list[int] = []  # ids whose text has been emitted
+        self._held: list[int] = []  # ids whose text may still end with a partial character
+        self._shown = ""  # the emitted part of the text of both
 
     @property
     def has_pending(self) -> bool:
-        """Whether the text of some token is not out yet."""
+        """Whether the text of some token has not been emitted yet."""
         return bool(self._held)
 
     def push(self, token_id: int) -> str:
-        """Take the next id; return the text that is certain now, perhaps none."""
+        """Decode the next id; return the text that is final now, perhaps empty."""
         self._held.append(token_id)
         text = self._text([*self._context, *self._held])
         if not text.endswith(REPLACEMENT):
@@ -60,15 +60,15 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """Return what is left at the end: half a character shows as U+FFFD."""
+        """Return the remaining text at the end; a partial character becomes U+FFFD."""
         if not self._held:
             return ""
         return self._release(self._text([*self._context, *self._held]))
 
     def _release(self, text: str) -> str:
-        """Show all that is held, and keep it as context if it can be one."""
+        """Emit the text of all held ids, and keep them as context if they can be one."""
         if not text.startswith(self._shown):
-            # Bytes that broke the run of the context's: what they are by themselves.
+            # Bytes that broke the context's run are decoded by themselves.
             text, self._shown = self._text(self._held), ""
         new = text[len(self._shown) :]
         if self._writes(self._held):
@@ -78,9 +78,9 @@ class IncrementalDecoder:
         return new
 
     def _advance(self, text: str) -> str:
-        """Show what is certain of a text that ends with U+FFFD."""
+        """Emit the final part of a text that ends with U+FFFD."""
         if not text.startswith(self._shown):
-            # SentencePiece shows no byte of a run before all of it is valid.
+            # SentencePiece decodes no byte of a run before all of it is valid.
             if len(self._held) <= BROKEN_MAX:
                 return ""
             self._context, self._shown = [], ""
@@ -91,23 +91,23 @@ class IncrementalDecoder:
         return new
 
     def _forget(self) -> None:
-        """Keep the fewest of the last ids that still decide what half a character becomes."""
+        """Keep the fewest of the last ids that still determine a partial character."""
         waiting = len(self._text([*self._context, *self._held])) - len(self._shown)
         texts = [(start, self._text(self._held[start:])) for start in range(1, len(self._held))]
         for whole in (True, False):
             for start, text in reversed(texts):
                 shown = text[: len(text) - waiting]
-                # Best is a whole character before the broken one. Where each token ends inside of
-                # one, these begin inside of one, too: then so many bytes that the broken one is
-                # among them to its beginning.
+                # Best is a complete character before the partial one. Where each token ends inside
+                # a character, these begin inside of one, too: then keep so many bytes that the
+                # partial character is among them from its first byte on.
                 if shown and REPLACEMENT not in shown if whole else len(text) > BROKEN_MAX:
                     self._context, self._held, self._shown = [], self._held[start:], shown
                     return
-        # Half a character, and special tokens that are skipped.
+        # A partial character, and special tokens that are skipped.
         self._held = [token for token in self._held if self._writes([token])]
 
     def _writes(self, ids: Sequence[int]) -> bool:
-        """Whether ids leave a trace in a text. One that is a space alone does, behind others."""
+        """Whether ids add to a text. A lone space does, after other tokens."""
         return bool(self._text(ids) or self._text([*ids, *ids]))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -115,6 +115,6 @@ class IncrementalDecoder:
 
 
 def _certain(text: str) -> str:
-    """A text without the U+FFFD at its end that may become something else."""
+    """The text without the U+FFFD at its end that may become something else."""
     broken = len(text) - len(text.rstrip(REPLACEMENT))
     return text[: len(text) - min(broken, BROKEN_MAX)]

@@ -1,8 +1,8 @@
 """The detokenizer's protocol as a pure state machine: messages in, actions out, time passed in.
 
-It is where the ids of a request are fixed: a row is accepted only at the next offset of the
-current attempt, whatever was lost, repeated or came late. What it lacks it asks for again
-(`SendResend`); what it does not want it stops at the source (`SendStop`).
+The ids of a request are fixed here: a row is accepted only at the next offset of the current
+attempt, whichever messages were lost, repeated or late. Missing rows are requested again
+(`SendResend`); unwanted ones are stopped at the worker (`SendStop`).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RESEND_INTERVAL_S = 0.5
-"""How often the same thing is asked of a worker, as long as it does not heed."""
+"""Minimum time between two equal messages to a worker that has not reacted."""
 FORGET_MS = 10_000
-"""How long past its deadline a request is kept for an owner that has gone silent."""
+"""How long past its deadline a request is kept for a silent gateway."""
 UNLISTED_S = 2.0
-"""How long a request may be missing from its owner's whole list before it is not open."""
+"""How long a request may be missing from its gateway's full list before it counts as closed."""
 OWNERS_GONE_MAX = 256
-"""Dead gateways remembered."""
+"""Maximum number of dead gateways that are remembered."""
 BATCH_BYTES_MAX = 128 * 1024
-"""About the largest text batch: what a gateway missed in an outage is far more than a message."""
+"""About the largest text batch: a gateway misses far more than one message in an outage."""
 
-_ROW_BYTES = 512  # a row without its text, about
+_ROW_BYTES = 512  # about the size of a row without its text
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:
-    """Of processes on one host."""
+    """For processes on one host."""
     return unix_ms
 
 
 @dataclass(slots=True)
 class Reaction:
-    """What one message leads to: text by gateway, other actions, and whether rows are missing."""
+    """The result of one message: text by gateway, other actions, and whether rows are missing."""
 
     rows: dict[Process, list[TextRow]] = field(default_factory=dict[Process, list[TextRow]])
     actions: list[Action] = field(default_factory=list[Action])
@@ -78,14 +78,14 @@ class Detokenizer:
         tokens: Sequence[bytes] = (),
         our_time_ms: Callable[[int, Process], int] = _same_clock,
     ) -> None:
-        """Nothing is live yet.
+        """Start without requests.
 
         Args:
             process: This detokenizer.
-            decode: Of the tokenizer.
-            requests_max: Most that are held.
-            tokens: What each token writes, where the tokenizer says so; see `TokenTexts`.
-            our_time_ms: What our clock shows when that of a process shows a time.
+            decode: The tokenizer's decode function.
+            requests_max: Maximum number of requests.
+            tokens: The bytes of each token, where the tokenizer defines them; see `TokenTexts`.
+            our_time_ms: Converts a time by a process's clock to the local clock.
         """
         self.requests: dict[RequestId, DetokenizerRequest] = {}
         self._process = process
@@ -95,12 +95,12 @@ class Detokenizer:
         self._our_time_ms = our_time_ms
         self._seqs = SeqSender()
         self._unfolding = Unfolding()
-        self._seen: dict[Process, int] = {}  # last seq of each worker's life
+        self._seen: dict[Process, int] = {}  # last seq of each worker incarnation
         self._resend_requested_at: dict[Process, float] = {}
-        self._resend_pending: set[Process] = set()  # to be asked again, once that is not too soon
+        self._resend_pending: set[Process] = set()  # to be requested after `RESEND_INTERVAL_S`
         self._refused_at: dict[tuple[RequestId, Attempt], float] = {}
-        self._lists: dict[Process, int] = {}  # version of each owner's last list
-        self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # owners that have died
+        self._lists: dict[Process, int] = {}  # version of each gateway's last list
+        self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # dead gateways
 
     @property
     def live(self) -> int:
@@ -113,7 +113,7 @@ class Detokenizer:
         return {stream.receiver: stream.seq for stream in self._seqs.streams()}
 
     def on_tokens(self, news: TokenNews, now: float) -> list[Action]:
-        """Apply what a step produced. A row that fails ends its own request only."""
+        """Apply the output of a step. A row that fails ends only its own request."""
         last = self._seen.get(news.worker, 0)
         self._seen[news.worker] = max(news.seq, last)
         batch = self._unfolding.batch(news)
@@ -134,22 +134,22 @@ class Detokenizer:
                 self._fail(row, batch.worker, error, now, reaction)
         if reaction.missing:
             reaction.actions += self._request_resend(batch.worker, now)
-        # A worker hears that a choice has stopped before its client hears the end: whoever asks the
-        # worker afterwards finds it free.
+        # Stops are sent to the worker before the end is sent to the client: a request that follows
+        # the end finds the worker free.
         return [*reaction.actions, *self._batches(reaction)]
 
     def on_worker_seq(self, worker: Process, seq: int, now: float) -> list[Action]:
-        """Compare with the seq that a worker's heartbeat names: shows a lost tail."""
+        """Compare with the seq in a worker's heartbeat, which shows a lost tail."""
         if seq <= self._seen.get(worker, 0):
             return []
-        asked = self._request_resend(worker, now)
-        if asked:
-            # Reported once: a worker that has nothing to send again does not reaction.
+        requested = self._request_resend(worker, now)
+        if requested:
+            # Requested once: a worker without anything to send again does not answer.
             self._seen[worker] = seq
-        return asked
+        return requested
 
     def on_open_list(self, open_list: OpenList, now: float) -> list[Action]:
-        """Forget what its owner has ended; stop what runs and is not open."""
+        """Forget requests that their gateway has ended; stop those that run and are not open."""
         owner = open_list.owner
         if open_list.version <= self._lists.get(owner, -1):
             return []
@@ -169,23 +169,23 @@ class Detokenizer:
         return actions
 
     def on_resume(self, resume: ResumeText) -> tuple[int, list[Action]]:
-        """Send a gateway everything of its live requests beyond its places; count the rows."""
+        """Send a gateway all of its live requests beyond its offsets; count the rows."""
         places = {(p.request_id, p.choice): p for p in resume.places}
         reaction = Reaction()
         for request in self._owned(resume.gateway):
             for index, choice in request.choices.items():
                 place = places.get((request.id, index))
                 start = place.text_offset if place else 0
-                told = place.token_offset if place else None
-                told = choice.first if told is None else told
-                # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
-                if choice.can_resume_at(start, told):
-                    request.origins_said.pop(index, None)
-                    reaction.add_rows(resume.gateway, request.rows(index, start, told))
+                token_start = place.token_offset if place else None
+                token_start = choice.first if token_start is None else token_start
+                # Any other offset is one in another attempt's text, which cannot be continued.
+                if choice.can_resume_at(start, token_start):
+                    request.origins_sent.pop(index, None)
+                    reaction.add_rows(resume.gateway, request.rows(index, start, token_start))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
-        """Ask what is owed, and forget what is long past its deadline: its owner is gone."""
+        """Send pending resend requests, and forget requests long past their deadline."""
         for request in list(self.requests.values()):
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
@@ -200,16 +200,16 @@ class Detokenizer:
         ]
 
     def on_worker_died(self, worker: Process) -> None:
-        """Forget the stream of a life that has ended."""
+        """Forget the stream of a worker incarnation that has ended."""
         self._seen.pop(worker, None)
         self._unfolding.forget(worker)
         self._resend_requested_at.pop(worker, None)
         self._resend_pending.discard(worker)
 
     def on_owner_died(self, owner: Process) -> list[Action]:
-        """Forget what nobody will read, and stop what still runs of it."""
+        """Forget the requests of a dead gateway, and stop those that still run."""
         self._lists.pop(owner, None)
-        # Its rows may still be under way: they must not begin its requests anew.
+        # Its rows may still be in transit: they must not begin its requests again.
         self._dead_owners[owner] = None
         if len(self._dead_owners) > OWNERS_GONE_MAX:
             self._dead_owners.popitem(last=False)
@@ -218,7 +218,7 @@ class Detokenizer:
     def _find(
         self, row: TokenRow, worker: Process, now: float, reaction: Reaction
     ) -> DetokenizerRequest | None:
-        """Return the request that a row belongs to; None where the row cannot be used."""
+        """Return the request that a row belongs to; None if the row cannot be used."""
         request = self.requests.get(row.request_id)
         if request is not None and row.attempt <= request.attempt:
             if row.attempt == request.attempt:
@@ -227,7 +227,7 @@ class Detokenizer:
         elif row.stream is None:
             reaction.missing = True  # the row that begins the attempt was lost
         elif row.stream.owner in self._dead_owners:
-            pass  # its worker drops it too; should the owner only be late, it is sent again
+            pass  # its worker drops it too; if the gateway is only late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
             reaction.actions += self._refuse(row, worker, now)
             text = "the detokenizer holds as many requests as it may"
@@ -258,7 +258,7 @@ class Detokenizer:
     def _accept(
         self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction
     ) -> None:
-        """Take what is new of a row, and say its text."""
+        """Accept the new part of a row, and send its text."""
         if request.error is not None:
             reaction.actions += self._refuse(row, request.worker, now)
             return
@@ -272,28 +272,28 @@ class Detokenizer:
         if row.offset > choice.offset:
             reaction.missing = True
             return
-        shown, told = choice.text_bytes, choice.emitted
+        text_start, token_start = choice.text_bytes, choice.emitted
         choice.record_origin(request.worker.instance, row)
         choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
         if choice.end is not None:
             reaction.actions += self._stop(request, row.choice, now)
         if row.finish_reason is not None:
             choice.finish(ChoiceResult(row.finish_reason, row.matched_stop, row.error))
-        tells = request.stream.details_from is not None and choice.emitted > told
-        if choice.text_bytes > shown or tells or choice.end is not None:
-            reaction.add_rows(request.owner, request.rows(row.choice, shown, told))
+        has_outputs = request.stream.details_from is not None and choice.emitted > token_start
+        if choice.text_bytes > text_start or has_outputs or choice.end is not None:
+            reaction.add_rows(request.owner, request.rows(row.choice, text_start, token_start))
 
     def _fail(
         self, row: TokenRow, worker: Process, error: Exception, now: float, reaction: Reaction
     ) -> None:
         """End the request of a row that could not be applied, and stop it at its worker."""
-        told = error if isinstance(error, EngineError) else Internal("internal error")
+        public = error if isinstance(error, EngineError) else Internal("internal error")
         request = self.requests.get(row.request_id)
         if request is not None and request.attempt == row.attempt:
-            request.error = encode_error(told)
+            request.error = encode_error(public)
             reaction.add_rows(request.owner, request.rows(row.choice, 0, 0))
         elif row.stream is not None:
-            reaction.add_rows(row.stream.owner, [_ended(row, told)])
+            reaction.add_rows(row.stream.owner, [_ended(row, public)])
         reaction.actions += self._refuse(row, worker, now)
 
     def _batches(self, reaction: Reaction) -> Iterator[SendText]:
@@ -309,7 +309,7 @@ class Detokenizer:
                 )
 
     def _request_resend(self, worker: Process, now: float) -> list[Action]:
-        """Ask for everything beyond what we have of this worker's requests."""
+        """Request everything beyond the accepted offsets of this worker's requests."""
         if now - self._resend_requested_at.get(worker, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             self._resend_pending.add(worker)
             return []
@@ -325,7 +325,7 @@ class Detokenizer:
         return [SendResend(worker.instance, resend)]
 
     def _stop(self, request: DetokenizerRequest, index: int, now: float) -> list[Action]:
-        """Tell the worker where a choice has ended here."""
+        """Send the worker the offset at which a choice has ended here."""
         if now - request.stopped_at.get(index, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
         request.stopped_at[index] = now
@@ -339,7 +339,7 @@ class Detokenizer:
         return [SendStop(request.worker.instance, stop)]
 
     def _refuse(self, row: TokenRow, worker: Process, now: float) -> list[Action]:
-        """Stop an attempt that is superseded, or that there is no room for."""
+        """Stop an attempt that is superseded, or that exceeds `requests_max`."""
         key = (row.request_id, row.attempt)
         if now - self._refused_at.get(key, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
@@ -348,7 +348,7 @@ class Detokenizer:
         return [SendStop(worker.instance, stop)]
 
     def _drop(self, request: DetokenizerRequest) -> list[Action]:
-        """Forget a request whose owner does not want it, stopping it if it runs."""
+        """Forget a request that its gateway does not want, and stop it if it runs."""
         del self.requests[request.id]
         if request.ended:
             return []
@@ -370,7 +370,7 @@ def _row_bytes(row: TextRow) -> int:
 
 
 def _ended(row: TokenRow, error: EngineError) -> TextRow:
-    """The end of a request that is not held here."""
+    """The last row of a request that is not held here."""
     return TextRow(
         request_id=row.request_id,
         choice=row.choice,

@@ -1,4 +1,4 @@
-"""One request as the detokenizer holds it: its attempt, its choices, and who waits for it."""
+"""A request in the detokenizer: its attempt, its choices, and its gateway."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DetokenizerRequest:
     """A live request, or one that has ended and is not forgotten yet.
 
     Attributes:
-        tokens: Single tokens, for whoever wants to be told of them.
-        listed_at: When the owner's open list last named it, or when it began.
-        stopped_at: When the worker was last told to stop, a choice.
-        origins_said: Of how many origins of a choice its owner was told.
-        error: What all of it ended with, if it met a bug here.
+        tokens: Texts of single tokens, for logprobs.
+        listed_at: When the gateway's open list last named it, or when it began.
+        stopped_at: When a stop was last sent to the worker, by choice.
+        origins_sent: How many origins were sent to the gateway, by choice.
+        error: The error that ended the whole request, after a failure here.
     """
 
     id: RequestId
@@ -40,7 +40,7 @@ class DetokenizerRequest:
     tokens: TokenTexts
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
-    origins_said: dict[int, int] = field(default_factory=dict[int, int])
+    origins_sent: dict[int, int] = field(default_factory=dict[int, int])
     error: ErrorReply | None = None
 
     @property
@@ -57,7 +57,7 @@ class DetokenizerRequest:
 
     @property
     def usage(self) -> Usage:
-        """Tokens that count, up to the ends found here."""
+        """Token counts, up to the ends found here."""
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices.values():
             completion_tokens += choice.tokens
@@ -70,7 +70,7 @@ class DetokenizerRequest:
         )
 
     def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:
-        """Say a choice from here on, text and details; the last row has its end if it has one."""
+        """Yield text and token outputs from these offsets; the last row has the end, if any."""
         if self.error is not None:
             yield TextRow(
                 request_id=self.id,
@@ -86,7 +86,7 @@ class DetokenizerRequest:
         texts = list(choice.text_chunks(text_start))
         pieces = self._detail_pieces(choice, token_start)
         texts += [(choice.text_bytes, "")] * (len(pieces) - len(texts))
-        # Each row says how far the details go, so that whoever has the end sees what it lacks.
+        # Each row names the end of the outputs, so that a gateway that has the last row sees a gap.
         if pieces:
             rest = TokenOutputsChunk(offset=choice.emitted, details=TokenOutputs())
             pieces += [rest] * (len(texts) - len(pieces))
@@ -108,11 +108,11 @@ class DetokenizerRequest:
             )
 
     def _origins(self, index: int, choice: ChoiceState) -> tuple[Origin, ...]:
-        """The origins, if there is one more than was said, or nothing more will be."""
+        """The origins, if there is a new one, or the choice has ended."""
         origins = choice.origins
-        if self.origins_said.get(index) == len(origins) and choice.end is None:
+        if self.origins_sent.get(index) == len(origins) and choice.end is None:
             return ()
-        self.origins_said[index] = len(origins)
+        self.origins_sent[index] = len(origins)
         return origins
 
     def _detail_pieces(self, choice: ChoiceState, token_start: int) -> list[TokenOutputsChunk]:

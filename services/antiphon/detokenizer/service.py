@@ -1,4 +1,4 @@
-"""Wires the detokenizer's machine to the bus."""
+"""Connects the detokenizer's state machine to the bus."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DetokenizerService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Load the tokenizer, then keep time: what is owed, and what is overdue."""
+        """Load the tokenizer and start the timer task."""
         folder = await asyncio.to_thread(tokenizer_folder, self._settings)
         tokenizer = await asyncio.to_thread(open_tokenizer, folder)
         tokens = await asyncio.to_thread(_read_token_bytes, folder)
@@ -73,7 +73,7 @@ class DetokenizerService:
         yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Tokens of workers, open lists and resumes of gateways."""
+        """Tokens from workers, open lists and resume calls from gateways."""
         here = {"detokenizer": self._runtime.process.instance}
         return (
             StreamEndpoint(route=TOKENS, apply=self._on_tokens, address=here),
@@ -87,7 +87,7 @@ class DetokenizerService:
         )
 
     def model(self) -> ModelName | None:
-        """The model whose tokens it reads."""
+        """The model whose tokens it decodes."""
         return self._model
 
     def report(self) -> Report:
@@ -100,16 +100,16 @@ class DetokenizerService:
         )
 
     async def drain(self) -> None:
-        """Wait until the live requests have ended; the leader gives no new ones."""
+        """Wait until the live requests have ended; the leader assigns no new ones."""
         while self._machine.live:
             self._moved.clear()
             await self._moved.wait()
 
     def _on_tokens(self, news: TokenNews) -> None:
-        """Apply what a worker sent.
+        """Apply a worker's message.
 
         Raises:
-            UnknownSender: It is of none that lives.
+            UnknownSender: The worker is not a live peer.
         """
         if not self._runtime.peers.is_alive(news.worker):
             raise UnknownSender(f"tokens of {news.worker.instance}, which is no live peer")
@@ -124,7 +124,7 @@ class DetokenizerService:
         self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
-        """A worker's heartbeat shows a lost tail; what the dead leave behind is dropped."""
+        """Detect a lost tail by a worker's heartbeat; drop the state of dead processes."""
         process, now = peer.process, self._runtime.clock.now()
         match change, peer.heartbeat.role:
             case PeerChange.DIED, Role.WORKER:
@@ -160,13 +160,13 @@ class DetokenizerService:
                     self._runtime.metrics.gaps.labels(TOKENS.name).inc()
                     bus.publish(STOP, resend, worker=worker)
         except BusDown:
-            # Nothing is lost: the gateway asks for text beyond its places once the link is back,
-            # and what was to be asked of a worker shows again with its next batch or heartbeat.
+            # Nothing is lost: the gateway requests text beyond its offsets once the link is back,
+            # and a gap at a worker shows again with its next batch or heartbeat.
             return
         except RequestTooLarge:
             log.exception("message too large", extra={"action": type(action).__name__})
         except Exception:
-            # The actions after it are of other requests, or of other receivers.
+            # The actions after it are of other requests or for other receivers.
             log.exception("action failed", extra={"action": type(action).__name__})
 
     async def _tick(self) -> None:
@@ -181,7 +181,7 @@ class DetokenizerService:
 
 
 def _read_token_bytes(folder: Path) -> Sequence[bytes]:
-    """What each token writes; nothing if the tokenizer does not say so."""
+    """The bytes of each token; empty if the tokenizer does not define them."""
     try:
         return read_vocabulary(folder).tokens
     except Unsupported as error:

@@ -1,4 +1,4 @@
-"""A span a request: from its first token to its end, as this detokenizer sees it."""
+"""Tracing: one span per request, from its first token to its end in this detokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TextSpans:
-    """The spans that are open."""
+    """The open spans."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, Span] = {}

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are thinking: its text is read for the marks around it."""
+"""Counts the reasoning tokens of an answer by the markers in its text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WHITE = " \t\r\n"
 
 
 class ThinkingCounter:
-    """Counts one choice's tokens of thinking, however its text is cut into tokens.
+    """Counts one choice's reasoning tokens, however its text is split into tokens.
 
-    A token of which a part is thinking counts. The gateway takes the text apart by the same marks.
+    A token that is partly reasoning counts. The gateway splits the text by the same markers.
 
     Attributes:
-        tokens: Tokens that are surely thinking, so far.
+        tokens: Tokens so far that are certain to be reasoning.
     """
 
     def __init__(self, marks: ThinkingMarks) -> None:
@@ -28,16 +28,16 @@ class ThinkingCounter:
         self._marks = marks
         self._thinks = marks.inside
         self._over = False
-        self._text = ""  # what is not decided yet
+        self._text = ""  # the undecided text
         self._at = 0  # where it begins in the whole text
-        self._ends: deque[tuple[int, int]] = deque()  # of text and tokens, from there on
-        self._before = (0, 0)  # the last one before
-        self._counted = 0  # of thinking that is over
+        self._ends: deque[tuple[int, int]] = deque()  # ends of text and tokens, from there on
+        self._before = (0, 0)  # the last end before it
+        self._counted = 0  # tokens of reasoning that has ended
         self._closed_at = 0  # tokens up to its end
-        self._from = 0  # tokens before the thinking that is not over
+        self._from = 0  # tokens before the reasoning that has not ended
 
     def push(self, text: str, tokens: int) -> None:
-        """Take more text, with which the choice has so many tokens."""
+        """Add text; `tokens` is the choice's token count including it."""
         if self._over or not text:
             return
         self._text += text
@@ -52,13 +52,13 @@ class ThinkingCounter:
             self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
 
     def end(self, tokens: int) -> None:
-        """The choice is over, with so many tokens: thinking that has not ended goes to there."""
+        """End the choice at `tokens` tokens: unfinished reasoning extends to there."""
         if self._thinks and not self._over:
             self.tokens = self._counted + tokens - self._from
         self._over = True
 
     def _close(self) -> bool:
-        """Look for the end of thinking; return whether it was there."""
+        """Search for the end of reasoning; return whether it was found."""
         marks = self._marks
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
         found = min((place for place in places if place[0] >= 0), default=None)
@@ -76,7 +76,7 @@ class ThinkingCounter:
         return True
 
     def _open(self) -> bool:
-        """Look for the beginning of thinking; return whether it was there."""
+        """Search for the beginning of reasoning; return whether it was found."""
         begin = self._marks.begin
         if self._marks.again:
             place = self._text.find(begin)
@@ -84,7 +84,7 @@ class ThinkingCounter:
                 self._drop(len(self._text) - partial_match_length(self._text, begin))
                 return False
             self._drop(place)
-            # The token that has ended the thinking before may begin this, too.
+            # The token that ended the previous reasoning may begin this one, too.
             self._from, place = max(self._before[1], self._closed_at), 0
         else:
             head = self._text[:SPACE_MAX]
@@ -97,14 +97,14 @@ class ThinkingCounter:
         return True
 
     def _drop(self, count: int) -> None:
-        """Forget the first characters of what was not decided."""
+        """Drop the first characters of the undecided text."""
         self._text = self._text[count:]
         self._at += count
         while self._ends and self._ends[0][0] <= self._at:
             self._before = self._ends.popleft()
 
     def _reach(self, place: int) -> int:
-        """How many tokens it takes to come to a place, which is not before the undecided text."""
+        """Number of tokens up to a position, which is not before the undecided text."""
         if place <= self._before[0]:
             return self._before[1]
         return next(tokens for end, tokens in self._ends if end >= place)

@@ -1,4 +1,4 @@
-"""Rows of messages that do not name them."""
+"""Expands `TokenStep` messages, which do not name their rows, to batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 READS = (TokenStep.__name__,)
-"""What a detokenizer's heartbeat says that it reads."""
+"""Message types that a detokenizer's heartbeat announces."""
 
 
 class Unfolding:
-    """The last message of each worker, as a batch: a step says only what is new beside it."""
+    """The last message of each worker, as a batch: a step carries only the new ids for it."""
 
     def __init__(self) -> None:
         self._last: dict[Process, TokenBatch] = {}
 
     def batch(self, news: TokenNews) -> TokenBatch | None:
-        """The batch that a message is or stands for; None if it does not follow what was heard."""
+        """The message as a batch; None for a step that does not follow the last message."""
         last = self._last.get(news.worker)
         batch = _unfolded(news, last) if isinstance(news, TokenStep) else news
         if batch is not None and (last is None or batch.seq > last.seq):
@@ -31,7 +31,7 @@ class Unfolding:
         return batch
 
     def forget(self, worker: Process) -> None:
-        """Nothing comes from this worker any more."""
+        """Drop the last message of a dead worker."""
         self._last.pop(worker, None)
 
 

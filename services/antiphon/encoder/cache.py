@@ -1,4 +1,4 @@
-"""Embeddings by the content of their image, least recently used out first."""
+"""LRU cache of embeddings by the content of their image."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CachedEmbedding:
-    """What a tower says of one image.
+    """The embedding of one image.
 
     Attributes:
         data: float32, little-endian, row-major, (tokens, hidden).
         checksum: SHA-256 of `data`.
-        claim: Under which the data waited last.
+        claim: The last claim for fetching the data.
     """
 
     data: bytes
@@ -28,7 +28,7 @@ class CachedEmbedding:
 
 
 class EmbeddingCache:
-    """Embeddings up to a number of bytes, by the SHA-256 of the encoded image."""
+    """Embeddings by the SHA-256 of the encoded image, up to a number of bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -40,14 +40,14 @@ class EmbeddingCache:
         return len(self._embeddings)
 
     def get(self, digest: bytes) -> CachedEmbedding | None:
-        """Return an embedding, which is the most recently used one now."""
+        """Return an embedding and mark it as the most recently used one."""
         embedding = self._embeddings.get(digest)
         if embedding is not None:
             self._embeddings.move_to_end(digest)
         return embedding
 
     def put(self, digest: bytes, embedding: CachedEmbedding) -> None:
-        """Keep an embedding, if it fits at all, in place of the least recently used ones."""
+        """Add an embedding, if it fits at all, and evict the least recently used ones."""
         if len(embedding.data) > self._bytes_max or digest in self._embeddings:
             return
         self._embeddings[digest] = embedding

@@ -1,4 +1,4 @@
-"""Embeds in a thread, each image once, however many ask for it at a time."""
+"""Embeds images in a thread; concurrent calls for the same image share one job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _EmbedJob:
-    """One image that is embedded, or waits for that, and how many wait for it."""
+    """One image that is embedded or queued, and the number of calls that wait for it."""
 
     work: Future[CachedEmbedding]
     result: asyncio.Future[CachedEmbedding]
@@ -27,7 +27,7 @@ class Embedder:
 
     Args:
         embed: Blocks; runs in `thread`.
-        thread: Takes one image after the other.
+        thread: Runs one job at a time.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Embedder:
     async def embed(self, digest: bytes, image: bytes | bytearray) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`.
 
-        Whoever is cancelled takes only its own wait away. An image for which nobody waits any more
-        is not begun; one that was begun ends in the cache.
+        Cancelling a call does not affect other calls for the same image. A queued image without any
+        waiting call is dropped; a started one is finished and cached.
 
         Raises:
-            EngineError: What `embed` refused with.
+            EngineError: Raised by `embed`.
         """
         found = self._cache.get(digest)
         if found is not None:
@@ -69,7 +69,7 @@ class Embedder:
 
         def done(result: asyncio.Future[CachedEmbedding]) -> None:
             self._forget(digest, job)
-            # Asking for the exception marks it as seen, where nobody waits for it any more.
+            # `exception()` marks it as retrieved, in case no call waits for it any more.
             if not result.cancelled() and result.exception() is None:
                 self._cache.put(digest, result.result())
 

@@ -1,4 +1,4 @@
-"""What the encoder counts."""
+"""Metrics of the encoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EncoderMetrics:
-    """Images, and the embeddings that are cached of them."""
+    """Metrics of images and cached embeddings."""
 
     def __init__(self, metrics: Metrics, cache: EmbeddingCache) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""A vision model folder becomes a function from encoded images to embeddings. Imports torch."""
+"""Loads a vision model that maps encoded images to embeddings. Imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class VisionModel:
-    """Preprocessing and tower as one. Blocks; belongs in one thread."""
+    """Preprocessor and vision tower. Blocks; must be used from one thread."""
 
     def __init__(self, preprocessor: Preprocessor, tower: VisionTower) -> None:
         self._preprocess = preprocessor
@@ -29,7 +29,7 @@ class VisionModel:
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes of every embedding."""
+        """Size of an embedding in bytes; it is the same for all images."""
         return self._tower.spec.tokens * self._tower.spec.hidden * 4
 
     def embed(self, image: bytes | bytearray) -> CachedEmbedding:
@@ -47,10 +47,10 @@ class VisionModel:
 
 
 def open_model(settings: Settings) -> VisionModel:
-    """Load `encoder.model_path`, and let torch have as many threads as the worker would.
+    """Load `encoder.model_path`, and set torch's threads as the worker does.
 
     Raises:
-        ConfigError: The folder holds no tower that is built here; the text names the file.
+        ConfigError: The folder has no supported vision tower; the message names the file.
     """
     torch.set_num_threads(settings.model.threads or detect_device().cores)
     folder = Path(settings.encoder.model_path).expanduser()

@@ -1,4 +1,4 @@
-"""An encoded image becomes the pixels that a tower takes, or a refusal that says why not."""
+"""Decodes and preprocesses an image for a vision tower, or rejects it with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.encoder.preprocessor_config import PreprocessorConfig
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What the web shows. Every other decoder of Pillow stays out of reach of strangers."""
+"""The usual web formats. Pillow's other decoders are not exposed to untrusted data."""
 
 _BROKEN = (
     OSError,  # unknown formats and truncated files too
@@ -29,22 +29,22 @@ _BROKEN = (
     TypeError,
     ArithmeticError,
     MemoryError,
-    RuntimeError,  # what a decoder does not implement too
+    RuntimeError,  # features that a decoder does not implement too
     struct.error,
     zlib.error,
 )
-"""What Pillow raises on bytes that are no image."""
+"""Exceptions that Pillow raises on bytes that are not an image."""
 
-# Pillow's own guard knows one limit a process and warns between it and its double. Ours is held
-# against the header, before any pixel is decoded.
+# Pillow's own guard has one limit per process and only warns between that limit and twice as much.
+# `pixels_max` is checked against the header, before any pixel is decoded.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class Preprocessor:
-    """Decodes, scales, cuts and normalises. Called in one thread; holds nothing that changes.
+    """Decodes, resizes, crops and normalizes. Called in one thread; has no mutable state.
 
     Args:
-        pixels_max: Most pixels of an image, as it comes and as it is scaled.
+        pixels_max: Maximum pixels of an image, both as received and as resized.
     """
 
     def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
@@ -54,11 +54,11 @@ class Preprocessor:
         self._std = np.array(recipe.std, dtype=np.float32)
 
     def __call__(self, data: bytes | bytearray) -> NDArray[np.float32]:
-        """Make pixels: (3, size, size), red first.
+        """Return the pixels as (3, size, size), in RGB order.
 
         Raises:
-            InvalidRequest: It is no image, or no image of `FORMATS`, or out of all proportion.
-            RequestTooLarge: It has too many pixels.
+            InvalidRequest: It is not an image of one of `FORMATS`, or it is too narrow.
+            RequestTooLarge: The image has too many pixels.
         """
         image = self._fit(self._decode(data))
         values = np.asarray(image, dtype=np.float32) * np.float32(self._recipe.scale)  # (H, W, 3)
@@ -68,7 +68,7 @@ class Preprocessor:
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 self._check_size(image)
-                # A camera writes how it was held beside the pixels.
+                # Cameras store the orientation in EXIF data.
                 return _opaque(ImageOps.exif_transpose(image))
         except Image.UnidentifiedImageError as error:
             raise InvalidRequest(
@@ -87,13 +87,13 @@ class Preprocessor:
             )
 
     def _fit(self, image: Image.Image) -> Image.Image:
-        """Scale to the tower's square."""
+        """Resize to the tower's square."""
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
         if short is None:
             return image.resize((size, size), filter_)
         width, height = (short * edge // min(image.size) for edge in image.size)
         if width * height > self._pixels_max:
-            # A hair's breadth of a few million pixels would be scaled up to billions.
+            # An image a few pixels wide and millions long would be resized to billions of pixels.
             raise InvalidRequest(
                 f"an image of {image.width} x {image.height} pixels is too narrow", param="image"
             )
@@ -102,7 +102,7 @@ class Preprocessor:
 
 
 def _opaque(image: Image.Image) -> Image.Image:
-    """Three channels; what is transparent lies on white, as most pages show it."""
+    """Convert to RGB; transparent pixels are blended with white, as most pages show them."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     white = Image.new("RGBA", image.size, "white")

@@ -1,4 +1,4 @@
-"""How a model wants its images: preprocessor_config.json, or what its authors chose."""
+"""Reads preprocessor_config.json; missing fields get the defaults of the model family."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Channels = tuple[float, float, float]
-"""One number each for red, green and blue."""
+"""One value each for red, green and blue."""
 
 BICUBIC = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessorConfig:
-    """From an image to the pixels of a tower, in this order.
+    """Preprocessing steps from an image to the pixels of a tower, in this order.
 
     Attributes:
-        size: Edge of the square that the tower takes.
-        short_edge: Scale the shorter edge to this, keeping the proportions, and cut the square out
-            of the middle; unset: scale to the square, whatever becomes of the proportions.
-        resample: The filter, as Pillow numbers it.
-        scale: Every value (0 to 255) is multiplied by it.
-        mean: Subtracted after that.
-        std: Divides after that.
+        size: Edge of the tower's input square.
+        short_edge: Resize the shorter edge to this, keeping the aspect ratio, and crop the square
+            from the center; unset: resize to the square, ignoring the aspect ratio.
+        resample: The filter, by Pillow's number.
+        scale: Factor for every value (0 to 255).
+        mean: Subtracted after scaling.
+        std: Divisor after that.
     """
 
     size: int
@@ -43,10 +43,10 @@ class PreprocessorConfig:
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
-    """Read a folder's recipe; a field that it does not set is as the authors chose.
+    """Read a folder's preprocessor config; unset fields get the family's defaults.
 
     Raises:
-        ConfigError: It is malformed, or makes images that this tower does not take.
+        ConfigError: It is malformed, or its image size does not match the tower.
     """
     file = folder / "preprocessor_config.json"
     card = _read(file)
@@ -64,7 +64,7 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
 
 
 class _Edges(msgspec.Struct):
-    """A size as newer files write it: both edges, or the shorter one."""
+    """A size in newer files: both edges, or the shorter one."""
 
     height: Size | None = None
     width: Size | None = None
@@ -86,7 +86,7 @@ class _PreprocessorFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _FamilyDefaults:
-    """What the authors of a family chose."""
+    """The defaults of a model family."""
 
     mean: Channels
     std: Channels
@@ -113,11 +113,11 @@ def _read(file: Path) -> _PreprocessorFile:
 
 
 def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> int | None:
-    """The shorter edge to scale to, or None to scale to a square; its result fits the tower."""
+    """The shorter edge to resize to, or None to resize to a square; checked against the tower."""
     crops = _CHOSEN[spec.family].crops if card.do_center_crop is None else card.do_center_crop
     size = card.size or spec.image_size
     if isinstance(size, int):
-        # Older files write CLIP's shorter edge, and SigLIP's square, as a bare number.
+        # Older files have a plain number: CLIP's shorter edge, or the edge of SigLIP's square.
         size = _Edges(shortest_edge=size) if crops else _Edges(height=size, width=size)
     made = _square(card.crop_size or spec.image_size) if crops else (size.height, size.width)
     if made != (spec.image_size, spec.image_size):

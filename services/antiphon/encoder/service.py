@@ -1,6 +1,6 @@
-"""Wires the vision model to the bus: images in, claims on their embeddings out.
+"""Connects the vision model to the bus: images in, claims on their embeddings out.
 
-Torch and all that needs it is imported only where a model is configured.
+Torch and modules that need it are imported only if a model is configured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPE = "float32"
 
 
 class EncoderService:
-    """Embeds images; without a vision model it is there to say so."""
+    """Embeds images; without a vision model it answers `unsupported`."""
 
     role = Role.ENCODER
 
@@ -52,7 +52,7 @@ class EncoderService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Load the model if there is one, keep its thread, and serve what waits to be fetched."""
+        """Load the model if there is one, run its thread, and serve results to fetch."""
         self._runtime = runtime
         async with AsyncExitStack() as held:
             if self._config.model_path:
@@ -70,7 +70,7 @@ class EncoderService:
             yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Encoding, for whichever gateway asks."""
+        """Encode calls from any gateway."""
         handler = self._encode if self._config.model_path else self._refuse
         return (
             RequestEndpoint(route=ENCODE_IMAGE, handler=handler, address={"model": self._served}),
@@ -81,11 +81,11 @@ class EncoderService:
         return self._served if self._config.model_path else None
 
     def report(self) -> Report:
-        """Calls in flight."""
+        """The number of calls in flight."""
         return Report(load=self._in_flight)
 
     async def drain(self) -> None:
-        """Nothing to wait for: whoever finds a result gone asks another encoder."""
+        """Do nothing: a caller that finds a result gone uses another encoder."""
 
     async def _refuse(self, _: EncodeImage, __: object) -> ImageEmbedding:
         raise Unsupported("this model takes no images: encoder.model_path is not set")
@@ -131,7 +131,7 @@ class EncoderService:
         return request.image
 
     def _claim(self, embedding: CachedEmbedding) -> Claim:
-        """Let an embedding wait, once for all who ask within half of the time that it waits."""
+        """Store an embedding for fetching; calls within half of `claim_s` share the claim."""
         claim, wait_s = embedding.claim, self._config.claim_s
         if claim is None or claim.expires_unix_ms < self._runtime.clock.unix_ms() + wait_s * 500:
             claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
@@ -147,7 +147,7 @@ class EncoderService:
 
 
 def _digest(request: EncodeImage) -> bytes:
-    """Name the image by content. A claim says it before a byte is fetched; `fetch` verifies it."""
+    """Return the digest of the image. A claim contains it; `fetch` verifies it."""
     if (request.image is None) == (request.claim is None):
         raise InvalidRequest("give exactly one of image and claim", param="image")
     if request.claim is not None:
@@ -156,10 +156,10 @@ def _digest(request: EncodeImage) -> bytes:
 
 
 def _open(settings: Settings) -> VisionModel:
-    """Load the model; importing what it needs takes seconds, so it is done here.
+    """Load the model; its imports take seconds, so they are done here.
 
     Raises:
-        CannotStart: The packages are not installed, or the folder holds no such model.
+        CannotStart: The packages are not installed, or the folder has no supported model.
     """
     try:
         from antiphon.encoder.model import open_model  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What config.json says of a vision tower. Imports no torch."""
+"""Reads the shape of a vision tower from config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class VisionFamily(StrEnum):
-    """The two architectures, which differ in a few places of the tower."""
+    """The two supported architectures."""
 
     CLIP = "clip"
     SIGLIP = "siglip"
 
 
 class VisionActivation(StrEnum):
-    """Of the feed-forward layers, under the names that config.json uses."""
+    """Activation of the feed-forward layers, by its name in config.json."""
 
     QUICK_GELU = "quick_gelu"
     GELU = "gelu"
@@ -48,20 +48,20 @@ class VisionTowerSpec:
 
     @property
     def patches(self) -> int:
-        """Patches of an image; an edge that fills no patch is left out."""
+        """Patches of an image; an incomplete patch at an edge is left out."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def tokens(self) -> int:
-        """Rows of the embedding: the patches, and the class token that CLIP puts before them."""
+        """Rows of the embedding: the patches, preceded by the class token for CLIP."""
         return self.patches + (self.family is VisionFamily.CLIP)
 
 
 def read_spec(folder: Path) -> VisionTowerSpec:
-    """Read the config.json of a vision model, or of a model of both text and images.
+    """Read the config.json of a vision model, or of a model with a text and a vision tower.
 
     Raises:
-        ConfigError: It is missing, malformed, or of a tower that is not built here.
+        ConfigError: It is missing or malformed, or the tower is not supported.
     """
     file = folder / "config.json"
     try:
@@ -107,7 +107,7 @@ class _Both(msgspec.Struct):
 
 
 class _Clip(msgspec.Struct):
-    """What is not written in the file is what CLIP's authors chose."""
+    """Missing fields have CLIP's defaults."""
 
     hidden_size: Size = 768
     intermediate_size: Size = 3072
@@ -121,7 +121,7 @@ class _Clip(msgspec.Struct):
 
 
 class _Siglip(_Clip):
-    """What is not written in the file is what SigLIP's authors chose."""
+    """Missing fields have SigLIP's defaults."""
 
     patch_size: Size = 16
     hidden_act: VisionActivation = VisionActivation.GELU_TANH
@@ -134,4 +134,4 @@ _KINDS: dict[str, tuple[VisionFamily, type[_Clip], bool]] = {
     "siglip_vision_model": (VisionFamily.SIGLIP, _Siglip, False),
     "siglip": (VisionFamily.SIGLIP, _Siglip, True),
 }
-"""By `model_type`: what it is, how it is read, and whether the tower is in `vision_config`."""
+"""By `model_type`: the family, the struct, and whether the tower is in `vision_config`."""

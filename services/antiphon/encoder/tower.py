@@ -1,4 +1,4 @@
-"""A vision transformer as CLIP and SigLIP have it, in torch.
+"""The vision transformer of CLIP and SigLIP, in torch.
 
 Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # its name in every torch program
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
 from antiphon.encoder.spec import VisionActivation, VisionTowerSpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A weight and a bias: of a linear (out, in) and (out,), or of a norm (C,) and (C,)."""
+    """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
 
     weight: Tensor
     bias: Tensor
@@ -32,7 +32,7 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class VisionLayerWeights:
-    """The weights of one layer. Query, key and value are one linear, (3 C, C)."""
+    """The weights of one layer. Query, key and value are fused, (3 C, C)."""
 
     norm1: Affine
     qkv: Affine
@@ -44,14 +44,15 @@ class VisionLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class VisionTowerWeights:
-    """All weights. The first three that may be unset tell CLIP (a class token) from SigLIP.
+    """All weights. The optional ones differ between CLIP and SigLIP.
 
     Attributes:
         patch: (C, 3, patch, patch).
+        patch_bias: (C,), SigLIP only.
         positions: (T, C).
         class_token: (C,), CLIP only.
         norm_before: Before the first layer, CLIP only.
-        norm_after: After the last layer, SigLIP only: CLIP norms only what it pools.
+        norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
     """
 
     patch: Tensor
@@ -76,7 +77,7 @@ ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
 
 
 class VisionTower:
-    """Turns pixels into one embedding a token, as `last_hidden_state` of the original models."""
+    """Computes one embedding per token, the `last_hidden_state` of the original models."""
 
     def __init__(self, spec: VisionTowerSpec, weights: VisionTowerWeights) -> None:
         self.spec = spec
@@ -103,12 +104,12 @@ class VisionTower:
         return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
 
     def _attend(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
-        """Let every token attend to every token: (B, T, C)  ->  (B, T, C)."""
+        """Bidirectional attention: (B, T, C)  ->  (B, T, C)."""
         qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
         split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
         q, k, v = split.transpose(1, 3).unbind(2)  # each (B, N, T, D)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return F.linear(out.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
 
     def _mlp(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
         wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))

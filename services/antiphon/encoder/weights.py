@@ -1,4 +1,4 @@
-"""A tower's weights from safetensors, each compared with the shape that the tower wants."""
+"""Reads a tower's weights from safetensors and checks their shapes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INNER = "vision_model."
-"""Before every name of the tower in models that have more than the tower."""
+"""Prefix of the tower's tensor names in models that have more than the tower."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
-    """Read a tower, as float32; what else the files hold (text, projections, heads) is left.
+    """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
 
     Raises:
-        ConfigError: There are no files, one is broken, or a tensor is missing, of another shape
-            or of a number format that is not read.
+        ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
+            an unsupported dtype.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -37,7 +37,7 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
 
 
 class _OpenSafetensors(Protocol):
-    """An open safetensors file, which the package does not describe to type checkers."""
+    """An open safetensors file; the package has no type hints for it."""
 
     def keys(self) -> list[str]: ...
 
@@ -45,7 +45,7 @@ class _OpenSafetensors(Protocol):
 
 
 class _Checkpoint:
-    """Tensors by name, in whichever file."""
+    """Tensors of all files, by name."""
 
     def __init__(self, files: list[Path], open_files: ExitStack) -> None:
         self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
@@ -74,7 +74,7 @@ class _Checkpoint:
         return tensor.float()
 
     def affine(self, name: str, *shape: int) -> Affine:
-        """Read a weight and its bias, which is as long as the weight's first axis."""
+        """Read a weight and its bias, whose length is the weight's first dimension."""
         return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
 
 
@@ -87,7 +87,7 @@ def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
         patch_bias=None if clip else take("embeddings.patch_embedding.bias", hidden),
         class_token=take("embeddings.class_embedding", hidden) if clip else None,
         positions=take("embeddings.position_embedding.weight", spec.tokens, hidden),
-        # Misspelt by CLIP's first port, and in every checkpoint since.
+        # The misspelling is in every CLIP checkpoint.
         norm_before=affine("pre_layrnorm", hidden) if clip else None,
         layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.layers)),
         norm_after=None if clip else affine("post_layernorm", hidden),

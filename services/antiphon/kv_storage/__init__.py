@@ -1,1 +1,1 @@
-"""KV pages beyond the workers: in memory, then on disk; all of them may be lost at any time."""
+"""KV page storage outside the workers: memory, then disk; any page may be lost at any time."""

@@ -1,7 +1,7 @@
-"""The second tier: a file a page, named by its digest, least recently used out first.
+"""The disk tier: one file per page, named by its digest, with LRU eviction.
 
-A file is the SHA-256 of the content, then the content. What does not check is no page. All calls
-block and belong in one thread.
+A file is the SHA-256 of the content, then the content; a file that fails the check is dropped. All
+calls block and must come from one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECKSUM_BYTES = 32
 
 
 class DiskTier:
-    """Pages up to a number of bytes in a folder, which it owns.
+    """Pages in a folder of its own, up to a number of bytes.
 
     Raises:
         OSError: The folder cannot be made or read.
@@ -47,15 +47,15 @@ class DiskTier:
         return len(self._sizes)
 
     def touch(self, digests: Iterable[bytes]) -> None:
-        """Make pages the most recently used ones, the last most of all; a later life knows it."""
+        """Mark pages as most recently used, the last one most; survives a restart."""
         for digest in digests:
             if digest in self._sizes:
                 self._sizes.move_to_end(digest)
-                with contextlib.suppress(OSError):  # a file that is gone is found out when read
+                with contextlib.suppress(OSError):  # a missing file is detected when it is read
                     os.utime(self._path(digest))
 
     def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
-        """Write a page; False where it does not fit beside `keep`, or the disk refuses."""
+        """Write a page; False if it does not fit beside `protected`, or writing fails."""
         if page.digest in self._sizes:
             self._sizes.move_to_end(page.digest)
             return True
@@ -88,7 +88,7 @@ class DiskTier:
         return True
 
     def get(self, digest: bytes) -> Page | None:
-        """Read a page. One that cannot be read, or does not check, is dropped and a miss."""
+        """Read a page. One that cannot be read or fails the check is dropped: a miss."""
         if digest not in self._sizes:
             return None
         try:
@@ -106,7 +106,7 @@ class DiskTier:
         return Page(digest, data, checksum)
 
     def _find_pages(self) -> None:
-        """Take up what an earlier life left, oldest first."""
+        """Index the files of an earlier incarnation, oldest first."""
         found: list[tuple[int, bytes, int]] = []
         for entry in os.scandir(self._folder):
             digest = _digest_of(entry.name)

@@ -1,4 +1,4 @@
-"""Who may fetch which pages, until when; what is leased stays in memory."""
+"""Leases: tokens for fetching pages, with an expiry; leased pages stay in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Pinned pages by the token that fetches each, in the order of their chain."""
+    """Pinned pages by fetch token, in the order of their chain."""
 
     name: str
     expires_unix_ms: int
@@ -22,7 +22,7 @@ class Lease:
 
 
 class Leases:
-    """All leases of a node. Serves as the blob server's source: a token names a leased page."""
+    """All leases of a node; the source of the blob server, where a token names a leased page."""
 
     def __init__(self, memory: MemoryTier, unix_ms: Callable[[], int]) -> None:
         self._memory = memory
@@ -40,7 +40,7 @@ class Leases:
         return lease
 
     def add(self, lease: Lease, page: Page) -> None:
-        """Pin a page that is in memory, before loading the next could push it out."""
+        """Pin a page that is in memory, before loading the next one could evict it."""
         if lease.name not in self._leases:
             return  # it expired while a page was loaded
         self._memory.pin(page.digest)
@@ -49,7 +49,7 @@ class Leases:
         self._pages[token] = page
 
     def release(self, name: str) -> None:
-        """End a lease; an unknown one has ended already."""
+        """End a lease. Unknown leases are ignored."""
         lease = self._leases.pop(name, None)
         if lease is None:
             return
@@ -58,7 +58,7 @@ class Leases:
             self._memory.unpin(page.digest)
 
     def sweep(self) -> None:
-        """End what has expired."""
+        """End expired leases."""
         now = self._unix_ms()
         for name in [n for n, lease in self._leases.items() if lease.expires_unix_ms < now]:
             self.release(name)

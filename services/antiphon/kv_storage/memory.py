@@ -1,4 +1,4 @@
-"""The first tier: pages in memory, least recently used out first, leased ones never."""
+"""The memory tier: LRU eviction, except for leased pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page's bytes, and their SHA-256, verified when they came in."""
+    """One page's bytes, and their SHA-256, verified on receipt."""
 
     digest: bytes
     data: bytes | bytearray
@@ -20,7 +20,7 @@ class Page:
 
 
 class MemoryTier:
-    """Pages up to a number of bytes."""
+    """Pages in memory, up to a number of bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -35,21 +35,21 @@ class MemoryTier:
         return len(self._pages)
 
     def get(self, digest: bytes) -> Page | None:
-        """Return a page, which is the most recently used one now."""
+        """Return a page and mark it as the most recently used one."""
         page = self._pages.get(digest)
         if page is not None:
             self._pages.move_to_end(digest)
         return page
 
     def touch(self, digest: bytes) -> None:
-        """Make a page the most recently used one, if it is here."""
+        """Mark a page as the most recently used one, if it is here."""
         if digest in self._pages:
             self._pages.move_to_end(digest)
 
     def put(self, page: Page, protected: Container[bytes] = ()) -> list[Page] | None:
-        """Take a page in; return what had to leave, or None if there is no room for it.
+        """Add a page; return the evicted pages, or None if it does not fit.
 
-        Nothing leaves for a page that would not fit even then, and none of `keep` does.
+        Nothing is evicted for a page that would not fit even then; `protected` pages never are.
         """
         if page.digest in self._pages:
             self._pages.move_to_end(page.digest)
@@ -71,12 +71,12 @@ class MemoryTier:
         return leaving
 
     def pin(self, digest: bytes) -> None:
-        """Keep a page, which must be here, until it is unpinned as often."""
+        """Protect a page, which must be here, from eviction until it is unpinned as often."""
         assert digest in self._pages, "pinned a page that is not here"
         self._pins[digest] += 1
 
     def unpin(self, digest: bytes) -> None:
-        """Take one pin away."""
+        """Remove one pin."""
         assert self._pins[digest] > 0, "unpinned a page that is not pinned"
         self._pins[digest] -= 1
         if not self._pins[digest]:
@@ -84,7 +84,7 @@ class MemoryTier:
 
     @property
     def pinned(self) -> int:
-        """Pages that may not leave."""
+        """Number of pages that cannot be evicted."""
         return len(self._pins)
 
     def _remove(self, page: Page) -> None:

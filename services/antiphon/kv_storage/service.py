@@ -1,4 +1,4 @@
-"""Wires the page store to the bus and to the blob server."""
+"""Connects the page store to the bus and to the blob server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 BATCH_BYTES = 64 * 1024**2
-"""About how much of one put is in memory beside the tiers."""
+"""About how many bytes of one put are in memory outside the tiers."""
 
 Request = PutPages | LookupPages | GetPages | ReleaseLease
 Reply = PagesStored | PagesFound | PagesLeased | LeaseReleased
@@ -76,20 +76,20 @@ class KvStorageService:
             yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Control of this node."""
+        """Control calls of this node."""
         here = {"node": self._runtime.process.instance}
         return (RequestEndpoint(route=KV_CONTROL, handler=self._control, address=here),)
 
     def model(self) -> ModelName | None:
-        """None: pages of any model, kept apart by their digests."""
+        """None: it stores pages of any model, which differ by their digests."""
         return None
 
     def report(self) -> Report:
-        """Leases that are out."""
+        """The number of open leases."""
         return Report(load=len(self._leases))
 
     async def drain(self) -> None:
-        """Nothing to wait for: a fetch that fails is a miss, which is always legal."""
+        """Do nothing: a failed fetch is a miss, which is always allowed."""
 
     async def _control(self, request: Request, _: object) -> Reply:
         match request:
@@ -104,13 +104,13 @@ class KvStorageService:
                 return LeaseReleased()
 
     async def _put(self, request: PutPages) -> PagesStored:
-        """Fetch what is lacking. A page whose predecessor is not held could never be found."""
+        """Fetch missing pages. A page without its predecessor could never be found."""
         stored: list[bytes] = []
         clock = self._runtime.clock
         due_at = clock.now() + time_left_s(request, clock)
         for offers in split_rows(request.pages, _size, BATCH_BYTES):
-            lacking = [offer for offer in offers if offer.digest not in self._store]
-            fetched = await self._fetch(lacking, due_at)
+            missing = [offer for offer in offers if offer.digest not in self._store]
+            fetched = await self._fetch(missing, due_at)
             for offer in offers:
                 reachable = offer.parent is None or offer.parent in self._store
                 if reachable and await self._store_page(offer, fetched, stored):
@@ -126,11 +126,11 @@ class KvStorageService:
         data = fetched.get(offer.digest)
         if data is None:
             return False
-        # Those before it in its chain stay: without them it could not be found.
+        # Its predecessors are protected: without them it could not be found.
         return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
 
     async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:
-        """Fetch pages over one connection an address; those that cannot be had are left out."""
+        """Fetch pages over one connection per address; unavailable ones are left out."""
         bytes_max = self._config.page_bytes_max
         by_address: dict[str, list[PageOffer]] = {}
         for offer in offers:
@@ -144,7 +144,7 @@ class KvStorageService:
                 )
                 digests = [offer.digest for offer in wanted]
                 fetched |= dict(zip(digests, got, strict=False))
-                # The one after those that came cannot be had; the others may be.
+                # The page after the fetched ones is unavailable; later ones may be available.
                 wanted = wanted[len(got) + 1 :]
         return fetched
 
@@ -157,9 +157,8 @@ class KvStorageService:
             self._leases.add(lease, page)
         await self._store.touch([page.digest for page in lease.pages.values()])
         if not lease.pages:
-            self._leases.release(
-                lease.name
-            )  # a miss holds nothing, and whoever has it may forget it
+            # A miss pins no pages, and its caller need not release the lease.
+            self._leases.release(lease.name)
         claims = tuple(
             Claim(
                 address=self._address,

@@ -1,4 +1,4 @@
-"""Both tiers as one store: what leaves memory goes to disk, what is read comes back."""
+"""Memory and disk tier as one store: evicted pages go to disk, pages that are read come back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PageStore:
     """Pages of one node.
 
     Args:
-        memory: Touched by the event loop only.
-        disk: None where there is none; touched by `thread` only, but for its index.
-        thread: One thread, so that the disk sees one call at a time.
+        memory: Used by the event loop only.
+        disk: None if there is none; used by `thread` only, except for its index.
+        thread: A single thread, so that disk calls are serialized.
     """
 
     def __init__(self, memory: MemoryTier, disk: DiskTier | None, thread: Executor) -> None:
@@ -31,12 +31,12 @@ class PageStore:
         return digest in self._memory or (self._disk is not None and digest in self._disk)
 
     def prefix_length(self, chain: Sequence[bytes]) -> int:
-        """Count the pages of the chain that are held, up to the first that is not."""
+        """Length of the longest stored prefix of the chain."""
         return next((i for i, digest in enumerate(chain) if digest not in self), len(chain))
 
     async def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
-        """Keep a page; False if nothing has room for it beside `keep`."""
-        # What leaves memory for a disk is still held.
+        """Store a page; False if it does not fit in any tier beside `protected`."""
+        # A page that is evicted to disk is still stored.
         leaving = self._memory.put(page, protected if self._disk is None else ())
         if leaving is None:
             return await self._to_disk([page], protected)
@@ -44,9 +44,9 @@ class PageStore:
         return True
 
     async def touch(self, chain: Sequence[bytes]) -> None:
-        """A chain was of use: its end is evicted before its beginning, without which none is found.
+        """Mark a chain as used so that its last pages are evicted before its first.
 
-        Pages are used from the first on, so by that alone the beginning would go first.
+        Without the first page none is found; in the order of use, the first would be evicted first.
         """
         backwards = list(reversed(chain))
         for digest in backwards:
@@ -56,7 +56,7 @@ class PageStore:
             await loop.run_in_executor(self._thread, self._disk.touch, backwards)
 
     async def load(self, digest: bytes) -> Page | None:
-        """Return a page that is in memory then, or None: lost, or no room for it."""
+        """Load a page into memory and return it; None if it is lost or does not fit."""
         page = self._memory.get(digest)
         if page is not None or self._disk is None:
             return page
@@ -72,7 +72,7 @@ class PageStore:
         return self._memory.get(digest)
 
     async def _to_disk(self, pages: Sequence[Page], keep: Container[bytes] = ()) -> bool:
-        """Write pages; False if one was not written."""
+        """Write pages; returns False if one was not written."""
         if self._disk is None:
             return not pages
         loop = asyncio.get_running_loop()

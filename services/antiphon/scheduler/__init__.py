@@ -1,1 +1,1 @@
-"""The cluster's queue of one model: admission, late binding, supervision, leadership."""
+"""The cluster's queue for one model: admission, late binding, liveness, leader election."""

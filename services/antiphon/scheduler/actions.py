@@ -1,4 +1,4 @@
-"""What the leader asks its surroundings to do. Losing any of them is repaired from state."""
+"""Actions that the leader returns to the service. A lost action is repaired from state."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SendNotice:
 
 @dataclass(frozen=True, slots=True)
 class RequestBound:
-    """A request has got its worker.
+    """A request was bound to a worker.
 
     Attributes:
-        waited_s: Since its submit.
-        blocks: Of 64 tokens, in its prompt.
-        cached_blocks: Of these, those that the worker is known to have, or to have soon.
+        waited_s: Time since its submit.
+        blocks: 64-token blocks in its prompt.
+        cached_blocks: Those of them that the worker is known to hold, or to hold soon.
     """
 
     request_id: RequestId
@@ -46,7 +46,7 @@ class RequestBound:
 
 @dataclass(frozen=True, slots=True)
 class RequestRequeued:
-    """A request has been given back by its worker, and is placed anew."""
+    """A worker has requeued a request; it is placed again."""
 
     request_id: RequestId
     worker: Process
@@ -54,7 +54,7 @@ class RequestRequeued:
 
 @dataclass(frozen=True, slots=True)
 class RequestRemoved:
-    """A request has left the ledger: it ended, or it was given up."""
+    """A request has left the request table: it ended or failed."""
 
     request_id: RequestId
 

@@ -1,4 +1,4 @@
-"""Which workers hold which blocks of 64 tokens: where a prompt is cheap."""
+"""Index of the 64-token blocks that each worker holds, for cache-aware placement."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 
 class BlockIndex:
-    """Blocks by digest, with a bit a worker.
+    """Blocks by digest, with one bit per worker.
 
-    A prompt is looked up once for all workers, in as many steps as it has blocks. At most
-    `blocks_max` are kept, those of each worker counted. One more evicts the least recently used
-    one of the worker that has most of them, and a prompt is then found shorter than it is, never
-    longer. The worker is partial from then on, until all its blocks are stored anew: see `partial`.
+    One lookup serves all workers, in as many steps as the prompt has blocks. The index holds at
+    most `blocks_max` entries, counted per worker. One more evicts the least recently used block of
+    the worker with most blocks; a matched prefix may then be shorter than the real one, never
+    longer. That worker is partial until all its blocks are stored again: see `partial`.
 
-    Besides what a worker has told, it keeps for a while what a worker is expected to hold soon, so
-    that a burst of prompts with one beginning does not go everywhere before the first is computed.
-    A partial worker may hold it already and report nothing: of such a one it is kept.
+    Besides reported blocks, the index holds for a while the blocks that a worker is expected to
+    hold soon, so that a burst of prompts with a common prefix does not spread over all workers
+    before the first of them is computed. A partial worker may hold such a block already and report
+    nothing: for partial workers expected blocks do not expire.
     """
 
     def __init__(self, blocks_max: int) -> None:
@@ -37,11 +38,11 @@ class BlockIndex:
         self._count = 0
 
     def __len__(self) -> int:
-        """Blocks that are kept, those of each worker counted."""
+        """Number of indexed blocks, counted per worker."""
         return self._count
 
     def overlaps(self, digests: bytes) -> dict[Process, int]:
-        """How many of a prompt's first blocks each worker holds; who holds none is left out."""
+        """Count the leading blocks of a prompt on each worker; workers with none are left out."""
         found: dict[Process, int] = {}
         holding = -1
         for index, digest in enumerate(split_digests(digests)):
@@ -56,30 +57,30 @@ class BlockIndex:
         return found
 
     def block_count(self, worker: Process) -> int:
-        """How many blocks of a worker are kept."""
+        """Number of indexed blocks of a worker."""
         return len(self._blocks.get(worker, ()))
 
     @property
     def free(self) -> int:
-        """How many more blocks can be kept without an eviction."""
+        """Number of blocks that can be added without an eviction."""
         return self._blocks_max - self._count
 
     @property
     def partial(self) -> Mapping[Process, int]:
-        """The workers that hold blocks which were evicted here, and about how many."""
+        """Workers that hold blocks which were evicted from the index, and about how many."""
         return self._partial
 
     def store(self, worker: Process, digests: bytes) -> None:
-        """A worker holds these blocks."""
-        # From the last on: without its first blocks a prompt is not found, so they go last.
+        """Add blocks that a worker holds."""
+        # In reverse: without its first blocks a prompt is not found, so they are evicted last.
         for digest in reversed(list(split_digests(digests))):
             self._expected.pop((worker, digest), None)
             self._put(worker, digest)
 
     def expect(self, worker: Process, digests: bytes, until: float) -> None:
-        """A worker will use these blocks soon. Those that it has not reported by then are dropped.
+        """Add blocks that a worker will use soon. They expire unless reported by `until`.
 
-        Called with times that never go back.
+        `until` must not decrease from call to call.
         """
         for digest in reversed(list(split_digests(digests))):
             name = (worker, digest)
@@ -90,7 +91,7 @@ class BlockIndex:
                 self._expected.move_to_end(name)
 
     def expire(self, now: float) -> None:
-        """Drop what was expected and has not come."""
+        """Drop expected blocks that were not reported in time."""
         while self._expected and (name := next(iter(self._expected))):
             if self._expected[name] > now:
                 return
@@ -101,14 +102,14 @@ class BlockIndex:
                 self._drop(*name)
 
     def remove(self, worker: Process, digests: bytes) -> None:
-        """A worker holds these blocks no more."""
+        """Remove blocks that a worker no longer holds."""
         for digest in split_digests(digests):
             self._expected.pop((worker, digest), None)
             if not self._drop(worker, digest):
                 self._regain(worker)
 
     def clear(self, worker: Process) -> None:
-        """A worker holds nothing any more, or is gone."""
+        """Remove all blocks of a worker: its cache was cleared, or the worker is gone."""
         self._partial.pop(worker, None)
         for digest in self._blocks.pop(worker, ()):
             self._expected.pop((worker, digest), None)
@@ -117,7 +118,7 @@ class BlockIndex:
         self._workers.pop(bit, None)
 
     def _put(self, worker: Process, digest: bytes) -> None:
-        """Keep a block as the most recently used one of its worker."""
+        """Add a block as the most recently used one of its worker."""
         known = self._blocks.get(worker)
         if known is None:
             known = self._blocks[worker] = OrderedDict()
@@ -141,7 +142,7 @@ class BlockIndex:
         return len(self._blocks[worker])
 
     def _regain(self, worker: Process) -> None:
-        """One block fewer that was evicted here is still at its worker."""
+        """One of the evicted blocks has left its worker."""
         if self._partial.get(worker):
             self._partial[worker] -= 1
 
@@ -179,6 +180,6 @@ class BlockIndex:
 
 
 def split_digests(digests: bytes) -> Iterator[bytes]:
-    """The digests that lie behind each other; a part of one at the end is none."""
+    """Split concatenated digests; an incomplete one at the end is ignored."""
     whole = len(digests) - len(digests) % DIGEST_BYTES
     return (digests[at : at + DIGEST_BYTES] for at in range(0, whole, DIGEST_BYTES))

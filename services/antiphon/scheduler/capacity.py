@@ -1,4 +1,4 @@
-"""How much more one worker may be given: counted from its load report and what it got since."""
+"""Free capacity of one worker: its load report, and what was bound to it since."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RequestCost:
     """What one bound request takes of its worker.
 
     Attributes:
-        choices: Answers to it: each takes a place.
-        pages: Of its prompt and the first token after it.
-        blocks: Of its prompt that the worker has to compute.
-        waiting: Its worker has not said yet that it runs: its pages are not among those that the
-            worker counts as taken or promised.
-        computing: Its worker has not said yet that its prompt is computed.
+        choices: Its number of choices: each takes a slot.
+        pages: KV cache pages for its prompt and the first token after it.
+        blocks: Prompt blocks that the worker has to compute.
+        waiting: The worker has not reported yet that it runs: its pages are not among those that
+            the worker counts as taken or reserved.
+        computing: The worker has not reported yet that its prefill is done.
     """
 
     choices: int = 1
@@ -37,14 +37,15 @@ class RequestCost:
 
 @dataclass(slots=True)
 class WorkerCapacity:
-    """What one leader has put on one worker.
+    """What one leader has bound to one worker.
 
     Attributes:
-        charges: Of the requests that are bound to it, ended ones among them.
-        strays: What it still ran in its last report though it should not.
-        ended: What is bound to it, and had ended by then.
-        shut: It has given something back since its last report, and gets nothing before the next.
-        pages_back: Of prompts that have left since its last report, which counts them as taken.
+        costs: Of the requests bound to it, ended ones included.
+        orphans: Requests that it ran at its last report although they are not bound to it.
+        ended: Requests bound to it that had ended by its last report.
+        suspended: It has requeued a request since its last report; it gets none before the next.
+        pages_back: Pages of prompts that have left since its last report, which counts them as
+            taken.
     """
 
     costs: dict[RequestId, RequestCost] = field(default_factory=dict[RequestId, RequestCost])
@@ -54,19 +55,19 @@ class WorkerCapacity:
     pages_back: int = 0
 
     def bind(self, request_id: RequestId, charge: RequestCost) -> None:
-        """Count a request that is its own from here on."""
+        """Add a bound request with its cost."""
         self.costs[request_id] = charge
         self.orphans.discard(request_id)
 
     def unbind(self, request_id: RequestId) -> None:
-        """Count a request no more, unless its next report holds it."""
+        """Stop counting a request, unless the next report holds it."""
         charge = self.costs.pop(request_id, None)
         if charge is not None and not charge.waiting and request_id not in self.ended:
             self.pages_back += charge.pages
         self.ended.discard(request_id)
 
     def report(self, lines: Iterable[RunningRequest]) -> None:
-        """Count anew from what a load report says that the worker holds."""
+        """Recount from the requests in a load report."""
         self.orphans, self.ended = set(), set()
         self.suspended, self.pages_back = False, 0
         for line in lines:
@@ -81,16 +82,16 @@ class WorkerCapacity:
 
     @property
     def occupied(self) -> int:
-        """Places taken."""
+        """Slots taken."""
         return _choices(self._live()) + len(self.orphans)
 
     @property
     def blocks_pending(self) -> int:
-        """Blocks of prompts that it has still to compute, as far as it has said."""
+        """Prompt blocks that it has still to compute, as of its last report."""
         return sum(charge.blocks for charge in self._live() if charge.computing)
 
     def free_slots(self, load: WorkerLoad, look_ahead: int) -> int:
-        """Count the answers that may still be bound to it."""
+        """Count the choices that may still be bound to it."""
         return max(0, load.running_max + look_ahead - self.occupied)
 
     def queued(self, load: WorkerLoad) -> int:
@@ -105,10 +106,10 @@ class WorkerCapacity:
         return queued
 
     def pages_available(self, load: WorkerLoad) -> int:
-        """Pages that one more request may count on, by the time that it is there.
+        """Pages that one more request can count on by the time it arrives.
 
-        Those that running requests are about to take are none of them, those that surely come back
-        are, and those of whoever was bound and does not run yet are gone.
+        Excludes pages that running requests are about to take and pages of bound requests that do
+        not run yet; includes pages that are certain to be freed.
         """
         waiting = sum(charge.pages for charge in self._live() if charge.waiting)
         back = load.pages_returning + self.pages_back
@@ -121,34 +122,35 @@ class WorkerCapacity:
         charge: RequestCost,
         yielding: Container[RequestId] = (),
     ) -> bool:
-        """Whether it has places and pages for one more request.
+        """Whether it has slots and pages for one more request.
 
-        A request of many answers needs no more places than are looked ahead: should it wait for one
-        each, slots would stand empty meanwhile, and so would everybody behind it. An idle worker
-        takes any: what does not fit then never will, and it says so itself.
+        A request with many choices needs at most as many free slots as the look-ahead: if it waited
+        for one slot per choice, slots would stay empty meanwhile, and the requests behind it would
+        wait. An idle worker accepts any request: what does not fit then never will, and the worker
+        rejects it itself.
 
         Args:
-            load: What it has reported.
-            rules: How much is bound to it beyond what it runs.
-            charge: Of the request.
-            yielding: Who gives way to the request, should they meet there.
+            load: Its last load report.
+            rules: The look-ahead and the length of the worker's own queue.
+            charge: The cost of the request.
+            yielding: Requests on the worker that the new one may preempt.
         """
         occupied = self.occupied
         if self.suspended or occupied == 0:
             return not self.suspended
         if occupied + charge.choices > load.running_max + rules.waiting_max:
-            return False  # it would give the request back
+            return False  # it would requeue the request
         live = {name: one for name, one in self.costs.items() if name not in self.ended}
         gone = [one for name, one in live.items() if name in yielding]
-        places = min(charge.choices, rules.look_ahead)
-        if occupied - _choices(gone) + places > load.running_max + rules.look_ahead:
+        slots = min(charge.choices, rules.look_ahead)
+        if occupied - _choices(gone) + slots > load.running_max + rules.look_ahead:
             return False
         if charge.pages <= self.pages_available(load) + sum(one.pages for one in gone):
             return True
-        # Who gives way leaves the pages of its answer too, and only the worker knows how many: so
-        # a few may go and see.
+        # A preempted request also frees the pages of its output, and only the worker knows how
+        # many: so a few requests may be sent there to try.
         waiting = [one for name, one in live.items() if one.waiting and name not in yielding]
-        return bool(gone) and _choices(waiting) + places <= rules.look_ahead
+        return bool(gone) and _choices(waiting) + slots <= rules.look_ahead
 
     def _live(self) -> Iterable[RequestCost]:
         ended = self.ended

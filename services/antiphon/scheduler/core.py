@@ -1,7 +1,8 @@
 """The scheduler's protocol as a pure state machine: events in, actions out, the clock passed in.
 
-It stands by until nobody leads, leads until somebody with a higher term does, and is told the
-same things in both: who lives (by `PeerTable`), what workers hold, and what gateways have open.
+It stands by while another scheduler leads, and leads until one with a higher term does. In both
+states it receives the same input: liveness (from `PeerTable`), the requests that workers hold, and
+those that gateways have open.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerCore:
-    """One scheduler process. Each event may leave actions behind, which `take` returns.
+    """One scheduler process. Each event may leave actions behind, which `take_actions` returns.
 
     Attributes:
         caches: What the workers' prefix caches hold; its events and replays go there directly.
@@ -69,7 +70,7 @@ class SchedulerCore:
 
     @property
     def term(self) -> Term | None:
-        """What we lead with, if we lead."""
+        """The local term while this process leads."""
         return self._leadership.term
 
     @property
@@ -79,22 +80,22 @@ class SchedulerCore:
 
     @property
     def open_requests(self) -> int:
-        """Requests accepted and not seen to end."""
+        """Requests that were accepted and have not ended."""
         return len(self._leader_term.ledger) if self._leader_term else 0
 
     @property
     def failed_requests(self) -> int:
-        """Requests given up that their owners have not closed yet."""
+        """Failed requests that their gateways have not closed yet."""
         return len(self._leader_term.failed) if self._leader_term else 0
 
     def has_request(self, request_id: RequestId) -> bool:
-        """Whether a request is among the kept ones."""
+        """Whether a request is in the request table."""
         return (
             self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
         )
 
     def capacities(self) -> dict[InstanceId, int]:
-        """Say how many requests each worker may still be given."""
+        """Return how many more requests each worker can take."""
         if self._leader_term is None:
             return {}
         return {
@@ -106,26 +107,26 @@ class SchedulerCore:
         }
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
-        """Accept a request into the queue, or say again that it is accepted.
+        """Accept a request into the queue, or confirm an earlier acceptance.
 
         Raises:
-            EngineError: It is refused, or we do not lead.
+            EngineError: The request is rejected, or this process does not lead.
         """
         return self._require_leader_term().submit(request)
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
-        """Free a request wherever it is. An unknown one is fine.
+        """Free a request wherever it is. Unknown requests are allowed.
 
         Raises:
-            EngineError: We do not lead.
+            EngineError: This process does not lead.
         """
-        tenure = self._require_leader_term()
-        accepted = tenure.cancel(request)
-        tenure.bind_waiting()
+        leader_term = self._require_leader_term()
+        accepted = leader_term.cancel(request)
+        leader_term.bind_waiting()
         return accepted
 
     def on_open_list(self, change: OpenList) -> bool:
-        """Take in what a gateway has open. False: it came too late; the next list comes soon."""
+        """Apply a gateway's open list. Returns False if it expired; the next one comes soon."""
         if self._peers.is_expired(change.not_after_unix_ms, change.owner):
             return False
         if change.model != self._model or not self._peers.is_alive(change.owner):
@@ -135,11 +136,11 @@ class SchedulerCore:
         return True
 
     def tick(self, *, link_up: bool, joins: int) -> None:
-        """Do what time brings; called a few times a heartbeat.
+        """Do the time-dependent work; called a few times per heartbeat.
 
         Args:
             link_up: Whether the broker is reachable.
-            joins: How often it was reached so far; see `Link.joins`.
+            joins: How often it was connected so far; see `Link.connect_count`.
         """
         now = self._clock.now()
         if joins != self._joins or not link_up:
@@ -156,21 +157,21 @@ class SchedulerCore:
             self._reconciliation.tick()
 
     def start_over(self) -> float | None:
-        """Drop a term whose state cannot be trusted: owners submit again to the next one.
+        """Drop a term whose state cannot be trusted: gateways submit again to the next one.
 
-        Returns how long this scheduler claims no other; None if that was decided before.
+        Returns how long this scheduler claims no new term; None if such a pause is running already.
         """
         pause_s = self._leadership.abandon_term(self._clock.now())
         self._check_term()
         return pause_s
 
     def resign(self) -> None:
-        """Lead no more: this process leaves."""
+        """Stop leading for good: this process is shutting down."""
         self._leadership.resign()
         self._check_term()
 
     def take_actions(self) -> list[Action]:
-        """Return what is to be done, once, in order."""
+        """Return the pending actions in order, and clear them."""
         return self._leader_term.take_actions() if self._leader_term else []
 
     def _require_leader_term(self) -> LeaderTerm:
@@ -194,9 +195,8 @@ class SchedulerCore:
         claims = self._peers.claims(self._model)
         refused = not self._leadership.observe_claims(claims)
         if refused and peer.heartbeat.leads == leading_term(claims):
-            self._peers.reject_heartbeat(
-                peer.heartbeat, "leads"
-            )  # too high beside the terms before it
+            # The claim is too far above the earlier terms.
+            self._peers.reject_heartbeat(peer.heartbeat, "leads")
         self._check_term()
 
     def _on_worker_heartbeat(self, peer: Peer) -> None:
@@ -257,7 +257,7 @@ class SchedulerCore:
         self._not_ready_since = self._clock.now()
 
     def _check_term(self) -> None:
-        """Drop everything if we lead no more: owners submit again to whoever does."""
+        """Drop all state if the term is over: gateways submit again to the next leader."""
         if self._leader_term is None or self._leadership.term is not None:
             return
         log.warning(
@@ -268,7 +268,7 @@ class SchedulerCore:
         self._reconciliation = None
 
     def _update_ready(self) -> None:
-        """Begin to bind and abort once everybody has spoken, or has had the time to."""
+        """Allow binds and aborts once all gateways and workers have reported, or had time to."""
         if self._leader_term is None or self._leader_term.ready:
             return
         waited_s = self._clock.now() - self._not_ready_since

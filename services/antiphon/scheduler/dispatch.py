@@ -1,4 +1,4 @@
-"""Who of those that wait goes where next."""
+"""Picks the next waiting request and the worker that it goes to."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 QUEUE_SCAN_MAX = 64
-"""How many who wait are asked whether they could go to a worker that those before them cannot."""
+"""How many waiting requests are checked for a worker that those before them cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueExit:
-    """Somebody who leaves the queue.
+    """A request that leaves the queue.
 
     Attributes:
         place: Where it goes; None if it ends instead.
-        error: What it ends with; None if nobody waits for its end any more.
+        error: The error that it ends with; None if its gateway has closed it by now.
     """
 
     entry: RequestEntry
@@ -38,7 +38,7 @@ class QueueExit:
 
 
 class Dispatcher:
-    """Looks along the queue for somebody who can leave it. Changes neither queue nor ledger."""
+    """Finds the next request that can leave the queue. Changes neither queue nor table."""
 
     def __init__(
         self, queue: SchedulerQueue, ledger: RequestTable, placement: Placement, clock: Clock
@@ -49,22 +49,23 @@ class Dispatcher:
         self._clock = clock
 
     def next(self) -> QueueExit | None:
-        """Find the next one; None while everybody must wait.
+        """Find the next request; None while all of them must wait.
 
-        Who must wait keeps the workers that could run it from those behind it, and no others. Where
-        all places are taken, the highest by rank goes where others give way to it.
+        A waiting request reserves the workers that could run it against the requests behind it, and
+        no other workers. Where all slots are taken, the request of the highest rank goes to a
+        worker where it preempts others.
         """
-        kept: set[Process] = set()
+        reserved: set[Process] = set()
         for request_id in itertools.islice(self._queue.in_order(self._clock.now()), QUEUE_SCAN_MAX):
-            match = self._match(request_id, kept)
+            match = self._match(request_id, reserved)
             if match is not None:
                 return match
-            kept |= self._placement.able(self._waiting(request_id)[1], self._ledger)
-            if not self._placement.has_free_slots_outside(kept, self._ledger):
+            reserved |= self._placement.able(self._waiting(request_id)[1], self._ledger)
+            if not self._placement.has_free_slots_outside(reserved, self._ledger):
                 break
         return self._match_over()
 
-    def _match(self, request_id: RequestId, kept: set[Process]) -> QueueExit | None:
+    def _match(self, request_id: RequestId, reserved: set[Process]) -> QueueExit | None:
         entry, submit = self._waiting(request_id)
         if entry.deadline_unix_ms <= self._clock.unix_ms():
             return QueueExit(entry, submit)
@@ -72,7 +73,7 @@ class Dispatcher:
             self._placement.check(submit)
         except PromptTooLong as error:
             return QueueExit(entry, submit, error=error)
-        place = self._placement.choose(submit, self._ledger, avoid=entry.requeued_by, kept=kept)
+        place = self._placement.choose(submit, self._ledger, avoid=entry.requeued_by, kept=reserved)
         return None if place is None else QueueExit(entry, submit, place)
 
     def _match_over(self) -> QueueExit | None:
@@ -85,6 +86,6 @@ class Dispatcher:
 
     def _waiting(self, request_id: RequestId) -> tuple[RequestEntry, SubmitRequest]:
         entry = self._ledger.find(request_id)
-        assert entry is not None, "somebody waits whom nobody knows"
-        assert entry.submit is not None, "somebody waits who was never submitted"
+        assert entry is not None, "a queued request is not in the request table"
+        assert entry.submit is not None, "a queued request has no submit"
         return entry, entry.submit

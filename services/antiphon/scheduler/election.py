@@ -1,4 +1,4 @@
-"""Who leads one model's queue. No lock: the highest term leads, silence makes a new one."""
+"""Leader election for one model's queue. No lock: the highest term leads; a timeout starts one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class LeaderElection:
     """One scheduler's view of the terms.
 
-    Who leads follows from what live schedulers claim now, see `leading_term`. The numbers of
-    earlier terms are known only to make the next one higher, for attempts are ordered by them. So
-    a forged number is at worst a number that is not counted from.
+    The leader follows from the current claims of live schedulers, see `leading_term`. The numbers
+    of earlier terms serve only to make the next one higher, since attempts are ordered by them. So
+    a forged number does no more harm than to be skipped in that count.
 
     Attributes:
-        term: Our own while we lead.
-        failures: Terms that have failed in a row.
+        term: The local term while this process leads.
+        failures: Consecutive failed terms.
     """
 
     def __init__(self, process: Process, rules: LeaderConfig, now: float) -> None:
@@ -46,13 +46,13 @@ class LeaderElection:
 
     @property
     def highest(self) -> Term | None:
-        """The term that leads as far as is known: our own, or another's."""
+        """The leading term as far as is known: the local one, or another scheduler's."""
         return self.term or self._leader
 
     def observe_term(self, term: Term) -> bool:
-        """Note a term that a worker has obeyed. A higher one ends ours.
+        """Record a term whose commands a worker has applied. A higher one ends the local term.
 
-        False: it is too high to be an elected one, and changes nothing.
+        Returns False if it is too high to be an elected one; it then changes nothing.
         """
         if not self._count(term):
             return False
@@ -61,48 +61,50 @@ class LeaderElection:
         return True
 
     def observe_claims(self, claims: Sequence[Term]) -> bool:
-        """Take in what the other live schedulers claim now.
+        """Apply the current claims of the other live schedulers.
 
-        False: one of the claims is too high to be an elected one, and changes nothing.
+        Returns False if a claim is too high to be an elected one; that claim changes nothing.
         """
         credible = [term for term in sorted(claims) if self._count(term)]
         before, self._leader = self._leader, leading_term(credible)
         if before is not None and self._leader is None:
-            self._quiet_since = -self._quiet_s  # it leads no more: its place is free at once
+            self._quiet_since = (
+                -self._quiet_s
+            )  # it no longer leads: the next claim may come at once
         if self.term is not None and leading_term([self.term, *credible]) != self.term:
             self.term = None
         return len(credible) == len(claims)
 
     def reset_timeout(self, now: float) -> None:
-        """No peer can be heard: silence until now means nothing."""
+        """Restart the election timeout: without a link, missed heartbeats mean nothing."""
         self._quiet_since = now
 
     def claim(self, now: float) -> bool:
-        """Take the next term if no scheduler has it. True when that happens."""
+        """Take the next term if no scheduler leads. Returns whether it did."""
         if self._leaving or self.term is not None or self._leader is not None:
             return False
         if now - self._quiet_since < self._quiet_s or now < self._failed_until:
             return False
         known = self._number_max or 0
-        # A worker that knows a term near the end forgets it: it is too far ahead of the claimed.
+        # A worker that knows a term near the maximum forgets it: it is too far ahead of the claim.
         self._number_max = 1 if known >= TERM_MAX else known + 1
         self.term = Term(number=self._number_max, scheduler=self._process)
         self._claimed_at = now
         return True
 
     def abandon_term(self, now: float) -> float | None:
-        """Give up our term, which has failed, and claim none for a while; return for how long.
+        """Give up the local term, which has failed, and claim none for a while; return how long.
 
-        A standby leads meanwhile. Alone this scheduler leads again afterwards, if only to fail
-        again: then the pause doubles, up to a bound, so that the cluster is not busy with terms
-        that do nothing. None: an earlier pause goes on.
+        A standby leads meanwhile. A single scheduler leads again afterwards, if only to fail again:
+        then the pause doubles, up to a limit, so that the cluster is not busy with terms that do
+        nothing. None: an earlier pause is still running.
         """
         if now < self._failed_until:
             return None
         if now - self._claimed_at >= SOUND_TERM_S:
             self.failures = 0
         longest_s = min(self._restart_s * 2 ** min(self.failures, 16), RESTART_PAUSE_MAX_S)
-        pause_s = longest_s * self._chance.uniform(0.5, 1.0)  # or two would fail in step
+        pause_s = longest_s * self._chance.uniform(0.5, 1.0)  # jitter: two must not fail in step
         self.failures += 1
         self.term = None
         self._quiet_since = -self._quiet_s
@@ -110,14 +112,14 @@ class LeaderElection:
         return pause_s
 
     def resign(self) -> None:
-        """Lead no more, ever: this process leaves."""
+        """Stop leading for good: this process is shutting down."""
         self._leaving = True
         self.term = None
 
     def _count(self, term: Term) -> bool:
-        """Note a number, unless it is too far ahead of those that are known.
+        """Record a term number, unless it is too far ahead of the known maximum.
 
-        A number that lies as far below them shows that these were forged, or are long past.
+        A number equally far below it shows that the maximum was forged, or is long out of date.
         """
         known = self._number_max
         if not term.may_follow(known):

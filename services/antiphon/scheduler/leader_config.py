@@ -1,4 +1,4 @@
-"""The numbers that a leader decides by."""
+"""Timeouts, limits and settings of a leader."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 ELECTION_TIMEOUT_BEATS = 2
-"""Silence after which a scheduler leads that has heard of no leader."""
+"""A scheduler claims a term after so many heartbeats without a leader."""
 READY_TIMEOUT_BEATS = 2
-"""How long a new leader waits for gateways and workers to speak before it binds or aborts."""
+"""How long a new leader waits for gateways and workers to report before it binds or aborts."""
 GRACE_BEATS = 3
-"""How long two views may differ before the leader acts: what differs is mostly under way."""
+"""How long two views may differ before the leader acts: most differences are in transit."""
 ATTEMPT_TIMEOUT_BEATS = 20
-"""How long nobody may run a request, or nobody decode it, before the attempt has failed."""
+"""An attempt has failed after so many heartbeats without a worker or a detokenizer for it."""
 FREE_AFTER_MS = 2_000
-"""How long past its deadline a request is freed here. Its owner has closed it by then."""
+"""How long past its deadline a request is freed here. Its gateway has closed it by then."""
 FAILED_ATTEMPTS_MAX = 2
-"""Attempts of one request that may fail: it may be what kills workers."""
+"""Failed attempts after which a request ends: the request itself may be what kills workers."""
 
 RESTART_PAUSE_BEATS = 2
-"""How long a scheduler stands by whose term has failed; twice as long after each further one."""
+"""How long a scheduler stands by after a failed term; doubled after each further one."""
 RESTART_PAUSE_MAX_S = 30.0
 SOUND_TERM_S = 60.0
-"""A term that lasted so long shows that what failed before is over."""
+"""A term that lasted this long resets the count of failures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaderConfig:
-    """What the operator said, as far as the leader reads it."""
+    """The settings that a leader reads."""
 
     beat_s: float = 0.5
     dead_beats: int = 5
@@ -52,7 +52,7 @@ class LeaderConfig:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Pick them out of a process's settings."""
+        """Select them from a process's settings."""
         return cls(
             beat_s=settings.service.heartbeat_s,
             dead_beats=settings.scheduler.dead_beats,
@@ -71,5 +71,5 @@ class LeaderConfig:
         )
 
     def beats(self, count: int) -> float:
-        """Say in seconds how long so many heartbeats take."""
+        """Convert a number of heartbeats to seconds."""
         return count * self.beat_s

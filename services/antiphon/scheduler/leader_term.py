@@ -1,6 +1,6 @@
-"""One term in office: what a leader has accepted, where it runs, and what it says about it.
+"""State of one leader term: accepted requests, their bindings, and the outgoing messages.
 
-A scheduler that steps down drops the whole of it; owners submit again to the next leader.
+A scheduler that steps down drops all of it; gateways submit again to the next leader.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaderTerm:
-    """Accepts, binds, aborts and gives up requests. Actions collect until `take`."""
+    """Accepts, binds, aborts and fails requests. Actions collect until `take_actions`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LeaderTerm:
         self.tombstones = SchedulerTombstones()
         self.failed: dict[RequestId, FailedRequest] = {}
         self.ready = False
-        """Whether everybody has had the time to speak; nothing is bound or aborted before."""
+        """Whether all processes have had time to report; nothing is bound or aborted before."""
         self._rules = rules
         self._clock = clock
         self._peers = peers
@@ -80,20 +80,20 @@ class LeaderTerm:
         self._numbers = itertools.count(1)
 
     def take_actions(self) -> list[Action]:
-        """Return what is to be done, once."""
+        """Return the pending actions, and clear them."""
         return self._outbox.take_actions()
 
     def clear_ready(self) -> None:
-        """The link was down: nobody's silence until now means anything."""
+        """Wait for reports again: the link was down, so missing ones mean nothing."""
         self.ready = False
         for entry in self.ledger.entries():
             entry.wait(self._clock.now())
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
-        """Accept a request, or say again that it is accepted.
+        """Accept a request, or confirm an earlier acceptance.
 
         Raises:
-            EngineError: It is over already, its id is taken, or there is no room.
+            EngineError: It has ended already, its id is taken, or the queue is full.
         """
         self._reject_ended(request)
         entry = self.ledger.find(request.request_id)
@@ -115,7 +115,7 @@ class LeaderTerm:
         )
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
-        """Free a request wherever it is, and let no late submit of it run."""
+        """Free a request wherever it is, and keep a late submit of it from running."""
         entry = self.ledger.find(request.request_id)
         if entry is None or entry.owner == request.owner:
             due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
@@ -127,15 +127,17 @@ class LeaderTerm:
         return CancelAccepted(request_id=request.request_id)
 
     def _reject_unknown_gateway(self, request: SubmitRequest) -> None:
-        """Say no to an owner whose heartbeats do not count: it is new, or of other settings.
+        """Reject a gateway without valid heartbeats: it is new, or has other settings.
 
-        Nobody would be seen to have its requests open, so they would be dropped while they run.
+        No live gateway would list its requests as open, so they would be dropped while they run.
         """
         if not self._peers.is_alive(request.owner):
-            raise Unavailable("the scheduler does not hear this gateway", retry_after_s=0.5)
+            raise Unavailable(
+                "the scheduler receives no valid heartbeats from this gateway", retry_after_s=0.5
+            )
 
     def bind_waiting(self) -> None:
-        """Bind who is next in the queue while a worker has room."""
+        """Bind queued requests while a worker has free capacity."""
         while self.ready and (match := self._matching.next()) is not None:
             if match.place is not None:
                 self._bind(match.entry, match.submit, match.place)
@@ -145,7 +147,7 @@ class LeaderTerm:
                 self.drop(match.entry)
 
     def adopt(self, entry: RequestEntry, held: HeldAttempt) -> None:
-        """Take a worker's word for where a request runs, and stop what we bound elsewhere."""
+        """Accept the binding that a worker reports, and abort the attempt bound elsewhere."""
         self._leave(entry)
         self.queue.remove(entry.request_id)
         binding = Binding(held.attempt, held.worker, None, self._clock.now())
@@ -154,7 +156,7 @@ class LeaderTerm:
         entry.disputed_at = None
 
     def follow(self, entry: RequestEntry, attempt: Attempt) -> None:
-        """Take the owner's word for which attempt it shows. No other can serve it any more."""
+        """Accept the attempt that the gateway shows. No other attempt can serve it from now on."""
         now = self._clock.now()
         entry.followed = attempt
         if entry.request_id in self.queue:
@@ -172,50 +174,50 @@ class LeaderTerm:
             self.fail(entry, WorkerLost("the answer that was being read is lost"))
 
     def admit(self, entry: RequestEntry) -> None:
-        """Tell a bound request's worker to run it. Said again, it changes nothing there."""
+        """Send an admit to a bound request's worker. Repeating it changes nothing there."""
         assert entry.binding is not None
         entry.binding.admitted_at = now = self._clock.now()
         self._outbox.command(entry.binding.worker, admit_command(entry, now))
 
     def abort(self, request_id: RequestId, held: HeldAttempt) -> None:
-        """Tell a worker to stop an attempt. Until it has, the attempt takes one of its places."""
+        """Send an abort of an attempt to its worker. The attempt takes a slot until applied."""
         self.ledger.capacity(held.worker).orphans.add(request_id)
         self._outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
 
     def restart(self, entry: RequestEntry) -> None:
-        """Put a request back at its place in the queue: it will begin again somewhere."""
+        """Put a request back at its old queue position: it restarts as a new attempt."""
         assert entry.restartable
         self._leave(entry)
         entry.seen_at = self._clock.now()
         self._queue(entry)
 
     def expire(self, entry: RequestEntry) -> None:
-        """End a request that has waited to be started for as long as it may."""
+        """End a request that has waited `queue.timeout_s` for its start."""
         timeout_s = self._rules.queue_timeout_s
         assert timeout_s is not None
         retry_after_s = self._rate.retry_after_s(len(self.queue), self._clock.now())
         self.fail(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
 
     def requeue(self, entry: RequestEntry, worker: Process) -> None:
-        """A worker has not begun a request and gives it back: another one gets it, if any can."""
+        """Requeue a request that a worker returned unstarted: another one gets it, if any can."""
         entry.requeued_by.add(worker)
         self.ledger.capacity(worker).suspended = True
         self._outbox.add_action(RequestRequeued(entry.request_id, worker))
         self.restart(entry)
 
     def drop(self, entry: RequestEntry) -> None:
-        """Free a request that nobody wants any more, and stop it where it runs."""
+        """Free a request that is not wanted any more, and abort it where it runs."""
         self._leave(entry)
         self.forget(entry)
 
     def forget(self, entry: RequestEntry) -> None:
-        """Free a request that has ended: its worker knows that already."""
+        """Free a request that has ended; its worker knows that already."""
         self.queue.remove(entry.request_id)
         self.ledger.remove(entry)
         self._outbox.add_action(RequestRemoved(entry.request_id))
 
     def fail(self, entry: RequestEntry, error: EngineError) -> None:
-        """End a request that cannot go on: its owner is told until it has closed it."""
+        """End a request that cannot continue: notices go to its gateway until it has closed it."""
         attempt = entry.followed or (entry.binding.attempt if entry.binding else None)
         log.warning(
             "request lost",
@@ -228,16 +230,16 @@ class LeaderTerm:
         self.drop(entry)
 
     def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
-        """An attempt has failed. What nobody has read a word of begins again; the rest ends."""
+        """Restart a request after a failed attempt if none of its output was read; else fail it."""
         entry.failed_attempts += 1
-        entry.queued_at = self._clock.now()  # it had been started, for all that we know
+        entry.queued_at = self._clock.now()  # it may have been started, so the wait begins anew
         if entry.restartable and entry.failed_attempts < FAILED_ATTEMPTS_MAX:
             self.restart(entry)
         else:
             self.fail(entry, error)
 
     def on_worker_died(self, worker: Process) -> None:
-        """A worker is dead."""
+        """Fail the attempts of a dead worker."""
         self._outbox.forget(worker)
         for entry in self.ledger.bound_to(worker):
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
@@ -245,13 +247,13 @@ class LeaderTerm:
         self.bind_waiting()
 
     def request_resubmission(self, owner: Process, requests: Sequence[RequestId]) -> None:
-        """Have an owner submit again what it has open and nobody here knows."""
+        """Ask a gateway to submit again open requests that are unknown here."""
         self._outbox.request_resubmission(owner, requests)
 
     def resend_failures(self) -> None:
-        """Say again what was given up, to the owners that still list it."""
-        for lost in self.failed.values():
-            self._outbox.notice(lost)
+        """Repeat the notices of failed requests to the gateways that still list them."""
+        for failed in self.failed.values():
+            self._outbox.notice(failed)
 
     def _reject_ended(self, request: SubmitRequest) -> None:
         due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
@@ -259,9 +261,9 @@ class LeaderTerm:
             raise DeadlineExceeded("the request's deadline has passed")
         if self.tombstones.was_ended_by(request.request_id, request.owner):
             raise Cancelled("the request was cancelled")
-        lost = self.failed.get(request.request_id)
-        if lost is not None and lost.owner == request.owner:
-            raise decode_error(lost.error)
+        failed = self.failed.get(request.request_id)
+        if failed is not None and failed.owner == request.owner:
+            raise decode_error(failed.error)
 
     def _accept(self, request: SubmitRequest) -> None:
         held = self._holdings.find(request.request_id, request.attempt_floor)
@@ -280,8 +282,8 @@ class LeaderTerm:
         rank = self._rules.precedence.rank(entry.submit.priority)
         if entry.policy_key is None:
             entry.policy_key = self._policy.static_key(entry.submit)
-        place = (rank, entry.policy_key, entry.came_at, entry.number)
-        self.queue.put(entry.request_id, place, entry.submit.block_digests)
+        key = (rank, entry.policy_key, entry.came_at, entry.number)
+        self.queue.put(entry.request_id, key, entry.submit.block_digests)
 
     def _reject_overload(self, request: SubmitRequest) -> None:
         bytes_max = self._rules.payload_bytes_max
@@ -299,7 +301,7 @@ class LeaderTerm:
     def _waiting(self) -> int:
         """Count the requests that no worker runs: in the queue, and bound ahead of a free slot."""
         if len(self.ledger) < self._rules.queue_max:
-            return len(self.queue)  # not even all requests together would fill it
+            return len(self.queue)  # all requests together would not fill it
         return len(self.queue) + self._placement.queued(self.ledger)
 
     def _bind(self, entry: RequestEntry, submit: SubmitRequest, place: PlacementTarget) -> None:
@@ -320,7 +322,7 @@ class LeaderTerm:
         self.admit(entry)
 
     def _leave(self, entry: RequestEntry) -> None:
-        """Unbind, and stop what may run there: an admit that is under way shows nowhere."""
+        """Unbind and abort what may run there: an admit in transit is in no report yet."""
         binding = entry.binding
         self.ledger.unbind(entry)
         if binding is not None and self._peers.is_alive(binding.worker):

@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Metrics of a scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerMetrics:
-    """The queue, and what is known of the workers."""
+    """Metrics of the queue, the workers' capacity and the known prefix caches."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.leads = metrics.gauge(catalog.SCHEDULER_LEADERS)
@@ -33,12 +33,12 @@ class SchedulerMetrics:
         self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
 
     def place(self, bound: RequestBound) -> None:
-        """A request has got its worker."""
+        """Count the prompt blocks of a bound request."""
         self._blocks.inc(bound.blocks)
         self._cached_blocks.inc(bound.cached_blocks)
 
     def follow(self, caches: WorkerCaches) -> None:
-        """Show how much is known of the workers' caches."""
+        """Update the gauges of the known prefix caches."""
         self._known_blocks.set(caches.blocks)
         self._replays.inc(caches.replays - self._replays_seen)
         self._replays_seen = caches.replays

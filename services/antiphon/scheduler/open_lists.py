@@ -1,4 +1,4 @@
-"""What the gateways say is open: known to the leader and to standbys alike."""
+"""Open requests by gateway, from their open lists; followed by leader and standbys alike."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OpenLists:
         self._owned: dict[Process, GatewayOpenRequests] = {}
 
     def apply(self, change: OpenList, now: float) -> bool:
-        """Take in a message. False where a later one of the same owner was applied before.
+        """Apply a message. Returns False if a later one of the same gateway was applied before.
 
-        A lost message needs no care: the next whole list repairs it.
+        A lost message needs no handling: the next full list repairs it.
         """
         owned = self._owned.get(change.owner)
         if owned is None:
@@ -49,12 +49,12 @@ class OpenLists:
         return True
 
     def reported_since(self, owner: Process, since: float) -> bool:
-        """Whether a gateway has sent its whole list since then."""
+        """Whether a gateway has sent a full list after `since`."""
         owned = self._owned.get(owner)
         return owned is not None and owned.received_at > since
 
     def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
-        """Return the owner of an open request and its line."""
+        """Return the gateway of an open request and its entry."""
         for owner, owned in self._owned.items():
             line = owned.requests.get(request_id)
             if line is not None:
@@ -62,5 +62,5 @@ class OpenLists:
         return None
 
     def forget(self, owner: Process) -> None:
-        """Its owner is gone: nothing of it is open."""
+        """Drop the list of a dead gateway."""
         self._owned.pop(owner, None)

@@ -1,4 +1,4 @@
-"""What one leader has to say: commands in numbered batches a worker, notices a gateway."""
+"""Outgoing messages of a leader: numbered command batches per worker, notices per gateway."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 ENVELOPE_BYTES = 8 * 1024
 """More than an admit needs besides its prompt, stop strings and sampling parameters."""
 RESUBMISSIONS_MAX = 1_000
-"""How many requests a gateway is asked for at once; the others have their turn at its next list."""
+"""How many requests a gateway is asked for at once; the others follow after its next list."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request that was given up, until its owner no longer lists it."""
+    """A failed request, until its gateway no longer lists it."""
 
     request_id: RequestId
     owner: Process
@@ -42,7 +42,7 @@ class FailedRequest:
 
 
 class CommandOutbox:
-    """Collects what one event leads to, so that each worker gets one batch of it."""
+    """Collects the messages of one event, so that each worker gets one batch of them."""
 
     def __init__(self, term: Term, clock: Clock, rules: LeaderConfig) -> None:
         self._term = term
@@ -63,21 +63,21 @@ class CommandOutbox:
         self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
 
     def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
-        """Tell the gateway in its next notice that these are not known here."""
+        """Name requests in the gateway's next notice that are unknown here."""
         self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
 
     def add_action(self, action: Action) -> None:
-        """Add anything else."""
+        """Add any other action."""
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        """Return everything collected, and begin anew."""
+        """Return everything collected, and clear it."""
         actions = [*self._batches(), *self._notices(), *self._actions]
         self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
         return actions
 
     def forget(self, worker: Process) -> None:
-        """The worker is dead: nothing is for it any more. Its numbers go on, should it return."""
+        """Drop pending commands of a dead worker. Its sequence numbers continue if it returns."""
         self._commands.pop(worker, None)
 
     def _batches(self) -> list[SendCommands]:
@@ -112,12 +112,12 @@ class CommandOutbox:
         ]
 
     def _not_after(self) -> int:
-        # Later than this the same is said again anyway.
+        # After this time the same message is sent again anyway.
         return self._clock.unix_ms() + round(self._rules.beats(GRACE_BEATS) * 1000)
 
 
 def admit_command(entry: RequestEntry, now: float) -> Admit:
-    """Make the command that runs a bound request."""
+    """Build the command that runs a bound request."""
     binding, submit = entry.binding, entry.submit
     assert binding is not None
     assert submit is not None
@@ -142,13 +142,13 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
 
 
 def command_bytes(command: Command) -> int:
-    """Estimate a command's size on the wire, from above."""
+    """Return an upper bound of a command's size on the wire."""
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
     return admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
 
 
 def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:
-    """Estimate an admit's size on the wire, from above."""
+    """Return an upper bound of an admit's size on the wire."""
     texts = sum(4 + len(text.encode()) for text in stop)
     return ENVELOPE_BYTES + len(prompt_ids) + texts + len(msgspec.msgpack.encode(sampling))

@@ -1,4 +1,4 @@
-"""Which worker and which detokenizer a request gets."""
+"""Cache-aware placement: the worker and the detokenizer of a request."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTarget:
-    """Where a request goes.
+    """The worker and the detokenizer of a request.
 
     Attributes:
-        steps: The detokenizer reads `TokenStep`.
-        charge: What it takes of the worker.
-        cached_blocks: Blocks of its prompt that the worker has.
+        steps: Whether the detokenizer reads `TokenStep`.
+        charge: The request's cost on the worker.
+        cached_blocks: Blocks of its prompt in the worker's prefix cache.
     """
 
     worker: Process
@@ -43,7 +43,7 @@ class PlacementTarget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may get a request."""
+    """A worker that a request may be bound to."""
 
     worker: Process
     load: WorkerLoad
@@ -51,14 +51,14 @@ class Candidate:
 
 
 class Placement:
-    """Chooses the worker on which a request costs least, of those with credit.
+    """Chooses the worker with the lowest cost for a request, of those with free capacity.
 
-    The cost of a worker is counted in blocks of a prompt: those of this one that it lacks, those of
-    others that it has still to compute, and what runs there, at so many blocks a request, weighted
-    by how much the worker runs at all. So a prompt goes where its beginning is, until that worker
-    has so much more to do than another that computing the beginning twice is cheaper.
+    The cost of a worker is counted in prompt blocks: uncached blocks of this prompt, blocks of
+    other prompts that the worker has still to compute, and a fixed number of blocks for each
+    running request, scaled by the worker's size. So a prompt goes where its prefix is cached, until
+    that worker has so much more to do than another that computing the prefix twice is cheaper.
 
-    Each worker keeps one detokenizer: so what a step produces is one message.
+    Each worker uses one detokenizer, so that the output of a step is one message.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Placement:
         self._detokenizers: dict[InstanceId, InstanceId] = {}
 
     def check(self, submit: SubmitRequest) -> None:
-        """Refuse what nobody who lives could ever take.
+        """Reject a request that no live worker could ever take.
 
         Raises:
-            PromptTooLong: It is too long for all of them.
+            PromptTooLong: The prompt is too long for all of them.
         """
         tokens_max, prompt_tokens = self._tokens_max(), id_count(submit.prompt_ids)
         least = prompt_tokens + min(submit.sampling.max_new_tokens, 1)
@@ -89,13 +89,13 @@ class Placement:
         avoid: Container[Process] = (),
         kept: Container[Process] = (),
     ) -> PlacementTarget | None:
-        """Find a place for a request; None while it must wait.
+        """Choose a worker for a request; None while it must wait.
 
         Args:
             submit: The request.
-            ledger: What is bound where.
-            avoid: Workers that get it only if nobody else takes it.
-            kept: Workers that do not get it.
+            ledger: The bindings of all requests.
+            avoid: Workers that are used only if no other can take it.
+            kept: Workers that are reserved for other requests.
         """
         able = [one for one in self._able(submit, ledger) if one.worker not in kept]
         candidates = [
@@ -110,7 +110,7 @@ class Placement:
     def choose_preempting(
         self, submit: SubmitRequest, ledger: RequestTable
     ) -> PlacementTarget | None:
-        """Find a worker that has no place for a request, but runs some that give way to it."""
+        """Choose a worker without a free slot that runs requests which this one preempts."""
         precedence = self._rules.precedence
         if not precedence.priority:
             return None
@@ -124,11 +124,11 @@ class Placement:
         return self._best(submit, candidates)
 
     def able(self, submit: SubmitRequest, ledger: RequestTable) -> set[Process]:
-        """The workers that could run a request, had they a place for it."""
+        """The workers that could run a request if they had a free slot."""
         return {one.worker for one in self._able(submit, ledger)}
 
     def has_free_slots_outside(self, kept: Container[Process], ledger: RequestTable) -> bool:
-        """Whether there is a place anywhere else."""
+        """Whether a worker outside `kept` has a free slot."""
         return any(
             not one.account.suspended and one.account.free_slots(one.load, self._rules.look_ahead)
             for one in self._healthy(ledger)
@@ -136,7 +136,7 @@ class Placement:
         )
 
     def queued(self, ledger: RequestTable) -> int:
-        """Count the requests that are bound and wait at their workers for a slot."""
+        """Count the bound requests that wait at their workers for a slot."""
         return sum(
             ledger.capacity(peer.process).queued(peer.heartbeat.worker)
             for peer in self._peers.with_role(Role.WORKER)
@@ -144,13 +144,13 @@ class Placement:
         )
 
     def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> PlacementTarget | None:
-        """Choose among workers of which each takes the request."""
+        """Choose among workers that can all take the request."""
         if not candidates:
             return None
         cached = self._caches.overlaps(submit.block_digests)
         blocks = len(submit.block_digests) // DIGEST_BYTES
         running_most = max(one.load.running_max for one in candidates)
-        # By their names among equals, so that a simulation repeats itself.
+        # Ties go by name, so that a simulation is reproducible.
         best = min(
             candidates,
             key=lambda one: placement_cost(
@@ -167,9 +167,9 @@ class Placement:
         )
 
     def _able(self, submit: SubmitRequest, ledger: RequestTable) -> list[Candidate]:
-        """Workers that hold all of a request: its prompt, and the longest answer to it.
+        """Workers whose context fits the prompt and the longest answer to it.
 
-        Where nobody holds so long an answer, it is cut as the longest of them cuts it.
+        Where no worker fits so long an answer, it is cut to the longest context of them.
         """
         tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
         tokens_max = self._tokens_max()
@@ -184,7 +184,7 @@ class Placement:
                 yield Candidate(peer.process, load, ledger.capacity(peer.process))
 
     def _tokens_max(self) -> int | None:
-        """The longest prompt and answer of a worker that lives; None while some are not known."""
+        """The longest context of all live workers; None while that of some is unknown."""
         beats = [
             peer.heartbeat
             for peer in self._peers.with_role(Role.WORKER)
@@ -193,14 +193,14 @@ class Placement:
         ]
         loads = [beat.worker for beat in beats if beat.worker is not None]
         if len(loads) < len(beats):
-            return None  # one that loads its model may hold more
+            return None  # a worker that is loading its model may have a longer one
         return max((load.context_tokens for load in loads), default=None)
 
     def _detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
         ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]
-        kept = self._detokenizers.get(worker)
-        if kept in ready:
-            return kept
+        current = self._detokenizers.get(worker)
+        if current in ready:
+            return current
         if not ready:
             return None
         workers = {peer.process.instance for peer in self._working(Role.WORKER)}
@@ -227,14 +227,14 @@ def placement_cost(
     running_most: int,
     rules: LeaderConfig,
 ) -> float:
-    """What one more request costs on a worker, in blocks of a prompt.
+    """Cost of one more request on a worker, in prompt blocks.
 
     Args:
-        blocks_lacking: Blocks of its prompt that the worker does not have.
-        account: What is bound to the worker.
-        load: What the worker reports.
+        blocks_lacking: Blocks of its prompt that the worker has not cached.
+        account: The requests bound to the worker.
+        load: The worker's load report.
         running_most: How many requests the largest candidate runs at once.
-        rules: How much what weighs.
+        rules: The weights.
     """
     to_compute = blocks_lacking + account.blocks_pending
     share = account.occupied * running_most / load.running_max
@@ -242,7 +242,7 @@ def placement_cost(
 
 
 def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
-    """What a request takes of a worker that has to compute so many blocks for it."""
+    """Cost of a request on a worker that has to compute `blocks` blocks of its prompt."""
     return RequestCost(
         choices=submit.choices,
         pages=pages_needed(submit.prompt_ids, load.page_tokens),
@@ -251,5 +251,5 @@ def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> Re
 
 
 def stalled(load: WorkerLoad, stall_s: float) -> bool:
-    """Whether work is in flight and no step has ended for too long."""
+    """Whether requests are running and no step has ended for `stall_s`."""
     return any(not held.ended for held in load.running) and load.step_age_s > stall_s

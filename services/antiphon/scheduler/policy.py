@@ -1,7 +1,7 @@
 """The order of waiting requests of one rank, by the schedule policy: pure, the clock passed in.
 
-A worker applies the same policies to what is bound to it. The leader's view of caches is coarser:
-blocks of 64 tokens that some worker is known to hold, or to hold soon.
+A worker applies the same policies to the requests bound to it. The leader's view of caches is
+coarser: 64-token blocks that some worker is known to hold, or to hold soon.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 CACHE_POLICIES = frozenset({Policy.LPM, Policy.DFS_WEIGHT})
-"""Those that order by what the workers' caches hold."""
+"""Policies that order by the contents of the workers' prefix caches."""
 
 CACHE_WAITING_MAX = 128
-"""With more waiting requests the orders by cache give way to arrival, as in SGLang: looking each
-prompt up again and again would cost more than a good order saves."""
+"""With more waiting requests the cache policies fall back to arrival, as in SGLang: repeated
+lookups of each prompt would cost more than a good order saves."""
 
 REFRESH_S = 0.05
-"""How old an order by cache may be. A prompt of 32 Ki tokens takes 512 look-ups."""
+"""How old an order by cache may be. A prompt of 32 Ki tokens takes 512 lookups."""
 
 Key = tuple[tuple[int, int], ...]
 
 STOP = (1, 0)
-"""Comes after every branch."""
+"""Sorts after every branch."""
 
 
 class QueuePolicy:
-    """Orders the leader's queue within one rank; rank and fairness are the queue's own.
+    """Orders the leader's queue within one rank; the queue itself handles rank and fairness.
 
     Args:
         policy: As configured; `priority` is arrival within one rank.
-        overlaps: How many of a prompt's first blocks each worker holds, by its digests.
+        overlaps: Counts the leading blocks of a prompt on each worker, by their digests.
     """
 
     def __init__(self, policy: Policy, overlaps: Callable[[bytes], dict[Process, int]]) -> None:
         self._policy = policy
         self._overlaps = overlaps
-        # A fixed seed: any drawn order is as good, and a simulation repeats itself.
+        # A fixed seed: any random order is as good, and a simulation is reproducible.
         self._random = random.Random(0)  # noqa: S311
         self._order: dict[RequestId, int] = {}
         self._refreshed_at: float | None = None
 
     @property
     def by_cache(self) -> bool:
-        """Whether the order changes with what the caches hold; see `order`."""
+        """Whether the order depends on the caches; see `cache_order`."""
         return self._policy in CACHE_POLICIES
 
     def static_key(self, submit: SubmitRequest) -> float:
-        """Where a request stands among those of its rank: drawn once, the lowest is next."""
+        """A request's fixed sort key within its rank; the lowest is next."""
         match self._policy:
             case Policy.LOF:
                 return -submit.sampling.max_new_tokens
@@ -71,11 +71,11 @@ class QueuePolicy:
     def cache_order(
         self, waiting: Iterable[tuple[RequestId, bytes]], now: float
     ) -> dict[RequestId, int]:
-        """Number waiting requests by the cache, the lowest is next; newer ones are not in it.
+        """Rank waiting requests by the cache, lowest first; newer requests are missing from it.
 
         Args:
             waiting: Requests in order of arrival, with the digests of their prompts' blocks.
-            now: A number holds for `REFRESH_S`, however many requests come meanwhile.
+            now: A result is reused for `REFRESH_S`, however many requests arrive meanwhile.
         """
         if self._refreshed_at is None or now - self._refreshed_at >= REFRESH_S:
             self._refreshed_at = now
@@ -86,7 +86,7 @@ class QueuePolicy:
         return self._order
 
     def _cached(self, digests: bytes) -> list[bytes]:
-        """The first blocks of a prompt that some worker holds."""
+        """The longest prefix of a prompt's blocks that some worker holds."""
         most = max(self._overlaps(digests).values(), default=0)
         return list(split_digests(digests[: most * DIGEST_BYTES]))
 
@@ -98,10 +98,10 @@ def _longest_first(cached: tuple[RequestId, list[bytes]]) -> int:
 def _depth_first(
     waiting: list[tuple[RequestId, list[bytes]]],
 ) -> Callable[[tuple[RequestId, list[bytes]]], Key]:
-    """Order by a depth-first walk through the blocks, the most waited-for branches first.
+    """Order by depth-first traversal of the blocks, the branches with most requests first.
 
-    A digest names a whole prefix, so the digests of a prompt are its path from the root. Those that
-    stop at a block come after those that go on below it, which share more.
+    A digest names a whole prefix, so the digests of a prompt are its path from the root. Prompts
+    that end at a block come after those that continue below it, which share more.
     """
     weights = Counter(digest for _, path in waiting for digest in path)
     first: dict[bytes, int] = {}
@@ -113,7 +113,7 @@ def _depth_first(
         branches: list[tuple[int, int]] = []
         weight = 0
         for digest in cached[1]:
-            if weights[digest] != weight:  # while nothing branches off, a block says nothing new
+            if weights[digest] != weight:  # without a branch, a block adds no information
                 weight = weights[digest]
                 branches.append((-weight, first[digest]))
         return (*branches, STOP)

@@ -1,4 +1,4 @@
-"""The requests that wait for a worker, in order, and how fast they leave."""
+"""The queue of requests that wait for a worker, and the rate at which they leave it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ RETRY_AFTER_MAX_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """One who waits.
+    """A waiting request.
 
     Attributes:
-        place: Rank by priority, standing by the policy, when it came, and its number among those
-            that came then.
-        digests: Of its prompt's blocks.
+        key: Rank by priority, key by the policy, time of arrival, and number among equals.
+        digests: Digests of its prompt's blocks.
     """
 
     request_id: RequestId
@@ -39,16 +38,17 @@ class QueuedRequest:
 
 
 class SchedulerQueue:
-    """By rank, of equals by the policy, and then first come, first served.
+    """Ordered by rank, then by the policy, then first come, first served.
 
-    Whoever was overtaken for too long takes turns with those who outrank it: so low priorities get
-    half of what a cluster can do at least, and high ones never wait for more than one of them.
+    A request that was overtaken for too long alternates with the requests that outrank it: so low
+    priorities get at least half of the cluster, and a high-priority request never waits for more
+    than one of them.
     """
 
     def __init__(self, overtake_s_max: float, policy: QueuePolicy | None = None) -> None:
         self._policy = policy
         self._waiting: dict[RequestId, QueuedRequest] = {}
-        self._order: list[QueuedRequest] = []  # by place
+        self._order: list[QueuedRequest] = []  # by key
         self._overtaken = OvertakeTracker[QueuedRequest](overtake_s_max, self._waits)
         self._overdue: dict[RequestId, None] = {}  # the longest overtaken first
         self._overdue_next = True
@@ -61,17 +61,17 @@ class SchedulerQueue:
 
     @property
     def request_ids(self) -> KeysView[RequestId]:
-        """Who waits, for whoever asks of many: a call for each costs as much as the answer."""
+        """The waiting requests, for lookups in bulk: one call per id would double their cost."""
         return self._waiting.keys()
 
-    def put(self, request_id: RequestId, place: SchedulerQueueKey, digests: bytes = b"") -> None:
-        """Add at its place. The leader checks the bound before: a request may come back here."""
-        waiting = self._waiting[request_id] = QueuedRequest(request_id, place, digests)
-        insort(self._order, waiting, key=_place)
-        self._overtaken.enter(_came(waiting), waiting)
+    def put(self, request_id: RequestId, key: SchedulerQueueKey, digests: bytes = b"") -> None:
+        """Add a request. The leader checks the limit before, since requests may be requeued."""
+        waiting = self._waiting[request_id] = QueuedRequest(request_id, key, digests)
+        insort(self._order, waiting, key=_key)
+        self._overtaken.enter(_arrival(waiting), waiting)
 
     def in_order(self, now: float) -> Iterator[RequestId]:
-        """Who is next, and who is after that if nobody moves. Good until somebody does."""
+        """Iterate over the requests in the order they would leave; invalidated by any change."""
         self._overdue.update((one.request_id, None) for one in self._overtaken.pop_overdue(now))
         first = next(iter(self._overdue), None) if self._overdue_next else None
         if first is not None:
@@ -79,35 +79,35 @@ class SchedulerQueue:
         yield from (one.request_id for one in self._ordered(now) if one.request_id != first)
 
     def highest(self) -> RequestId | None:
-        """Who is first by its place, whoever has the turn."""
+        """The first request by key, regardless of overdue ones."""
         return self._order[0].request_id if self._order else None
 
     def start(self, request_id: RequestId, now: float) -> None:
-        """Take out one who has got a worker: it overtakes those who came before it."""
+        """Remove a request that was bound: it overtakes those that arrived before it."""
         waiting = self._waiting[request_id]
         self._overdue_next = request_id not in self._overdue
         self.remove(request_id)
-        self._overtaken.overtake(_came(waiting), now)
+        self._overtaken.overtake(_arrival(waiting), now)
 
     def remove(self, request_id: RequestId) -> None:
-        """Take out, wherever it stands. Unknown ids are fine."""
+        """Remove a request. Unknown ids are ignored."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            del self._order[bisect_left(self._order, waiting.key, key=_place)]
+            del self._order[bisect_left(self._order, waiting.key, key=_key)]
             self._overdue.pop(request_id, None)
 
     def position(self, request_id: RequestId) -> int:
-        """Count who is before it by their places; 0 also for one that does not wait."""
+        """Count the requests before it by key; 0 also for one that does not wait."""
         waiting = self._waiting.get(request_id)
-        return 0 if waiting is None else bisect_left(self._order, waiting.key, key=_place)
+        return 0 if waiting is None else bisect_left(self._order, waiting.key, key=_key)
 
     def _ordered(self, now: float) -> list[QueuedRequest]:
-        """The requests by their places; within a rank by the cache, if the policy says so."""
+        """The requests by key; within a rank by the cache, for a cache policy."""
         policy = self._policy
         if policy is None or not policy.by_cache or len(self._order) > CACHE_WAITING_MAX:
             return self._order
         numbers = policy.cache_order(((one.request_id, one.digests) for one in self._order), now)
-        # Those that came since the caches were looked at go last, in order of arrival.
+        # Requests that arrived since the last lookup go last, in order of arrival.
         last = len(numbers)
         return sorted(self._order, key=lambda one: (one.key[0], numbers.get(one.request_id, last)))
 
@@ -115,31 +115,31 @@ class SchedulerQueue:
         return self._waiting.get(waiting.request_id) is waiting
 
 
-def _place(waiting: QueuedRequest) -> SchedulerQueueKey:
+def _key(waiting: QueuedRequest) -> SchedulerQueueKey:
     return waiting.key
 
 
-def _came(waiting: QueuedRequest) -> float:
+def _arrival(waiting: QueuedRequest) -> float:
     return waiting.key[2]
 
 
 class DrainRate:
-    """How fast requests leave the queue, from the times of the last ones."""
+    """Rate at which requests leave the queue, from the times of the last ones."""
 
     def __init__(self) -> None:
         self._left: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, now: float) -> None:
-        """One request has got its worker."""
+        """Record that one request was bound."""
         self._left.append(now)
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Estimate when a place is free that so many others do not take first.
+        """Estimate when the queue has drained `waiting` requests.
 
-        With nothing measured yet it is the least.
+        Returns the minimum while nothing is measured.
         """
         if not self._left or waiting == 0:
             return RETRY_AFTER_MIN_S
-        # Counted until now, not until the last one left: a queue that stands still gets slower.
+        # Measured until now, not until the last exit: a stalled queue gets slower.
         each_s = (now - self._left[0]) / len(self._left)
         return min(max(waiting * each_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

@@ -1,16 +1,16 @@
-"""Makes one view out of three: what the leader believes, workers hold, and owners have open.
+"""Reconciles three views: the leader's bindings, the workers' reports and the open lists.
 
-| it is                                | then                                                    |
-|--------------------------------------|---------------------------------------------------------|
-| open, unknown, running               | adopted                                                 |
-| open, unknown, not running           | its owner is asked for it; lost if text of it was shown |
-| running, not open                    | aborted after a grace                                   |
-| accepted, not open                   | dropped after a grace                                   |
-| bound, not running                   | admitted again, as the same attempt                     |
-| bound, given back                    | placed anew, as another attempt                         |
-| bound, its worker refuses commands   | placed anew, as another attempt                         |
-| running twice                        | the attempt that the owner follows stays, else the last |
-| ended by its owner                   | forgotten, and aborted where it still runs              |
+| a request that is                  | is then                                                     |
+|------------------------------------|-------------------------------------------------------------|
+| open, unknown, running             | adopted                                                     |
+| open, unknown, not running         | requested from its gateway; lost if text of it was shown    |
+| running, not open                  | aborted after a grace period                                |
+| accepted, not open                 | dropped after a grace period                                |
+| bound, not running                 | admitted again, as the same attempt                         |
+| bound, requeued by its worker      | placed again, as another attempt                            |
+| bound, its worker refuses commands | placed again, as another attempt                            |
+| running twice                      | kept as the attempt that its gateway shows, else the latest |
+| ended by its gateway               | forgotten, and aborted where it still runs                  |
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class Reconciliation:
-    """Acts on a tenure as the others speak. Before it is settled, nothing is aborted."""
+    """Updates a leader term from reports and lists. Aborts nothing before the term is ready."""
 
     def __init__(
         self,
-        tenure: LeaderTerm,
+        leader_term: LeaderTerm,
         *,
         rules: LeaderConfig,
         clock: Clock,
@@ -55,20 +55,21 @@ class Reconciliation:
         holdings: WorkerAssignments,
         lists: OpenLists,
     ) -> None:
-        self._leader_term = tenure
-        self._ledger = tenure.ledger
+        self._leader_term = leader_term
+        self._ledger = leader_term.ledger
         self._rules = rules
         self._clock = clock
         self._peers = peers
         self._assignments = holdings
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
-        self._unlisted: dict[Process, dict[RequestId, int]] = {}  # whole lists in a row without it
-        self._dead_detokenizers: dict[InstanceId, float] = {}  # dead detokenizers, and since when
+        # Consecutive full lists without the request.
+        self._unlisted: dict[Process, dict[RequestId, int]] = {}
+        self._dead_detokenizers: dict[InstanceId, float] = {}  # and the time of death
         self._resent_at = clock.now()
 
     def on_worker_report(self, peer: Peer) -> None:
-        """Compare what a worker holds with what it should."""
+        """Compare what a worker holds with what is bound to it."""
         worker, load = peer.process, peer.heartbeat.worker
         assert load is not None, "a worker's heartbeat has its load"
         held, ended = self._assignments.of(worker), self._assignments.ended(worker)
@@ -92,7 +93,7 @@ class Reconciliation:
         self._leader_term.bind_waiting()
 
     def on_open_list(self, change: OpenList) -> None:
-        """Compare what a gateway has open with what was accepted from it."""
+        """Compare a gateway's open requests with those accepted from it."""
         for request_id in change.closed:
             self._close(request_id, change.owner)
         if change.whole:
@@ -103,35 +104,35 @@ class Reconciliation:
         self._leader_term.bind_waiting()
 
     def on_worker_died(self, worker: Process) -> None:
-        """Begin again, or give up, what it ran."""
+        """Restart or fail the requests that it ran."""
         self._unowned_since.pop(worker, None)
         self._leader_term.on_worker_died(worker)
 
     def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
-        """Note since when it cannot speak. It may return in time: workers send it all again."""
+        """Record the time of death. It may return in time: workers send everything again."""
         self._dead_detokenizers.setdefault(detokenizer, self._clock.now())
 
     def on_detokenizer_heartbeat(self, detokenizer: InstanceId) -> None:
-        """It, or its next life, is there."""
+        """Record that it, or its next incarnation, is alive."""
         self._dead_detokenizers.pop(detokenizer, None)
 
     def tick(self) -> None:
-        """Do what time alone brings: deadlines, and waiting that has lasted too long.
+        """Do the time-dependent work: deadlines, and waits that have lasted too long.
 
-        Who waits is not looked at: 2,000 of them lie all over memory, and ten times a second that
-        took 3 % of a core.
+        Waiting requests are not visited here: 2,000 of them are scattered over memory, and ten
+        times a second that took 3 % of a core.
         """
         now, unix_ms = self._clock.now(), self._clock.unix_ms()
         beat = now - self._resent_at >= self._rules.beat_s
         self._end_due(unix_ms)
         self._end_orphans(now)
-        if self._leader_term.ready:  # before, what seems to wait may run
+        if self._leader_term.ready:  # before that, a request that seems to wait may be running
             self._end_waits(now, beat=beat)
         self._leader_term.tombstones.expire(unix_ms)
         self._drop_failed(
-            lambda lost: (
-                unix_ms >= lost.deadline_unix_ms + FREE_AFTER_MS
-                or not self._peers.is_alive(lost.owner)
+            lambda failed: (
+                unix_ms >= failed.deadline_unix_ms + FREE_AFTER_MS
+                or not self._peers.is_alive(failed.owner)
             )
         )
         if beat:
@@ -147,13 +148,13 @@ class Reconciliation:
                 self._leader_term.drop(entry)
 
     def _end_orphans(self, now: float) -> None:
-        """End what belongs to owners that do not live."""
+        """Drop the requests of dead gateways."""
         for owner in self._ledger.owners():
             if self._peers.is_alive(owner):
                 continue
             self._unlisted.pop(owner, None)
             for entry in list(self._ledger.owned(owner).values()):
-                # A submit may come before the first heartbeat of its gateway, and after the last.
+                # A submit may arrive before its gateway's first heartbeat, and after the last.
                 if now - entry.since >= self._rules.beats(GRACE_BEATS):
                     self._leader_term.drop(entry)
 
@@ -163,7 +164,8 @@ class Reconciliation:
             for entry in self._ledger.entries():
                 if entry.request_id in waiting:
                     self._check_wait(entry, now)
-        if len(self._ledger) > len(waiting) + len(bound):  # some are followed and run nowhere
+        # More entries than waiting and bound ones: some are followed and run nowhere.
+        if len(self._ledger) > len(waiting) + len(bound):
             bound = [each for each in self._ledger.entries() if each.request_id not in waiting]
         for entry in bound:
             self._check_age(entry)
@@ -171,7 +173,7 @@ class Reconciliation:
     def _reconcile_held(
         self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
     ) -> None:
-        """Find out whether a worker should hold what it holds."""
+        """Adopt, keep or abort an attempt that a worker holds."""
         entry = self._ledger.find(request_id)
         if request_id in self._leader_term.tombstones or request_id in self._leader_term.failed:
             self._abort(request_id, held)
@@ -183,14 +185,14 @@ class Reconciliation:
             else:
                 self._abort(request_id, held)
         elif held.worker == entry.binding.worker:
-            pass  # an attempt that the worker is about to replace, or the right one
+            pass  # the bound attempt, or one that the worker is about to replace
         elif held.attempt == entry.followed:
             self._leader_term.adopt(entry, held)
         elif held.attempt < entry.binding.attempt:
             self._abort(request_id, held)
 
     def _requeue_returned(self, line: RunningRequest, worker: Process) -> None:
-        """A worker gives a request back, and says so until it is told to forget the attempt."""
+        """Place a requeued request again. Its worker reports it until the attempt is aborted."""
         entry = self._ledger.find(line.request_id)
         binding = None if entry is None else entry.binding
         ended = (
@@ -198,16 +200,16 @@ class Reconciliation:
             or line.request_id in self._leader_term.failed
         )
         if entry is None and not ended:
-            return  # of a leader before us: its owner submits it again, or lists it no more
+            return  # of an earlier leader: its gateway submits it again or no longer lists it
         if entry is None or binding is None or binding.attempt != line.attempt:
             self._abort(line.request_id, HeldAttempt(line.attempt, worker))
         elif entry.restartable and self._leader_term.ready:
             self._leader_term.requeue(entry, worker)
 
     def _requeue_refused(self, worker: Process, held: Mapping[RequestId, Attempt]) -> None:
-        """A worker does not obey our commands: others run what it lacks, and it gets nothing new.
+        """Move requests off a worker that refuses the leader's commands; it gets no new ones.
 
-        It says so for some seconds; afterwards it is tried again.
+        The worker reports the refusal for some seconds; afterwards it is tried again.
         """
         if self._leader_term.ready:
             for entry in self._ledger.bound_to(worker):
@@ -228,13 +230,13 @@ class Reconciliation:
             self._abort(request_id, held)
 
     def _miss(self, entry: RequestEntry, peer: Peer) -> None:
-        """A worker lacks what is bound to it: the admit was lost or refused, or it has ended."""
+        """Handle a bound request that its worker lacks: the admit was lost, or it ended."""
         binding = entry.binding
         assert binding is not None
         if self._clock.now() - binding.admitted_at < self._rules.beats(GRACE_BEATS):
             return
         if not entry.restartable:
-            return  # it has run, so it ended; its age decides
+            return  # it has run, so it ended; `_check_age` decides
         if binding.detokenizer is None or peer.heartbeat.state is not ProcessState.READY:
             self._leader_term.restart(entry)
         else:
@@ -246,13 +248,13 @@ class Reconciliation:
             self._leader_term.expire(entry)
 
     def _check_age(self, entry: RequestEntry) -> None:
-        """End the patience with what nobody runs, or what nobody puts into words."""
+        """Fail an attempt that no worker runs or no detokenizer decodes for too long."""
         now = self._clock.now()
         detokenizer = entry.binding.detokenizer if entry.binding else None
         silent_since = self._dead_detokenizers.get(detokenizer, now) if detokenizer else now
         give_up_s = self._rules.beats(ATTEMPT_TIMEOUT_BEATS)
-        # Of another leader's, or of an owner that was dead for a while: whoever lives and runs it
-        # says so within the silence that a process may keep.
+        # Of another leader's, or of a gateway that was dead for a while: a live worker that runs it
+        # reports it before its missed heartbeats would make it dead.
         unheld_s = self._rules.beats(self._rules.dead_beats + 1)
         if now - entry.seen_at >= (give_up_s if entry.binding else unheld_s):
             self._leader_term.fail_attempt(entry, WorkerLost("no worker runs the request any more"))
@@ -262,9 +264,9 @@ class Reconciliation:
             )
 
     def _compare(self, change: OpenList) -> None:
-        """Hold a whole list against what is kept of its owner.
+        """Compare a full list with the known requests of its gateway.
 
-        What is known and waits, 2,000 perhaps, is met by the set operations alone.
+        Known waiting requests, perhaps 2,000, are covered by the set operations alone.
         """
         listed = {line.request_id for line in change.opened}
         unknown = listed - self._ledger.owned(change.owner).keys()
@@ -275,12 +277,12 @@ class Reconciliation:
             if not self._line(change.owner, line)
         ]
         self._drop_unlisted(change.owner, listed)
-        # Whoever has only just begun to lead is sent everything anyway.
+        # A new leader is sent everything anyway.
         if lacking and self._leader_term.ready:
             self._leader_term.request_resubmission(change.owner, lacking)
 
     def _line(self, owner: Process, line: OpenRequest) -> bool:
-        """Take in one line of an open list. False where only a submit can tell what it is."""
+        """Apply one entry of an open list. Returns False if the request must be submitted again."""
         entry = self._ledger.find(line.request_id)
         if entry is None:
             return self._open_unknown(owner, line)
@@ -291,9 +293,9 @@ class Reconciliation:
         return True
 
     def _open_unknown(self, owner: Process, line: OpenRequest) -> bool:
-        """Keep a request of an earlier leader's that runs, or that can only end as lost.
+        """Add a request of an earlier leader that runs, or that can only end as lost.
 
-        False for one that does neither.
+        Returns False for any other request.
         """
         if (
             line.request_id in self._leader_term.tombstones
@@ -320,28 +322,28 @@ class Reconciliation:
         return True
 
     def _close(self, request_id: RequestId, owner: Process) -> None:
-        """The owner has ended a request. Its submit may still be under way."""
+        """Forget a request that its gateway has ended. Its submit may still be in transit."""
         entry = self._ledger.find(request_id)
         if entry is not None and entry.owner == owner:
             self._leader_term.forget(entry)
-        self._drop_failed(lambda lost: (lost.owner, lost.request_id) == (owner, request_id))
+        self._drop_failed(lambda failed: (failed.owner, failed.request_id) == (owner, request_id))
         until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)
         self._leader_term.tombstones.add(request_id, owner, until)
 
     def _drop_unlisted(self, owner: Process, listed: set[RequestId]) -> None:
         owned, before = self._ledger.owned(owner), self._unlisted.pop(owner, {})
-        # In order of their ids, so that a simulation repeats itself.
+        # In order of their ids, so that a simulation is reproducible.
         if unlisted := sorted(owned.keys() - listed):
             self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
         for name, lists in self._unlisted.get(owner, {}).items():
             if lists >= GRACE_BEATS:
                 self._leader_term.drop(owned[name])
-        self._drop_failed(lambda lost: lost.owner == owner and lost.request_id not in listed)
+        self._drop_failed(lambda failed: failed.owner == owner and failed.request_id not in listed)
 
     def _drop_failed(self, ended: Callable[[FailedRequest], bool]) -> None:
-        for lost in list(self._leader_term.failed.values()):
-            if ended(lost):
-                del self._leader_term.failed[lost.request_id]
+        for failed in list(self._leader_term.failed.values()):
+            if ended(failed):
+                del self._leader_term.failed[failed.request_id]
 
     def _abort(self, request_id: RequestId, held: HeldAttempt) -> None:
         if self._leader_term.ready:

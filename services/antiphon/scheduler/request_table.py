@@ -1,4 +1,4 @@
-"""Everything a leader has accepted and not seen end: who owns it, and where it runs."""
+"""The requests that a leader has accepted and that have not ended: their gateway and binding."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 STALE_LEAST = 64
-"""Deadlines of requests that have gone which are not worth a sweep."""
+"""Number of stale heap entries that is not worth a sweep."""
 
 
 @dataclass(slots=True)
 class Binding:
-    """A request's worker and detokenizer. The detokenizer of another leader's is not known.
+    """A request's worker and detokenizer; the latter is unknown if another leader chose it.
 
     Attributes:
-        steps: The detokenizer reads `TokenStep`.
+        steps: Whether the detokenizer reads `TokenStep`.
     """
 
     attempt: Attempt
@@ -43,17 +43,17 @@ class RequestEntry:
     """One request.
 
     Attributes:
-        deadline_unix_ms: By our clock; that of `submit` is by its owner's.
-        came_at: When its owner sent it first, by our clock: to whoever led then.
-        queued_at: Since when it waits to be started.
-        submit: What to admit; none for a request found at a worker and never submitted here.
-        followed: The attempt whose text its owner follows, by its open list.
-        seen_at: When it last was bound, or seen to go on at its worker.
-        disputed_at: Since when the owner follows another attempt than the bound one.
-        number: In the order in which they were added.
-        losses: Attempts of it that have failed.
-        returned_by: Workers that gave it back.
-        standing: By the schedule policy, once it has waited.
+        deadline_unix_ms: By the local clock; the one in `submit` is by the gateway's clock.
+        came_at: When its gateway first sent it, to any leader, by the local clock.
+        queued_at: Since when it waits for its start.
+        submit: What to admit; None for a request found at a worker and never submitted here.
+        followed: The attempt whose text its gateway follows, by its open list.
+        seen_at: When it was last bound, or last reported as running by its worker.
+        disputed_at: Since when the gateway follows another attempt than the bound one.
+        number: Sequence number in the table.
+        failed_attempts: Number of its attempts that have failed.
+        requeued_by: Workers that requeued it.
+        policy_key: Its sort key by the schedule policy, once it has waited.
     """
 
     request_id: RequestId
@@ -74,7 +74,7 @@ class RequestEntry:
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
-        """Make that of a request that has just come from its owner, due then by our clock."""
+        """Build the entry of a new submit, due at `due_ms` by the local clock."""
         came_at = now - submit.waited_ms / 1000
         return cls(
             submit.request_id,
@@ -90,11 +90,11 @@ class RequestEntry:
 
     @property
     def restartable(self) -> bool:
-        """Whether it may begin again: nobody has seen a word of it, and we know what it is."""
+        """Whether it may restart: none of its text was shown, and its submit is known."""
         return self.submit is not None and self.followed is None
 
     def wait(self, now: float) -> None:
-        """Begin all patience with it anew."""
+        """Restart all its timeouts."""
         self.seen_at = now
         self.disputed_at = None
         if self.binding is not None:
@@ -102,14 +102,14 @@ class RequestEntry:
 
 
 class RequestTable:
-    """The entries by request, and the accounts by worker."""
+    """Entries by request, and capacity by worker."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestId, RequestEntry] = {}
         self._owned: dict[Process, dict[RequestId, RequestEntry]] = {}
         self._accounts: defaultdict[Process, WorkerCapacity] = defaultdict(WorkerCapacity)
         self._numbers = itertools.count(1)
-        self._due: list[tuple[int, int, RequestId]] = []  # a heap, with stale ones
+        self._due: list[tuple[int, int, RequestId]] = []  # a heap, stale entries included
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,7 +119,7 @@ class RequestTable:
         return self._entries.get(request_id)
 
     def add(self, entry: RequestEntry) -> None:
-        """Begin to keep a request."""
+        """Add a new request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
         self._owned.setdefault(entry.owner, {})[entry.request_id] = entry
@@ -130,7 +130,7 @@ class RequestTable:
             heapify(self._due)
 
     def take_due(self, unix_ms: int) -> list[RequestEntry]:
-        """Return whose deadline has come: each once then, and once when it is freed anyway."""
+        """Return entries past their deadline: each once then, and once when it must be freed."""
         found: list[RequestEntry] = []
         while self._due and self._due[0][0] <= unix_ms:
             due = heappop(self._due)
@@ -143,7 +143,7 @@ class RequestTable:
         return found
 
     def remove(self, entry: RequestEntry) -> None:
-        """Keep a request no more."""
+        """Remove a request and its binding."""
         self.unbind(entry)
         del self._entries[entry.request_id]
         owned = self._owned[entry.owner]
@@ -154,9 +154,9 @@ class RequestTable:
     def bind(
         self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None
     ) -> None:
-        """Note where a request runs, in place of where it ran.
+        """Record a request's binding, in place of an earlier one.
 
-        Without a charge it runs there already, and its worker's report counts its pages.
+        Without a charge it runs there already, and its worker's report includes its pages.
         """
         self.unbind(entry)
         entry.binding = binding
@@ -165,35 +165,35 @@ class RequestTable:
         self._accounts[binding.worker].bind(entry.request_id, charge or running)
 
     def unbind(self, entry: RequestEntry) -> None:
-        """Note that a request runs nowhere."""
+        """Remove a request's binding, if any."""
         if entry.binding is not None:
             self._accounts[entry.binding.worker].unbind(entry.request_id)
             entry.binding = None
 
     def entries(self) -> list[RequestEntry]:
-        """Return all of them, oldest first."""
+        """Return all entries, oldest first."""
         return list(self._entries.values())
 
     def bound(self) -> list[RequestEntry]:
-        """Return those that are bound to a worker."""
+        """Return the entries that are bound to a worker."""
         accounts = self._accounts.values()
         return [self._entries[name] for account in accounts for name in account.costs]
 
     def owners(self) -> list[Process]:
-        """Return the gateways that own any."""
+        """Return the gateways that own any entries."""
         return list(self._owned)
 
     def owned(self, owner: Process) -> Mapping[RequestId, RequestEntry]:
-        """Return one gateway's: good until one more is kept, or one less."""
+        """Return one gateway's entries: a live view, valid until one is added or removed."""
         return self._owned.get(owner, {})
 
     def bound_to(self, worker: Process) -> list[RequestEntry]:
-        """Return one worker's, in order of their ids, so that a simulation repeats itself."""
+        """Return one worker's entries by request id, so that a simulation is reproducible."""
         account = self._accounts.get(worker)
         return [self._entries[name] for name in sorted(account.costs)] if account else []
 
     def preempted(self, worker: Process, rank: int, precedence: PriorityPolicy) -> set[RequestId]:
-        """Return who gives way, on one worker, to a request of this rank."""
+        """Return the requests on a worker that one of this rank preempts."""
         account = self._accounts.get(worker)
         submits = (self._entries[name].submit for name in account.costs) if account else ()
         return {
@@ -203,16 +203,16 @@ class RequestTable:
         }
 
     def capacity(self, worker: Process) -> WorkerCapacity:
-        """Return what a worker has got."""
+        """Return the capacity account of a worker."""
         return self._accounts[worker]
 
     def close(self, worker: Process) -> None:
-        """Drop the account of a dead worker. Nothing is bound to it any more."""
+        """Drop the account of a dead worker. Nothing may be bound to it any more."""
         account = self._accounts.pop(worker, None)
         assert account is None or not account.costs
 
     def _due_entry(self, due: tuple[int, int, RequestId]) -> RequestEntry | None:
-        """Whose time it is; None for one that is no longer kept."""
+        """The entry of a deadline; None if it is stale."""
         _, number, request_id = due
         entry = self._entries.get(request_id)
         return entry if entry is not None and entry.number == number else None

@@ -1,4 +1,4 @@
-"""Wires the leader's machine to the bus."""
+"""Connects the scheduler's state machine to the bus."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TICKS_A_BEAT = 5
 
 
 class SchedulerService:
-    """Follows open lists and peers always; takes submits and cancels while it leads."""
+    """Follows open lists and peers always; accepts submits and cancels while it leads."""
 
     role = Role.SCHEDULER
 
@@ -78,7 +78,7 @@ class SchedulerService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Stand by, and lead when nobody does."""
+        """Stand by, and lead when no other scheduler does."""
         self._runtime = runtime
         self._metrics = SchedulerMetrics(runtime.metrics)
         self._core = SchedulerCore(
@@ -91,11 +91,11 @@ class SchedulerService:
         runtime.metrics.before_collect(self._measure)
         runtime.peers.watch(self._note_peer)
         runtime.group.create_task(self._tick(), name="tick")
-        runtime.group.create_task(self._publish_actions(), name="speak")
+        runtime.group.create_task(self._publish_actions(), name="publish actions")
         yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Open lists and KV events; the calls are listened to by whoever leads."""
+        """Open lists and KV events; submits and cancels are subscribed to only by the leader."""
         here = {"model": self._model}
         return (
             StreamEndpoint(route=OPEN, apply=self._on_open, address=here),
@@ -107,14 +107,14 @@ class SchedulerService:
         return self._model
 
     def report(self) -> Report:
-        """How much is in flight, and the term if we lead."""
+        """The number of open requests, and the term while this process leads."""
         term = self._core.term
         return Report(
             load=self._core.open_requests, leads=term if term == self._announced_term else None
         )
 
     async def drain(self) -> None:
-        """Bind what still waits, unless a standby can do it; then lead no more."""
+        """Bind the waiting requests, unless a standby can do it; then stop leading."""
         if not self._runtime.peers.accepting_work(Role.SCHEDULER):
             while self._core.waiting:
                 self._emptied.clear()
@@ -153,26 +153,26 @@ class SchedulerService:
 
     def _request_replays(self) -> None:
         if self._runtime.bus.link.up:
-            for worker, ask in self._core.caches.due_replays(self._runtime.clock.now()):
-                replay = isolated(self._replay, worker, ask)
+            for worker, request in self._core.caches.due_replays(self._runtime.clock.now()):
+                replay = isolated(self._replay, worker, request)
                 self._runtime.group.create_task(replay, name="replay")
 
-    async def _replay(self, worker: Process, ask: ReplayKv) -> None:
-        """Ask a worker for the events that are missing, until none is."""
+    async def _replay(self, worker: Process, request: ReplayKv) -> None:
+        """Request missing events from a worker, until none is missing."""
         call = self._runtime.bus.call(
-            KV_REPLAY, ask, timeout_s=REPLAY_RETRY_S, worker=worker.instance
+            KV_REPLAY, request, timeout_s=REPLAY_RETRY_S, worker=worker.instance
         )
         try:
             reply = await call
         except EngineError as error:
-            # Asked again a second later, while the worker lives.
+            # Requested again a second later, while the worker is alive.
             log.debug("no KV events", extra={"worker": worker.instance, "code": error.code})
             return
         self._core.caches.apply_replay(worker, reply)
         self._request_replays()
 
     def _note_peer(self, _: PeerChange, __: Peer) -> None:
-        # The leader watches too, and has seen it before us.
+        # The core watches peers, too, and has handled the change before.
         self._news.set()
 
     async def _tick(self) -> None:
@@ -188,7 +188,7 @@ class SchedulerService:
             await asyncio.sleep(pause_s)
 
     async def _publish_actions(self) -> None:
-        """Publish what the leader wants said: from one task, so that commands stay in order."""
+        """Publish the leader's messages, from one task so that commands stay in order."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -202,12 +202,12 @@ class SchedulerService:
                 self._emptied.set()
 
     def _start_over(self, error: Exception) -> None:
-        """Give up the term after a failure. One that goes on while none leads is logged once."""
+        """Give up the term after a failure. Repeated failures without a term are logged once."""
         pause_s = self._core.start_over()
         if pause_s is not None:
             self._metrics.failed.inc()
             log.error("leading failed", exc_info=error, extra={"pause_s": round(pause_s, 3)})
-            self._news.set()  # peers learn at once that the place is free
+            self._news.set()  # peers learn at once that there is no leader
 
     def _act(self, action: Action) -> None:
         try:
@@ -224,15 +224,15 @@ class SchedulerService:
                 case RequestRequeued(request_id, worker):
                     self._metrics.returned.labels(worker.instance).inc()
                     fields = {"request_id": request_id, "worker": worker.instance}
-                    log.info("request given back", extra=fields)
+                    log.info("request requeued", extra=fields)
                 case RequestRemoved(request_id):
                     self._end_span(request_id)
         except BusDown:
-            return  # whatever it was, it is said again from state
+            return  # the message is sent again from state
         except RequestTooLarge:
             log.exception("message too large", extra={"action": type(action).__name__})
         except Exception:
-            # The actions after it are of other requests, or of other receivers.
+            # The actions after it are of other requests or for other receivers.
             log.exception("action failed", extra={"action": type(action).__name__})
 
     def _note_bound(self, bound: RequestBound) -> None:
@@ -258,7 +258,7 @@ class SchedulerService:
             waits.end(error)
 
     async def _update_subscriptions(self) -> None:
-        """Listen to the calls if we lead, and only then; whoever hears that we lead may call."""
+        """Subscribe to calls while leading, and announce the term only after that."""
         term = self._core.term
         if term is None:
             await self._unsubscribe()
@@ -270,16 +270,16 @@ class SchedulerService:
 
     async def _subscribe(self) -> bool:
         try:
-            for door in self._answers()[len(self._subscriptions) :]:
-                self._subscriptions.append(await self._runtime.listen(door))
+            for endpoint in self._leader_endpoints()[len(self._subscriptions) :]:
+                self._subscriptions.append(await self._runtime.listen(endpoint))
         except BusDown:
             return False  # tried again at the next tick
         except Unavailable:
-            self._core.resign()  # we are draining: another shall lead
+            self._core.resign()  # this process is draining: another one must lead
             return False
         return True
 
-    def _answers(self) -> Sequence[Endpoint]:
+    def _leader_endpoints(self) -> Sequence[Endpoint]:
         address = {"model": self._model}
         return (
             RequestEndpoint(route=SUBMIT, handler=self._submit, address=address),
@@ -289,9 +289,9 @@ class SchedulerService:
         )
 
     async def _unsubscribe(self) -> None:
-        doors, self._subscriptions = self._subscriptions, []
-        for door in doors:
-            await door.drain()
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
+            await subscription.drain()
         for request_id in list(self._spans):
             self._end_span(request_id)
 

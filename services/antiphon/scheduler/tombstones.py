@@ -1,4 +1,4 @@
-"""Ids that must not run again: cancelled, or ended by their owner."""
+"""Ids of requests that must not run again: cancelled, or ended by their gateway."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import RequestId
 
 TOMBSTONES_MAX = 65_536
-"""Most ids kept; beyond it the one that expires first goes."""
+"""Maximum number of ids; beyond it the one that expires first is dropped."""
 
 
 class SchedulerTombstones:
-    """Dead ids, each until a wall-clock time."""
+    """Ended ids, each until a wall-clock time."""
 
     def __init__(self) -> None:
         self._dead: dict[RequestId, tuple[Process, int]] = {}
@@ -27,7 +27,7 @@ class SchedulerTombstones:
         return len(self._dead)
 
     def add(self, request_id: RequestId, owner: Process, until_unix_ms: int) -> None:
-        """Keep an id dead for at least so long."""
+        """Add an id, or extend its time."""
         _, until = self._dead.get(request_id, (owner, 0))
         if until_unix_ms <= until:
             return
@@ -37,17 +37,17 @@ class SchedulerTombstones:
             self._pop()
 
     def was_ended_by(self, request_id: RequestId, owner: Process) -> bool:
-        """Whether this owner's request of this id is dead. Another's clash of ids is not."""
+        """Whether the id is of an ended request of this owner; another owner may reuse it."""
         dead = self._dead.get(request_id)
         return dead is not None and dead[0] == owner
 
     def expire(self, unix_ms: int) -> None:
-        """Forget what nobody can send any more."""
+        """Drop ids whose late submits can no longer arrive."""
         while self._expiry and self._expiry[0][0] <= unix_ms:
             self._pop()
 
     def _pop(self) -> None:
         until, request_id = heapq.heappop(self._expiry)
-        # A later burial of the same id has an expiry of its own.
+        # A later addition of the same id has an expiry of its own.
         if self._dead.get(request_id, (None, until))[1] == until:
             self._dead.pop(request_id, None)

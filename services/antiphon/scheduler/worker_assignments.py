@@ -1,4 +1,4 @@
-"""Which worker holds which attempt, by the workers' own heartbeats."""
+"""Attempts by worker, from the workers' heartbeats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HeldAttempt:
 
 
 class WorkerAssignments:
-    """What each live worker held when it last spoke. Leader and standbys keep it alike."""
+    """The attempts in each live worker's last report; followed by leader and standbys alike."""
 
     def __init__(self) -> None:
         self._held: dict[Process, Mapping[RequestId, Attempt]] = {}
@@ -31,13 +31,13 @@ class WorkerAssignments:
         self._beats: dict[Process, Heartbeat] = {}
 
     def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> bool:
-        """Take in a worker's heartbeat. False for one that was taken before."""
+        """Apply a worker's heartbeat. Returns False for one that was applied before."""
         worker = beat.process
         if self._beats.get(worker) is beat:
             return False
         self._beats[worker] = beat
         self._reported_at[worker] = now
-        # What it gives back it does not hold: nobody is to be told that it runs there.
+        # A requeued request is not held: it must not count as running there.
         self._held[worker] = {
             held.request_id: held.attempt for held in load.running if not held.returned
         }
@@ -45,15 +45,15 @@ class WorkerAssignments:
         return True
 
     def of(self, worker: Process) -> Mapping[RequestId, Attempt]:
-        """Return what one worker holds."""
+        """Return the attempts that a worker holds."""
         return self._held.get(worker, {})
 
     def ended(self, worker: Process) -> set[RequestId]:
-        """Return what of it has said its last token, and waits for its owner to have read it."""
+        """Return those that have sent their last token and wait for the gateway to read it."""
         return self._ended.get(worker, set())
 
     def find(self, request_id: RequestId, attempt: Attempt | None = None) -> HeldAttempt | None:
-        """Return who holds a request: this attempt of it, or else the highest one."""
+        """Return where a request is held: the given attempt of it, or by default the highest."""
         found = [
             HeldAttempt(held[request_id], worker)
             for worker, held in self._held.items()
@@ -62,11 +62,11 @@ class WorkerAssignments:
         return max(found, key=lambda holding: holding.attempt, default=None)
 
     def reported_since(self, worker: Process, since: float) -> bool:
-        """Whether a worker has reported since then."""
+        """Whether a worker has reported after `since`."""
         return self._reported_at.get(worker, since) > since
 
     def forget(self, worker: Process) -> None:
-        """The worker is dead, and so is what it held."""
+        """Drop the state of a dead worker."""
         self._held.pop(worker, None)
         self._ended.pop(worker, None)
         self._reported_at.pop(worker, None)

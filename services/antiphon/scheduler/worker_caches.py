@@ -1,7 +1,7 @@
-"""What the prefix caches of the workers hold, by their events: a pure state machine.
+"""The contents of the workers' prefix caches, from their KV events: a pure state machine.
 
-Leader and standbys follow alike, so that a new leader knows at once where prompts are cheap. All of
-it is a hint: whatever is wrong here costs a prompt computed twice, and the next replay mends it.
+Leader and standbys follow alike, so that a new leader knows the caches at once. All of it is a
+hint: a wrong entry costs a prompt computed twice, and the next replay repairs it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from antiphon.wire.kv_events import KvEvent
 
 FULL_REPLAY = -1
-"""After this event of a worker no log reaches back: the reply is a snapshot."""
+"""`after` of a replay that no log reaches back to: the reply is a snapshot."""
 REPLAY_RETRY_S = 1.0
-"""When a replay that was not answered is asked for again."""
+"""How long until an unanswered replay is requested again."""
 FULL_REPLAY_RETRY_S = 30.0
-"""How long a worker is not asked for all of its blocks again after some were evicted here."""
+"""Minimum time between two full replays of a worker whose blocks were evicted here."""
 ROOM_SHARE = 8
-"""One in so many blocks must stay free beside a worker's, or the next events would evict again."""
+"""One in so many blocks must stay free after a full replay; else the next events evict again."""
 EXPECT_S = 5.0
-"""How long a worker is expected to compute what it was given: about as long as it may queue."""
+"""How long a bound prompt is expected to be computed: about as long as it may queue there."""
 
 
 @dataclass(slots=True)
@@ -43,14 +43,14 @@ class WorkerCacheState:
 
     Attributes:
         seq: The last event that was applied.
-        newest: The newest that is known to have happened.
-        named: What its last heartbeat named. Heartbeats overtake events, so the next one's coming
-            shows whether something was lost.
+        newest: The newest event that is known to exist.
+        named: The newest event by its last heartbeat. Heartbeats overtake events, so events count
+            as lost only when the next heartbeat arrives.
         snapshot: Number of the snapshot that is being read, while `part` names its next part.
-        asked_at: When a replay was asked for that has not come yet.
-        whole: All of its blocks are asked for, although none of its events is missing: some blocks
-            were evicted here, and there is room for them now.
-        whole_at: When they were asked for last.
+        requested_at: When a replay was requested that has not arrived yet.
+        whole: All of its blocks are requested, although none of its events is missing: some blocks
+            were evicted here, and there is space for them now.
+        whole_at: When they were last requested.
     """
 
     seq: int = 0
@@ -64,21 +64,21 @@ class WorkerCacheState:
 
     @property
     def behind(self) -> bool:
-        """Whether something is missing."""
+        """Whether events or blocks are missing."""
         return self.whole or self.newest > self.seq or self.part > 0
 
     @property
     def next_replay(self) -> ReplayKv:
-        """What to ask for."""
+        """The replay to request next."""
         after = FULL_REPLAY if self.whole else self.seq
         return ReplayKv(after=after, snapshot=self.snapshot, part=self.part)
 
 
 class WorkerCaches:
-    """Follows the events of every worker that lives, and asks for what was missed.
+    """Follows the events of every live worker, and requests replays of missed ones.
 
     Attributes:
-        replays: Replays asked for, since start.
+        replays: Number of replays requested since start.
     """
 
     def __init__(self, blocks_max: int) -> None:
@@ -89,17 +89,17 @@ class WorkerCaches:
 
     @property
     def blocks(self) -> int:
-        """Blocks known to be held, those of each worker counted."""
+        """Number of indexed blocks, counted per worker."""
         return len(self._index)
 
     def overlaps(self, digests: bytes) -> dict[Process, int]:
-        """How many of a prompt's first blocks each worker holds; who holds none is left out."""
+        """Count the leading blocks of a prompt on each worker; workers with none are left out."""
         return self._index.overlaps(digests)
 
     def on_heartbeat(self, worker: Process, seq: int | None) -> None:
-        """A worker's heartbeat names its newest event. It is followed from the first one on.
+        """Record the newest event by a worker's heartbeat; the first one starts following it.
 
-        One without a number tells of nothing: what it has is not known, and not expected either.
+        A worker without a number publishes no events: nothing is known or expected of its cache.
         """
         if seq is None:
             return
@@ -111,16 +111,16 @@ class WorkerCaches:
         followed.named = seq
 
     def apply_events(self, message: KvEvents) -> None:
-        """Take in events, unless some before them are missing; those are asked for then."""
+        """Apply events, unless earlier ones are missing; those are then requested."""
         followed = self._followed.get(message.worker)
         if followed is None:
-            return  # its first heartbeat, which is on the way, says how much there is
+            return  # its first heartbeat, which is in transit, gives the newest event
         followed.newest = max(followed.newest, message.seq)
         if not followed.part:
             self._apply_next(message.worker, followed, message.seq, message.events)
 
     def due_replays(self, now: float) -> list[tuple[Process, ReplayKv]]:
-        """Whom to ask for what, now. Each answer goes to `replayed`, and so does its failure."""
+        """Return the replays to request now. Each reply goes to `apply_replay`."""
         due: list[tuple[Process, ReplayKv]] = []
         self._complete(now)
         for worker, followed in self._followed.items():
@@ -134,9 +134,9 @@ class WorkerCaches:
         return due
 
     def _complete(self, now: float) -> None:
-        """Ask for all blocks of a worker of which some were evicted, once there is room for them.
+        """Request all blocks of a worker with evicted ones, once there is space for them.
 
-        One worker at a time, for they share the room.
+        One worker at a time, since all share the space.
         """
         partial = self._index.partial
         if not partial or any(followed.whole for followed in self._followed.values()):
@@ -150,7 +150,7 @@ class WorkerCaches:
                 return
 
     def apply_replay(self, worker: Process, reply: KvReplayed) -> None:
-        """Take in what was asked for. One that has failed is asked for again after a while."""
+        """Apply a replay. A failed one is requested again after `REPLAY_RETRY_S`."""
         followed = self._followed.get(worker)
         if followed is None or reply.worker != worker:
             return
@@ -166,23 +166,23 @@ class WorkerCaches:
             followed.seq = reply.seq
 
     def expect(self, worker: Process, digests: bytes, now: float) -> None:
-        """A worker was given a prompt, and will hold its blocks soon."""
+        """Expect the blocks of a prompt on the worker that it was bound to."""
         if worker in self._followed:
             self._index.expect(worker, digests, now + EXPECT_S)
 
     def expire(self, now: float) -> None:
-        """Give up expecting what has not come; several times a second."""
+        """Drop expected blocks that were not reported in time; called several times a second."""
         self._index.expire(now)
 
     def forget(self, worker: Process) -> None:
-        """A worker is gone. Its next life begins with an empty cache."""
+        """Drop the state of a dead worker. Its next incarnation starts with an empty cache."""
         self._followed.pop(worker, None)
         self._index.clear(worker)
 
     def _apply_next(
         self, worker: Process, followed: WorkerCacheState, seq: int, events: tuple[KvEvent, ...]
     ) -> None:
-        """Apply those that are new, if they follow what is known."""
+        """Apply the new events of a message, if there is no gap before them."""
         before = seq - len(events)
         if before <= followed.seq < seq:
             self._apply(worker, events[followed.seq - before :])

@@ -1,1 +1,1 @@
-"""The tokenizer: a conversation or text to token ids, off the event loop."""
+"""The tokenizer: conversations and text to token ids, off the event loop."""

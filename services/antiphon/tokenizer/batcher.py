@@ -1,4 +1,4 @@
-"""Gathers texts that arrive while others are encoded, and encodes them in one go in a thread."""
+"""Batches the texts that arrive while others are encoded, and encodes each batch in a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class BatchJob(Generic[T, R]):
-    """One item and who waits for it."""
+    """One item and the future of its result."""
 
     item: T
     result: asyncio.Future[R]
@@ -25,13 +25,14 @@ class BatchJob(Generic[T, R]):
 class Batcher(Generic[T, R]):
     """Runs `work` over batches, each in the executor.
 
-    Nothing waits for a batch to fill: what is there is taken, and while it is worked on the next
-    batch gathers. The callers bound the queue: each waits for its own item.
+    A batch does not wait to fill: it takes the items that are there, and the next batch collects
+    while it runs. The number of callers bounds the queue: each waits for its own item.
 
     Args:
         work: Items in, as many results out, in order; an exception in place of a result is raised
-            to that item's caller. What `work` itself raises is a bug, and every caller's of that
-            batch; the next batch goes on, for one text must not end the process.
+            to that item's caller. An exception raised by `work` itself is a bug, and is raised to
+            all callers of that batch; the next batch continues, since one text must not end the
+            process.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Batcher(Generic[T, R]):
         return await job.result
 
     async def run(self) -> None:
-        """Work until cancelled; several may run beside each other, one a thread."""
+        """Process batches until cancelled; several may run concurrently, one per thread."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()

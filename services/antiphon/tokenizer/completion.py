@@ -1,4 +1,4 @@
-"""Which marks a model has for text with a gap to fill."""
+"""Chooses the fill-in-the-middle template of a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def choose_completion_template(
     tokenizer: Tokenizer, name_or_file: str
 ) -> CompletionTemplate | None:
-    """Take the template that the operator said, or the only one whose marks are all tokens here.
+    """Return the configured template, or the only one whose markers are all special tokens here.
 
     Args:
-        tokenizer: Its added tokens are those that text is never cut within.
-        name_or_file: A name or a file; empty: the tokenizer shows it.
+        tokenizer: Its added tokens are matched; text is never split within one.
+        name_or_file: A name or a file; empty: detect it by the tokenizer.
 
     Raises:
-        ConfigError: The template cannot be read, or this tokenizer lacks a mark of it.
+        ConfigError: The template cannot be read, or this tokenizer lacks one of its markers.
     """
     tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     if name_or_file:

@@ -1,4 +1,4 @@
-"""Rendering and encoding of heavy texts in child processes, beside small texts and the event loop.
+"""Renders and encodes heavy texts in child processes, apart from small texts and the event loop.
 
 python -m antiphon.tokenizer.encode_process SETTINGS PARENT_PID MEMORY_BYTES_MAX
 """
@@ -25,11 +25,11 @@ _MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3
 """A vocabulary takes up to 1 GiB of address space, an encoding of 8 MiB of text another."""
 _JOB_S = 60.0
-"""Longest time of one text in a child that is ready; the largest takes some seconds."""
+"""Maximum time of one text in a child that is ready; the largest takes some seconds."""
 
 
 class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes the encoder of a child that of its parent."""
+    """Settings with which a child builds the same encoder as its parent."""
 
     folder: str
     chat_template: str
@@ -40,7 +40,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
 
     def encoder(self) -> TextEncoder:
-        """Read the vocabulary, and make the encoder."""
+        """Read the vocabulary and build the encoder."""
         words = vocabulary.read_model_tokenizer(
             Path(self.folder),
             self.chat_template,
@@ -51,14 +51,14 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeOutcome(msgspec.Struct, frozen=True):
-    """What came of a text."""
+    """The result of one text: an encoded prompt or an error."""
 
     encoded: EncodedPrompt | None = None
     error: ErrorReply | None = None
 
 
 class EncodeProcesses:
-    """Encodes heavy texts, one a process."""
+    """Encodes heavy texts, one per process at a time."""
 
     def __init__(self, settings: EncoderSettings, processes: int) -> None:
         shown = msgspec.json.encode(settings).decode()
@@ -79,12 +79,12 @@ class EncodeProcesses:
     async def encode(
         self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
     ) -> EncodedPrompt:
-        """Encode a text of a tenant; tenants take turns.
+        """Encode a text of a tenant; tenants are served round-robin.
 
-        If the caller is cancelled, a text that is being encoded keeps its process until its end.
+        If the caller is cancelled, a text that is being encoded occupies its process to its end.
 
         Raises:
-            EngineError: The text is refused, or there are too many, or it took too long.
+            EngineError: The text is rejected, too many texts wait, or it took too long.
         """
         job = msgspec.msgpack.encode(text)
         result = await self.pool.run(job, timeout_s=timeout_s, owner=tenant)

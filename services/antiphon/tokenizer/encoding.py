@@ -1,4 +1,4 @@
-"""The work of the tokenizer's threads: render, encode, and name the blocks."""
+"""The work of the tokenizer's threads: render, encode, and compute block digests."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 
 _LIGHT_CHARACTERS = 16 * 1024
 _LIGHT_MESSAGES = 64
-"""Calls of tools count as messages do."""
+"""Tool calls count as messages."""
 TEXT_END = 64
-"""How much of a rendered text is told: every mark of thinking fits."""
+"""How many characters of a rendered prompt's end are returned: every reasoning marker fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeInput:
-    """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it.
+    """Input to encode: a conversation, or plain text; `pair` is a second text after it.
 
-    With a `suffix` there is a gap to fill between the prompt and that. With `truncate` only the
-    ids that the context holds are kept.
+    With a `suffix`, prompt and suffix form a fill-in-the-middle prompt. With `truncate` only the
+    ids that fit the context are kept.
     """
 
     messages: tuple[ChatMessage, ...] | None
@@ -55,9 +55,9 @@ class EncodeInput:
 
     @property
     def characters(self) -> int:
-        """How long it is, the marks of a template left out."""
-        spoken = sum(len(message.content) for message in self.messages or ())
-        return spoken + sum(len(text or "") for text in (self.prompt, self.pair, self.suffix))
+        """Its length, without the markers of a template."""
+        content = sum(len(message.content) for message in self.messages or ())
+        return content + sum(len(text or "") for text in (self.prompt, self.pair, self.suffix))
 
     @property
     def is_heavy(self) -> bool:
@@ -80,10 +80,10 @@ class EncodeInput:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it.
+    """A prompt's ids (int32, little-endian), its block digests, and the end of its rendered text.
 
-    `second_from` is where the second text of a pair begins, if the tokenizer tells the two apart.
-    `untruncated_tokens` is the length of the whole prompt, if these ids are its beginning only.
+    `second_from` is where the second text of a pair begins, if the tokenizer has type ids for it.
+    `untruncated_tokens` is the length of the full prompt, if these ids were truncated.
     """
 
     token_ids: bytes
@@ -94,7 +94,7 @@ class EncodedPrompt:
 
 
 class TextEncoder:
-    """Encodes batches of texts. Called in threads; holds nothing that changes."""
+    """Encodes batches of texts. Called in threads; has no mutable state."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class TextEncoder:
         self._context_tokens = context_tokens
 
     def encode(self, texts: Sequence[EncodeInput]) -> list[EncodedPrompt | Exception]:
-        """Encode each text; an error in one is its own result and hurts no other."""
+        """Encode each text; an error in one is its result and does not affect the others."""
         return [self._encode_one(text) for text in texts]
 
     def _encode_one(self, text: EncodeInput) -> EncodedPrompt | EngineError:
@@ -119,44 +119,44 @@ class TextEncoder:
             return error
         except UnicodeEncodeError as error:
             return InvalidRequest(f"the text is not valid Unicode: {error}")
-        except BaseException:  # a panic of the tokenizer's Rust is no Exception
+        except BaseException:  # a panic in the tokenizer's Rust code is not an Exception
             log.exception("encoding failed")
             return Internal("internal error")
 
     def _encoded(self, text: EncodeInput) -> EncodedPrompt:
-        written = self._render(text)
-        size = len(written.encode()) + len((text.pair or "").encode())
+        rendered = self._render(text)
+        size = len(rendered.encode()) + len((text.pair or "").encode())
         if size > self._text_bytes_max:
             raise RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
-        self.check_length(text, len(written) + len(text.pair or ""))
+        self.check_length(text, len(rendered) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
-        encoding = self._vocabulary.tokenizer.encode(written, text.pair, add_special_tokens=plain)
+        encoding = self._vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
         token_ids = pack_ids(encoding.ids[:kept])
-        text_end = "" if text.messages is None or kept is not None else written[-TEXT_END:]
+        text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
         second_from = None
         if text.pair is not None and 1 in encoding.type_ids:
             second_from = encoding.type_ids.index(1)
         digests = block_digests(salted(self._root, text.cache_salt), token_ids)
-        whole = None if kept is None else len(encoding.ids)
-        return EncodedPrompt(token_ids, digests, text_end, second_from, whole)
+        untruncated = None if kept is None else len(encoding.ids)
+        return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 
     def _tokens_kept(self, text: EncodeInput, encoding: Encoding) -> int | None:
-        """Return how many ids a text is truncated to; None: it stays whole."""
+        """Return how many ids a text is truncated to; None: it is not truncated."""
         most = self._context_tokens
         if not text.truncate or most is None or len(encoding.ids) <= most:
             return None
         if text.pair is not None and 1 not in encoding.sequence_ids[:most]:
-            return None  # nothing would be left of the second text: too long, then
+            return None  # nothing would be left of the second text: it fails as too long
         return most
 
     def check_length(self, text: EncodeInput, characters: int) -> None:
-        """Refuse a text that cannot fit before it is encoded, which may take seconds.
+        """Reject a text that cannot fit before it is encoded, which may take seconds.
 
         Raises:
-            PromptTooLong: The context holds fewer characters, even in the longest tokens; and if
-                the text may be truncated, it is longer than what is encoded for that.
+            PromptTooLong: The text has more characters than a context of the longest tokens; if it
+                may be truncated, more than the limit for truncated texts as well.
         """
         tokens, each = self._context_tokens, self._vocabulary.token_characters
         if tokens is None:
@@ -206,7 +206,7 @@ class TextEncoder:
 
 
 def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...]:
-    """Write each row of ids as text. Called in a thread.
+    """Decode each row of ids to text. Called in a thread.
 
     Raises:
         InvalidRequest: An id is not in the vocabulary.

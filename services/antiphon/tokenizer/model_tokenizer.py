@@ -1,4 +1,4 @@
-"""What a model folder says of text: the tokenizer, its special tokens and the chat template."""
+"""Reads a model folder's tokenizer, special tokens and chat template."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A special token written as an object instead of a string."""
+    """A special token that is stored as an object instead of a string."""
 
     content: str
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """What special_tokens_map.json says, and tokenizer_config.json beside it."""
+    """The special tokens in special_tokens_map.json and tokenizer_config.json."""
 
     bos_token: str | AddedToken | None = None
     eos_token: str | AddedToken | None = None
@@ -42,17 +42,17 @@ class SpecialTokens(msgspec.Struct, frozen=True):
 
 
 class ModelTokenizer(msgspec.Struct, frozen=True):
-    """Everything that turns a conversation into ids.
+    """The tokenizer of a model with its templates.
 
-    `habits` is what the template shows, `completion` how text with a gap to fill is written; None
-    if that is not known. `token_characters` is the length of the longest token; tokens of bytes are
-    written a character a byte, so no token writes more.
+    `completion` is the fill-in-the-middle template, or None if it is unknown. `token_characters` is
+    the length of the longest token; byte tokens are stored with one character per byte, so no token
+    decodes to more.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     size: int
-    habits: TemplateFormats
+    template_formats: TemplateFormats
     completion: CompletionTemplate | None = None
     token_characters: int = 0
 
@@ -68,14 +68,14 @@ def read_model_tokenizer(
     Args:
         folder: Holds tokenizer.json and, mostly, tokenizer_config.json.
         template_file: A template that replaces the folder's own; empty: none.
-        completion_template: How text with a gap to fill is written, a name or a file; empty: the
-            tokenizer shows it.
-        template_name: Which of the folder's templates every conversation gets; empty: by whether
-            it has tools.
+        completion_template: Name or file of the fill-in-the-middle template; empty: detect it by
+            the tokenizer.
+        template_name: The folder's template for all conversations; empty: chosen by whether a
+            conversation has tools.
 
     Raises:
-        ConfigError: A file is missing or malformed, there is no such template, or a mark is no
-            token; the text names it.
+        ConfigError: A file is missing or malformed, there is no such template, or a marker is not a
+            token; the message names it.
     """
     card = _read(folder / TOKENIZER_CONFIG, SpecialTokens)
     tokenizer = open_tokenizer(folder)
@@ -87,7 +87,7 @@ def read_model_tokenizer(
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return ModelTokenizer(tokenizer, template, size, _habits(sources), completion, longest)
+    return ModelTokenizer(tokenizer, template, size, _formats(sources), completion, longest)
 
 
 def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> ChatTemplate | None:
@@ -96,8 +96,8 @@ def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> Ch
     return ChatTemplate(sources.source, special, tool_source=sources.tool_source)
 
 
-def _habits(sources: TemplateSources | None) -> TemplateFormats:
-    """What the templates show: that of tools shows calls, that of other conversations thinking."""
+def _formats(sources: TemplateSources | None) -> TemplateFormats:
+    """The formats in the templates: tool calls by the tool template, reasoning by the plain one."""
     if sources is None:
         return TemplateFormats()
     plain, tools = detect_formats(sources.source), detect_formats(sources.tool_source or "")
@@ -109,9 +109,9 @@ def _habits(sources: TemplateSources | None) -> TemplateFormats:
 
 
 def _special(folder: Path, card: SpecialTokens) -> Mapping[str, str]:
-    """The special tokens by the names that templates have for them.
+    """The special tokens by their names in templates.
 
-    Older folders keep them in a file of their own, which the newer one completes.
+    Older folders have them in a separate file; tokenizer_config.json takes precedence.
     """
     older = _read(folder / "special_tokens_map.json", SpecialTokens)
     special: dict[str, str] = {}
@@ -132,7 +132,7 @@ def _read(file: Path, kind: type[T]) -> T:
 
 
 def _sources(folder: Path, file: str, name: str) -> TemplateSources | None:
-    """Find the templates: the operator's file, or the folder's own."""
+    """Find the templates: the configured file, or the folder's own."""
     if not file:
         return choose_templates(folder, name)
     try:

@@ -1,4 +1,4 @@
-"""Wires the tokenizer to the bus: answers calls, holds nothing."""
+"""Connects the tokenizer to the bus: answers calls, has no state."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 
 _HEAVY_S = 120.0
-"""How long a heavy text may wait for its turn, for a process to start, and be encoded there."""
+"""Maximum time for a heavy text to wait, for a process to start, and to be encoded there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The call that encodes a request's text, and what calls after it wait for."""
+    """The call that encodes a request's text, and the result that later calls wait for."""
 
     task: asyncio.Task[object]
     result: asyncio.Future[EncodedPrompt]
 
 
 class TokenizerService:
-    """Renders and encodes prompts; says what the model card says of sampling and lengths."""
+    """Renders and encodes prompts; returns the model card's sampling defaults and lengths."""
 
     role = Role.TOKENIZER
 
@@ -67,10 +67,10 @@ class TokenizerService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Load the tokenizer and keep its threads."""
+        """Load the tokenizer and run its threads."""
         settings = self._settings
         self._runtime = runtime
-        # In a thread, for a model of the hub may have to be fetched first.
+        # In a thread, since a model of the hub may have to be downloaded first.
         files = await asyncio.to_thread(model_files, settings, weights=False)
         self._card = read_card(files)
         pooling = read_pooling(files, self._card, embedding=settings.model.embedding)
@@ -111,7 +111,7 @@ class TokenizerService:
                 yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Encoding and decoding, for whichever gateway asks."""
+        """Encode and decode calls, and cancellations of encode calls."""
         address = {"model": self._model}
         return (
             RequestEndpoint(route=TOKENIZE, handler=self._encode, address=address),
@@ -120,15 +120,15 @@ class TokenizerService:
         )
 
     def model(self) -> ModelName | None:
-        """The model whose tokens it knows."""
+        """The model of the tokenizer."""
         return self._model
 
     def report(self) -> Report:
-        """Calls in flight."""
+        """The number of calls in flight."""
         return Report(load=self._in_flight)
 
     async def drain(self) -> None:
-        """Nothing outlives its call."""
+        """Do nothing: there is no state beyond a call."""
 
     async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
         check(request, self._runtime.clock)
@@ -153,7 +153,7 @@ class TokenizerService:
         context_tokens = self._settings.model.context_tokens or card.context_tokens
         prompt_tokens = id_count(encoded.token_ids)
         if prompt_tokens > context_tokens:
-            # Said here, since as many ids might not fit into a message.
+            # Raised here, since so many ids might not fit into a message.
             raise PromptTooLong.of(
                 prompt_tokens=prompt_tokens,
                 tokens_max=context_tokens,
@@ -170,9 +170,9 @@ class TokenizerService:
             defaults=_defaults(card),
             architecture=card.architecture,
             model_type=card.model_type,
-            tool_parser=self._vocabulary.habits.tools,
-            reasoning_parser=self._vocabulary.habits.reasoning,
-            reranks=self._vocabulary.habits.reranks,
+            tool_parser=self._vocabulary.template_formats.tools,
+            reasoning_parser=self._vocabulary.template_formats.reasoning,
+            reranks=self._vocabulary.template_formats.reranks,
             second_from=encoded.second_from,
             pooling=self._pooling,
             token_characters=self._vocabulary.token_characters,
@@ -180,9 +180,9 @@ class TokenizerService:
         )
 
     async def _encoded_once(self, request: EncodeRequest, text: EncodeInput) -> EncodedPrompt:
-        """Encode a text, or wait for the call with the same request id that does it already.
+        """Encode a text, or wait for a running call with the same request id.
 
-        A gateway calls again if this process seems to be gone, and it may only have been busy.
+        A gateway calls again if this process seems to be gone, while it may only be busy.
         """
         running = self._running.get(request.request_id)
         if running is not None:
@@ -195,7 +195,7 @@ class TokenizerService:
             encoded = await self._encode_text(request, text)
         except EngineError as error:
             running.result.set_exception(error)
-            running.result.exception()  # there may be no other call that takes it
+            running.result.exception()  # mark it as retrieved: there may be no other call
             raise
         except BaseException:
             running.result.cancel()

@@ -1,8 +1,8 @@
-"""Chat templates: jinja as model folders bring it, in a sandbox.
+"""Chat templates: the Jinja templates of model folders, in a sandbox.
 
-The dialect is what Hugging Face tokenizers document: blocks are trimmed, `raise_exception`,
-`strftime_now`, a `tojson` that leaves text as it is and takes the options of json, loop controls,
-and `{% generation %}` blocks, which only mark the assistant's words.
+The dialect is the one that Hugging Face tokenizers document: trimmed blocks, `raise_exception`,
+`strftime_now`, a `tojson` that does not escape text and takes the options of json.dumps, loop
+controls, and `{% generation %}` blocks, which only mark the assistant's text.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What the expressions of a template may raise on messages that it does not expect."""
+"""Exceptions that a template may raise on unexpected messages."""
 
 
 _CONTINUED = "\N{OBJECT REPLACEMENT CHARACTER}to be continued "
-"""Written behind the beginning of an answer, to find it in the text. Templates that trim what the
-assistant says take its last character."""
+"""Appended to the prefix of an answer, to find its end in the rendered text. Templates that trim
+the assistant's content remove its last character."""
 
 
 class GenerationBlock(Extension):
-    """Renders what stands inside `{% generation %}`: the mark matters to training only."""
+    """Renders the content of `{% generation %}` blocks: the tag matters only to training."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
@@ -64,8 +64,8 @@ class ChatTemplate:
 
     Args:
         source: The template.
-        special_tokens: `bos_token`, `eos_token` and the like, which templates write themselves.
-        tool_source: The template of conversations with tools, if that is another one.
+        special_tokens: `bos_token`, `eos_token` and so on, which templates write themselves.
+        tool_source: The template for conversations with tools, if it is a different one.
 
     Raises:
         jinja2.TemplateSyntaxError: A template is not valid.
@@ -89,14 +89,14 @@ class ChatTemplate:
         *,
         continue_final: bool,
     ) -> str:
-        """Write the conversation, up to where the assistant's answer begins.
+        """Render the conversation up to the start of the assistant's answer.
 
-        With `continue_final` the last message is the beginning of the answer, and nothing that
-        would end it is written after its content.
+        With `continue_final` the last message is a prefix of the answer, and nothing that would end
+        the answer is written after its content.
 
         Raises:
-            InvalidRequest: The template refuses these messages, does not show the last one, or is
-                given what is nested deeper than it can write.
+            InvalidRequest: The template rejects these messages, does not show the last one, or
+                cannot render a value that is nested so deeply.
         """
         tools = _tools(params.tools)
         compiled = self._with_tools if tools else self._plain
@@ -148,7 +148,7 @@ def _without_developer(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What a template may use, beside the messages."""
+    """The functions and filters that a template may use."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, LoopControlExtension]
     )
@@ -171,12 +171,12 @@ def _turns(messages: Sequence[ChatMessage], *, continue_final: bool) -> list[dic
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:
-    """A turn as templates read it: calls have the form of the OpenAI API, arguments as values."""
+    """A message as templates read it: tool calls as in the OpenAI API, with parsed arguments."""
     plain = cast("dict[str, object]", msgspec.to_builtins(message))
     if plain.pop("without_content", False) and not message.content:
         plain["content"] = NoContent()
     if message.reasoning_content is not None:
-        # As the template of gpt-oss calls it.
+        # The name in the template of gpt-oss.
         plain = {"thinking": message.reasoning_content, **plain}
     if message.tool_calls:
         plain["tool_calls"] = [
@@ -191,9 +191,9 @@ def _plain(message: ChatMessage) -> dict[str, object]:
 
 
 class NoContent(str):
-    """The content of a turn that has none: `none` to templates that ask, and no text to others.
+    """The content of a message without any: `none` to templates that test for it, else empty text.
 
-    Templates whose authors knew only text would write "None", or fail.
+    Templates that expect only text would otherwise write "None", or fail.
     """
 
     __slots__ = ()
@@ -208,10 +208,10 @@ class NoContent(str):
 
 
 class ToolCallArguments(dict[str, object]):
-    """The arguments of a call: an object to templates that look into it, and text to others.
+    """The arguments of a tool call: usable in templates both as an object and as text.
 
-    Some write `arguments | tojson` or go through the items, others `'...' + arguments`: trained on
-    the same JSON, their authors had it as an object or as text.
+    Some templates write `arguments | tojson` or iterate over the items, others write
+    `'...' + arguments`.
     """
 
     def __init__(self, text: str) -> None:
@@ -229,10 +229,10 @@ class ToolCallArguments(dict[str, object]):
 
 
 def _arguments(text: str) -> ToolCallArguments:
-    """Read the arguments of a call.
+    """Parse the arguments of a tool call.
 
     Raises:
-        InvalidRequest: They are no JSON object.
+        InvalidRequest: They are not a JSON object.
     """
     try:
         return ToolCallArguments(text or "{}")
@@ -274,13 +274,13 @@ def _deepest(messages: Sequence[ChatMessage], params: TemplateParams) -> str:
 
 
 def _nesting(text: str) -> int:
-    """About how deep a JSON text is nested: brackets in its strings count, too."""
+    """Approximate nesting depth of a JSON text: brackets in its strings count, too."""
     steps = ((letter in "[{") - (letter in "]}") for letter in text)
     return max(accumulate(steps), default=0)
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Cut a text behind the beginning of the answer."""
+    """Cut a rendered text after the prefix of the answer."""
     at = text.rfind(_CONTINUED.strip())
     if not content.strip() or at < 0:
         raise InvalidRequest(
@@ -292,7 +292,7 @@ def _cut_after(text: str, content: str) -> str:
 
 def _to_json(
     value: object,
-    ensure_ascii: bool = False,  # the order of transformers' own filter
+    ensure_ascii: bool = False,  # parameters in the order of transformers' own filter
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
@@ -307,7 +307,7 @@ def _to_json(
 
 
 def _for_json(value: object) -> object:
-    """The same value with null for content that is not there."""
+    """The same value with None in place of `NoContent`."""
     match value:
         case NoContent():
             return None
@@ -329,12 +329,12 @@ def _is_string(value: object) -> bool:
 
 
 def _new_dict(*args: Mapping[str, object], **fields: object) -> dict[str, object]:
-    """A function in the place of the class, of which a template would have more than it needs."""
+    """A function in place of the class, whose attributes a template must not reach."""
     return dict(*args, **fields)
 
 
 def _new_namespace(*args: Mapping[str, object], **fields: object) -> Namespace:
-    """A namespace for assignments within loops, without names that Python itself looks at."""
+    """A namespace for assignments within loops, without names that are special to Python."""
     fields = dict(*args, **fields)
     if any(name.startswith("_") for name in fields):
         raise jinja2.TemplateError("a namespace takes no names that begin with an underscore")

@@ -1,6 +1,6 @@
-"""What a chat template shows of how its model answers."""
+"""Detects the output formats of a model by its chat template."""
 
-# ruff: noqa: RUF001  # these bars are the letters of some marks
+# ruff: noqa: RUF001  # these bars are part of some markers
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ P = TypeVar("P")
 
 
 class TemplateFormats(msgspec.Struct, frozen=True):
-    """The formats of calls and thinking; None where the template does not show one for certain.
+    """The tool-call and reasoning formats; None where the template does not show a unique one.
 
-    With `reranks` it asks whether a document answers a query, yes or no.
+    With `reranks` the template asks whether a document answers a query, yes or no.
     """
 
     tools: ToolParser | None = None
@@ -28,7 +28,7 @@ class TemplateFormats(msgspec.Struct, frozen=True):
 
 
 def detect_formats(template: str) -> TemplateFormats:
-    """Read a template's source: marks that one format alone has tell which it is."""
+    """Detect the formats in a template's source by markers that only one format has."""
     plain = template.replace("\\", "").lower()
     return TemplateFormats(
         tools=_only(template, _TOOLS),
@@ -67,17 +67,17 @@ _TOOLS = (
     (ToolParser.APERTUS2509, ("<|tools_prefix|>",), ()),
     (ToolParser.STEP3, ("<steptml:invoke",), ()),
 )
-"""Parser, marks that have to be there, marks that must not."""
+"""Parser, markers that must be present, markers that must be absent."""
 
 _RERANKING = ("answer can only be", '"yes"', '"no"')
-"""What the template of a decoder that reranks asks for, as Qwen3's does."""
+"""Phrases in the template of a reranking decoder, such as Qwen3's."""
 
 _OTHER_THINKING = (
     *("<|channel|>", "[THINK]", "◁think▷", "<|inner_prefix|>", "<mm:think>"),
     "<|START_THINKING|>",
 )
 _REASONING = (
-    # Where an answer begins as thinking, the end of the prompt shows it: one name does for all.
+    # Whether an answer begins with reasoning shows at the end of the prompt: one name suffices.
     (ReasoningParser.QWEN3, ("<think>", "</think>"), _OTHER_THINKING),
     (ReasoningParser.KIMI, ("◁think▷",), ()),
     (ReasoningParser.MISTRAL, ("[THINK]", "[/THINK]"), ()),

@@ -1,1 +1,1 @@
-"""What the operator says: a frozen struct a concern; flags, environment, YAML and docs from it."""
+"""Configuration: one frozen struct per group, from flags, environment and YAML; with its docs."""

@@ -1,4 +1,4 @@
-"""Who may ask, from where: keys, the file of tenants, and the origins of web pages."""
+"""Access control: API keys, the tenants file, and allowed origins of web pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 from antiphon.config.schema import Config, Help, Secret
 
 Key = Annotated[str, Meta(pattern="^[!-~]*$")]
-"""Fit for a header: no spaces, nothing beyond ASCII."""
+"""Valid in a header: no spaces, ASCII only."""
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+")
 
@@ -74,5 +74,5 @@ class AccessConfig(Config):
 
     @property
     def origins(self) -> frozenset[str]:
-        """The allowed origins one by one."""
+        """The allowed origins as a set."""
         return frozenset(part.strip() for part in self.allowed_origins.split(",") if part.strip())

@@ -1,4 +1,4 @@
-"""What every process of a cluster must agree on. Its digest travels in each heartbeat."""
+"""Settings that all processes of a cluster share. Each heartbeat carries their digest."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class ClusterConfig(Config):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The given names, the model's own first; none where the folder's is taken."""
+        """The configured names, the main one first; empty if the folder's name is used."""
         return tuple(name.strip() for name in self.model.split(",")) if self.model else ()

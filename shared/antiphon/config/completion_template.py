@@ -1,6 +1,6 @@
-"""How models take text with a gap to fill: three marks around a prompt and what comes after it."""
+"""Fill-in-the-middle templates: three markers around a prompt and its suffix."""
 
-# ruff: noqa: RUF001  # these bars are the letters of some marks
+# ruff: noqa: RUF001  # these bars are part of some markers
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from antiphon.config.errors import ConfigError
 
 
 class CompletionTemplate(msgspec.Struct, frozen=True):
-    """The marks before the prompt, between it and the suffix, and behind that."""
+    """The markers before the prompt, between prompt and suffix, and after the suffix."""
 
     name: str
     marks: tuple[str, str, str]
 
     def write(self, prompt: str, suffix: str) -> str:
-        """The text that a model goes on from with what fills the gap."""
+        """Format the prompt whose completion fills the gap."""
         before, between, behind = self.marks
         return f"{before}{prompt}{between}{suffix}{behind}"
 
@@ -29,44 +29,45 @@ TEMPLATES = (
     CompletionTemplate("star_coder", ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")),
     CompletionTemplate("qwen_coder", ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")),
 )
-"""By SGLang's names."""
+"""Templates by SGLang's names."""
 
 _FILE = ".json"
 
 
-def check_name(said: str) -> None:
-    """Refuse what is neither a template's name nor a file's.
+def check_name(name_or_file: str) -> None:
+    """Check that a value is the name of a template or of a file.
 
     Raises:
-        ValueError: Lists the names.
+        ValueError: It is neither; the message lists the names.
     """
     names = [template.name for template in TEMPLATES]
-    if said and said not in names and not said.endswith(_FILE):
+    if name_or_file and name_or_file not in names and not name_or_file.endswith(_FILE):
         raise ValueError(
-            f"completion_template = {said!r}: must be {', '.join(names)} or a {_FILE} file"
+            f"completion_template = {name_or_file!r}: must be {', '.join(names)} or a {_FILE} file"
         )
 
 
-def read_template(said: str) -> CompletionTemplate:
+def read_template(name_or_file: str) -> CompletionTemplate:
     """Look a template up by its name, or read it from a file.
 
     Raises:
         ConfigError: The file is missing or malformed.
     """
     known = {template.name: template for template in TEMPLATES}
-    if said in known:
-        return known[said]
+    if name_or_file in known:
+        return known[name_or_file]
     try:
-        file = msgspec.json.decode(Path(said).expanduser().read_bytes(), type=_TemplateFile)
+        content = Path(name_or_file).expanduser().read_bytes()
+        file = msgspec.json.decode(content, type=_TemplateFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"model.completion_template: {said}: {error}") from error
+        raise ConfigError(f"model.completion_template: {name_or_file}: {error}") from error
     begin, middle, end = file.fim_begin_token, file.fim_middle_token, file.fim_end_token
     inside = file.fim_position == "MIDDLE"
     return CompletionTemplate(file.name, (begin, middle, end) if inside else (begin, end, middle))
 
 
 class _TemplateFile(msgspec.Struct, frozen=True):
-    """A file as SGLang reads it; `fim_position` is where the middle mark stands."""
+    """A template file in SGLang's format; `fim_position` is the position of the middle marker."""
 
     name: str
     fim_begin_token: str

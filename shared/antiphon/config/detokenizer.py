@@ -1,4 +1,4 @@
-"""Ids to text: the settings of this service."""
+"""Settings of the detokenizer service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short name for everything that a cluster must agree on, field by field."""
+"""A short digest of the settings that a cluster must agree on, field by field."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FIELD_DIGITS = 12
 def digest(cluster: ClusterConfig) -> str:
     """Equal for equal settings, on every machine: `name:3fa2...,model:9b1c...`.
 
-    Each field is the beginning of its value's SHA-256, so that who differs can be told in what,
-    and no value (the salt) is told to anybody.
+    Each field is a prefix of its value's SHA-256, so that differing fields can be named and no
+    value (the salt) is disclosed.
     """
     return ",".join(
         f"{field.encode_name}:{_digest(getattr(cluster, field.name))}"
@@ -26,7 +26,7 @@ def digest(cluster: ClusterConfig) -> str:
 
 
 def differing(ours: str, theirs: str) -> tuple[str, ...]:
-    """Name the fields in which two digests differ, those that only one of them has included."""
+    """Name the fields in which two digests differ, including those that only one of them has."""
     mine, others = _parse(ours), _parse(theirs)
     return tuple(sorted(n for n in mine | others if mine.get(n) != others.get(n)))
 

@@ -1,4 +1,4 @@
-"""Images to embeddings: the settings of this service."""
+"""Settings of the encoder service."""
 
 from __future__ import annotations
 

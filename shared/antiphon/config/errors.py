@@ -1,7 +1,7 @@
-"""What bad settings end in."""
+"""The error for invalid settings."""
 
 from __future__ import annotations
 
 
 class ConfigError(Exception):
-    """Settings that cannot be used. One line: the source, the path, the value and the bound."""
+    """Invalid settings. The message is one line: the source, the path, the value and the bound."""

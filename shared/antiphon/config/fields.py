@@ -1,4 +1,4 @@
-"""Every setting as a row: flags, environment, YAML and the reference page are made from these."""
+"""All settings as `SettingField`s, from which flags, environment, YAML and reference are built."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class SettingField(msgspec.Struct, frozen=True):
-    """One setting, in every form that an operator meets it in."""
+    """One setting, with its names in YAML, flags and environment."""
 
     group: str
     name: str
     annotation: object
-    """What `msgspec.convert` takes, bounds included."""
+    """The type for `msgspec.convert`, with bounds."""
     help: str
     default: str | int | float | bool | None
     kind: str
-    """The type in words: integer, number, text, boolean or one of a set."""
+    """The type as text: integer, number, text, boolean or one of a set."""
     choices: tuple[str, ...] = ()
     unit: str = ""
     bounds: str = ""
@@ -34,22 +34,22 @@ class SettingField(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """Where it stands in YAML, and its name in messages."""
+        """Its path in YAML, and its name in messages."""
         return f"{self.group}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """Its name on the command line."""
+        """Its command-line flag."""
         return f"--{self.group}-{self.name}".replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """Its environment variable."""
         return f"ANTIPHON_{self.group}__{self.name}".upper()
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One concern: a field of `Settings` and the struct under it."""
+    """A group of settings: a field of `Settings` and its struct."""
 
     name: str
     title: str
@@ -64,7 +64,7 @@ def groups() -> tuple[Group, ...]:
 
 
 def group_of(name: str, config: type[msgspec.Struct]) -> Group:
-    """Describe a struct of settings. A field without help is a bug and a `StopIteration`."""
+    """Describe a struct of settings. A field without help is a bug and raises `StopIteration`."""
     hints = get_type_hints(config, include_extras=True)
     title = (config.__doc__ or "").partition("\n")[0]
     members = msgspec.structs.fields(config)
@@ -79,7 +79,7 @@ def fields() -> Mapping[str, SettingField]:
 
 
 def value_at(settings: Settings, field: SettingField) -> str | int | float | bool | None:
-    """The value of one field, as YAML would write it."""
+    """The value of one field, as written in YAML."""
     return msgspec.to_builtins(getattr(getattr(settings, field.group), field.name))
 
 
@@ -108,7 +108,7 @@ class _Shape(msgspec.Struct):
 
 
 def _unwrap(type_: inspect.Type) -> _Shape:
-    """Look through `| None` and metadata to the type that carries the value."""
+    """Strip `| None` and metadata from the type of the value."""
     match type_:
         case inspect.UnionType(types=members):
             value = next(member for member in members if not isinstance(member, inspect.NoneType))
@@ -161,7 +161,7 @@ def _bounds(type_: inspect.Type) -> str:
             "matching": type_.pattern,
         }
     return ", ".join(
-        # 0 and 0.0 are one bound: typing gives whichever was imported first.
+        # 0 and 0.0 are the same bound: typing caches whichever was imported first.
         f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
         for sign, limit in limits.items()
         if limit is not None

@@ -1,4 +1,4 @@
-"""The command line of the settings: one flag a field, made from the structs."""
+"""The command line of the settings: one flag per field, built from the structs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 class TypedText(msgspec.Struct, frozen=True):
-    """What was typed, and the flag before it, spelled out."""
+    """A typed value, and the full name of its flag."""
 
     text: str
     flag: str
 
 
 class ParsedFlags(msgspec.Struct, frozen=True):
-    """A parsed command line: what was typed, and no default."""
+    """A parsed command line: typed values only, without defaults."""
 
     settings: dict[str, TypedText]
     """By path."""
     implied: dict[str, TypedText]
-    """By path: what a typed flag needs beside its own value."""
+    """By path: values that a typed flag implies."""
     plain: dict[str, str]
-    """By name: arguments that are no settings, such as `instance`."""
+    """By name: arguments that are not settings, such as `instance`."""
 
     def layer(self) -> Layer:
         """The settings as values.
@@ -42,33 +42,33 @@ class ParsedFlags(msgspec.Struct, frozen=True):
         return _layer(self.settings)
 
     def implied_layer(self) -> Layer:
-        """What goes below every other source."""
+        """Implied values, which every other source overrides."""
         return _layer(self.implied)
 
     def config_file(self) -> Path | None:
-        """The file behind `--config`."""
+        """The file given with `--config`."""
         return Path(self.plain["config"]) if "config" in self.plain else None
 
 
 IMPLIED = "implied:"
-"""Before a path, in a namespace: this value was not typed but follows from what was."""
+"""Prefix of a path in the namespace: the value was not typed but is implied."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Returns only what was typed, and raises where argparse would print usage and exit."""
+    """Returns only typed values, and raises where argparse would print usage and exit."""
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        # Written out, the usage line of all settings fills a screen before the first word of help.
+        # The full usage line of all settings would fill a screen before the first help text.
         super().__init__(
             prog, "%(prog)s [ARGUMENT ...]", description, argument_default=argparse.SUPPRESS
         )
         self.refused: dict[str, Mapping[str, str]] = {}
-        """By flag of ours: values of SGLang's that are refused, each with its reason."""
+        """By Antiphon's flag: rejected values of SGLang's, each with its reason."""
         self.foreign: Mapping[str, str] = {}
-        """By flag of another server: ours."""
+        """Antiphon's flags by those of another server."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError`, so that each mistake is told in one line, in one place."""
+        """Raise `ConfigError`, so that each mistake is reported in one line, in one place."""
         raise ConfigError(message)
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
@@ -99,12 +99,12 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{rest[0]}: {self.prog} takes no arguments")
 
     def flags(self) -> frozenset[str]:
-        """Every option that was added so far."""
+        """All options added so far."""
         return frozenset(self._option_string_actions)
 
 
 class _StoreText(argparse.Action):
-    """Keeps the text under the field's path, with the flag as spelled out by argparse."""
+    """Stores the text under the field's path, with the full flag as resolved by argparse."""
 
     def __call__(
         self,
@@ -131,12 +131,12 @@ def add_settings(
     also: Mapping[str, Sequence[str]] = {},
     concerns: Iterable[Group] | None = None,
 ) -> None:
-    """Add a flag for every field but the secrets, grouped.
+    """Add a flag for every field except secrets, in groups.
 
     Args:
-        parser: Where the flags go.
-        also: Other names of a field by its path, named in its help.
-        concerns: What to add; None is everything in `Settings`.
+        parser: Receives the flags.
+        also: Other names of a field by its path, listed in its help.
+        concerns: The groups to add; None adds all of `Settings`.
     """
     for group in groups() if concerns is None else concerns:
         section = parser.add_argument_group(group.name, group.title)

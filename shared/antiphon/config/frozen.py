@@ -1,4 +1,4 @@
-"""The metaclass under configuration and messages: structs that are frozen and keyword-only."""
+"""The metaclass of configuration and messages: frozen and keyword-only structs."""
 
 from __future__ import annotations
 

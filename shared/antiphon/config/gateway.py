@@ -1,4 +1,4 @@
-"""The door: HTTP, limits and deadlines."""
+"""Settings of the gateway: HTTP, limits and deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOT_PATH = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*/?")
 
 
 class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
-    """What `preferred_sampling` may hold, with the bounds of a request."""
+    """Fields that `preferred_sampling` may set, with the bounds of a request."""
 
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -68,7 +68,7 @@ class GatewayConfig(Config):
         Bytes,
         Help("Maximum size of all request headers together, and of the request path, in bytes."),
     ] = 16 * 1024
-    # All of them stand in one message, twice a second, at 134 bytes each.
+    # All open requests are listed in one message, twice a second, at 134 bytes each.
     requests_max: Annotated[
         Requests, Help("Maximum number of open requests; further requests get a 503.")
     ] = 1024
@@ -168,5 +168,5 @@ class GatewayConfig(Config):
 
     @property
     def scheme(self) -> str:
-        """How the address of the API begins."""
+        """The URL scheme of the API."""
         return "https" if self.ssl_certfile else "http"

@@ -1,4 +1,4 @@
-"""Answers of a given form: how grammars are compiled, and what they may cost."""
+"""Settings of grammar-guided generation: how grammars are compiled, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV pages beyond the workers: the settings of this service."""
+"""Settings of the KV storage service."""
 
 from __future__ import annotations
 

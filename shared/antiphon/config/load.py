@@ -1,7 +1,7 @@
-"""The one place where settings come from: defaults < YAML < environment < flags.
+"""Loads the settings of a process: defaults < YAML < environment < flags.
 
-Layers are merged as values by path, each with the source that it came from, and converted once.
-This module is the only reader of the environment.
+Layers are merged as values by path, each with its source, and converted once. Only this module
+reads the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VARIABLES = ("ANTIPHON_NATS_SERVER",)
-"""Variables that are no settings, read by `variable`."""
+"""Variables that are not settings, read by `variable`."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -38,20 +38,20 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class ProcessArguments(msgspec.Struct, frozen=True):
-    """What `python -m antiphon.<service>` was told."""
+    """The parsed arguments of `python -m antiphon.<service>`."""
 
     settings: Settings
     instance: str
     parent_pid: int | None
-    """The supervisor: when it dies, so does this process."""
+    """Process id of the supervisor: when it dies, this process exits."""
 
 
 def load_process(argv: Sequence[str] | None = None) -> ProcessArguments:
-    """Read one service's settings. `argv` is without the program's name; None takes the process's.
+    """Read one service's settings. `argv` is without the program's name; None: the process's own.
 
     Raises:
-        ConfigError: Anything is unknown, of the wrong type or out of bounds.
-        SystemExit: `--help` was asked for and printed.
+        ConfigError: A setting is unknown, of the wrong type or out of bounds.
+        SystemExit: `--help` was given and printed.
     """
     parser = Parser(description="Start one service of an Antiphon cluster.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
@@ -77,16 +77,16 @@ def load(
     implied: Layer | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Merge every source and check the whole once.
+    """Merge all sources and validate the result once.
 
     Args:
-        file: YAML; None reads none.
-        flags: What was typed.
-        implied: What a typed flag needs beside its own value; any source overrules it.
-        environ: Stands in for the process's environment in tests.
+        file: A YAML file, if any.
+        flags: Typed values.
+        implied: Values that typed flags imply; any other source overrides them.
+        environ: Replaces the process's environment in tests.
 
     Raises:
-        ConfigError: Names source, path, value and bound.
+        ConfigError: A value is invalid; the message has source, path, value and bound.
     """
     given = (
         (implied or {})
@@ -100,7 +100,7 @@ def load(
 def read_environment(environ: Mapping[str, str]) -> Layer:
     """Read `ANTIPHON_<GROUP>__<FIELD>`.
 
-    Names without the double underscore are not ours to refuse: beside a service called
+    Names without the double underscore are ignored, not rejected: for a service named
     `antiphon-gateway`, Kubernetes itself sets ANTIPHON_GATEWAY_PORT to `tcp://...`.
     """
     known = {field.variable: field for field in fields().values()}
@@ -117,8 +117,8 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
 def child_environment(settings: Settings) -> dict[str, str]:
     """The environment of a process that is started with these settings as its file.
 
-    Our own variables are left out, or they would overrule flags that are merged into the file
-    already; secrets are put in, since no file holds them.
+    Antiphon's variables are left out, or they would override flags that are merged into the file
+    already; secrets are added, since no file contains them.
     """
     known = {field.variable for field in fields().values()}
     environ = {name: text for name, text in os.environ.items() if name not in known}
@@ -130,7 +130,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
 
 
 def variable(name: str) -> str | None:
-    """Read one of `VARIABLES`: those that are no settings, such as where a binary is."""
+    """Read one of `VARIABLES`, which are not settings, such as the path of a binary."""
     assert name in VARIABLES, name
     return os.environ.get(name)
 
@@ -153,7 +153,7 @@ def _blame(error: msgspec.ValidationError, given: Layer) -> NoReturn:
     path = place.rstrip("`")
     if path in given:
         raise refusal(fields()[path], given[path].value, given[path].source) from error
-    # A check across fields: every source that touched the group has its part in it.
+    # A check across fields: the message names every source that set a field of the group.
     sources = {entry.source for at, entry in given.items() if at.startswith(f"{path}.")}
     raise ConfigError(f"{', '.join(sorted(sources))}: {path}: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""How a model comes to this machine and into memory."""
+"""Settings for downloading and loading a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.config.schema import Config, Help
 
 
 class LoadFormat(StrEnum):
-    """What the weights are in; `auto` takes the first of these that the folder holds."""
+    """File format of the weights; `auto` takes the first of these that the folder has."""
 
     AUTO = "auto"
     SAFETENSORS = "safetensors"

@@ -1,4 +1,4 @@
-"""What metrics look like: their buckets and labels."""
+"""Settings of metrics: buckets and labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAKEN = frozenset(
         *("endpoint", "method", "status_code", "component", "category", "cache_source"),
     }
 )
-"""Labels that metrics have already, or that Prometheus adds."""
+"""Labels that metrics already have, or that Prometheus adds."""
 
 
 class MetricsConfig(Config):
@@ -106,12 +106,12 @@ class MetricsConfig(Config):
 
 
 def label_names(text: str) -> tuple[str, ...]:
-    """Read `custom_labels`."""
+    """Parse `custom_labels`."""
     return tuple(_words(text))
 
 
 def label_values(text: str) -> dict[str, str]:
-    """Read `extra_labels`.
+    """Parse `extra_labels`.
 
     Raises:
         ValueError: They are not a JSON object of scalars.
@@ -127,10 +127,10 @@ def label_values(text: str) -> dict[str, str]:
 
 
 def bounds(text: str, name: str) -> tuple[float, ...]:
-    """Read bucket bounds; none if the text is empty.
+    """Parse bucket bounds; empty if the text is.
 
     Raises:
-        ValueError: They are not finite numbers that ascend, or too many.
+        ValueError: They are not finite and ascending, or too many.
     """
     try:
         found = tuple(float(word) for word in _words(text))
@@ -140,10 +140,10 @@ def bounds(text: str, name: str) -> tuple[float, ...]:
 
 
 def token_bounds(text: str, name: str) -> tuple[float, ...]:
-    """Read the rule for buckets of token counts; none if the built-in ones are meant.
+    """Parse the rule for buckets of token counts; empty for the built-in ones.
 
     Raises:
-        ValueError: It is none of the three rules.
+        ValueError: It is not one of the three rules.
     """
     rule, *words = _words(text) or ["default"]
     values = bounds(" ".join(words), name) if rule == "custom" else ()

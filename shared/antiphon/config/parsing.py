@@ -1,4 +1,4 @@
-"""How models write calls of tools and mark their thinking, by SGLang's names."""
+"""Formats of tool calls and reasoning, by SGLang's names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ToolParser(StrEnum):
 
 
 class ReasoningParser(StrEnum):
-    """A format of thinking."""
+    """A format of reasoning."""
 
     AUTO = "auto"
     NONE = "none"

@@ -1,4 +1,4 @@
-"""How a process lives: its bus connection, health port, logs, and the way it stops."""
+"""Settings of every process: bus connection, health port, logs, and shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BusConfig(Config):
     ] = 1024 * 1024
 
     def __post_init__(self) -> None:
-        # The address is written to files and shown in logs; the password may not come along.
+        # The address is written to files and logs; the password must not be.
         if "@" in self.url:
             raise ValueError(
                 "url must not contain a user; set bus.user and ANTIPHON_BUS__PASSWORD instead"

@@ -1,7 +1,7 @@
-"""How a checkpoint stores its linears in fewer bits, and what is made of it.
+"""Quantization schemes of checkpoints, and how quantized linear layers are loaded.
 
-Known without torch, since the plan counts memory before anything is loaded. What the tensors of a
-scheme hold, and the arithmetic, is in `antiphon.layers.quantization`; docs/quantization.md has all.
+Does not need torch, since the plan computes memory before anything is loaded. The tensors of each
+scheme, and the arithmetic, are in `antiphon.layers.quantization`; see also docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from antiphon.config.errors import ConfigError
 
 
 class QuantizationMethod(StrEnum):
-    """Quantization methods, as `--quantization` names them."""
+    """Quantization methods, by their names for `--quantization`."""
 
     FP8 = "fp8"
     W8A8_INT8 = "w8a8_int8"
@@ -42,25 +42,25 @@ INT4_GROUPS: Mapping[QuantizationMethod, int] = {
     QuantizationMethod.TORCHAO_INT4WO_64: 64,
     QuantizationMethod.TORCHAO_INT4WO_128: 128,
 }
-"""Inputs of a group, of the methods that have such."""
+"""Group sizes of the methods with groups."""
 TORCHAO = (QuantizationMethod.TORCHAO_INT8WO, *INT4_GROUPS)
-"""Methods by which the torchao package rounds at loading."""
+"""Methods of the torchao package that quantize at load time."""
 ONLINE = (QuantizationMethod.FP8, *TORCHAO)
-"""Methods that also round a checkpoint of plain numbers, as it is loaded."""
+"""Methods that can quantize an unquantized checkpoint at load time."""
 GPU_KERNELS: Mapping[QuantizationMethod, QuantizationMethod] = {
     QuantizationMethod.AWQ_MARLIN: QuantizationMethod.AWQ,
     QuantizationMethod.GPTQ_MARLIN: QuantizationMethod.GPTQ,
     QuantizationMethod.MARLIN: QuantizationMethod.GPTQ,
 }
-"""Faster ways on a GPU to multiply what another method stores."""
+"""GPU kernels for the weights of another method."""
 
 
 class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
-    """How the weights of some linears are stored.
+    """Storage of the weights of some linear layers.
 
     Attributes:
-        weight: Ending of the tensor that holds the weights.
-        count: Weights in one number of it.
+        weight: Suffix of the weight tensor's name.
+        count: Weights per element of it.
     """
 
     weight: str = ".weight"
@@ -68,28 +68,28 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def int8_exact(self) -> bool:
-        """Whether weights are whole multiples, up to 128, of one scale an output."""
+        """Whether weights are int8 multiples of one scale per output, so that int8 is exact."""
         return False
 
     @property
     def dynamic_activations(self) -> bool:
-        """Whether the checkpoint asks for activations to be rounded too, each token by itself."""
+        """Whether the checkpoint requires dynamic per-token activation quantization."""
         return False
 
 
 class Fp8(QuantizationScheme, frozen=True, kw_only=True):
-    """e4m3; `block` is outputs and inputs of a block."""
+    """FP8 (e4m3); `block` is the block size in outputs and inputs."""
 
     scale: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
 
 
 class OnlineFp8(QuantizationScheme, frozen=True, kw_only=True):
-    """Rounded to e4m3 at loading."""
+    """Quantized to FP8 (e4m3) at load time."""
 
 
 class Int8(QuantizationScheme, frozen=True, kw_only=True):
-    """Bytes. `rounds` is what `dynamic` says."""
+    """Int8. `rounds` is whether activations are quantized dynamically."""
 
     scale: Literal["tensor", "channel", "group"] = "channel"
     group: int = 0
@@ -98,17 +98,17 @@ class Int8(QuantizationScheme, frozen=True, kw_only=True):
 
     @property
     def int8_exact(self) -> bool:
-        """Only where zero is zero."""
+        """True without groups and zero points."""
         return self.scale != "group" and not self.zero_point
 
     @property
     def dynamic_activations(self) -> bool:
-        """As its config says of activations."""
+        """As in the checkpoint's config."""
         return self.rounds
 
 
 class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
-    """Bytes, as bitsandbytes stores them."""
+    """Int8 in bitsandbytes' format."""
 
     @property
     def int8_exact(self) -> bool:
@@ -117,7 +117,7 @@ class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
 
 
 class TorchaoInt8(QuantizationScheme, frozen=True, kw_only=True):
-    """Rounded to bytes at loading, by torchao."""
+    """Quantized to int8 at load time, by torchao."""
 
     @property
     def int8_exact(self) -> bool:
@@ -126,19 +126,19 @@ class TorchaoInt8(QuantizationScheme, frozen=True, kw_only=True):
 
 
 class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
-    """Rounded to four bits at loading, by torchao; `group` is inputs of a group."""
+    """Quantized to int4 at load time, by torchao; `group` is the group size."""
 
     group: int
 
 
 class Awq(QuantizationScheme, frozen=True, kw_only=True):
-    """Four bits, eight outputs to a word."""
+    """Int4, eight outputs per word."""
 
     group: int
 
 
 class Gptq(QuantizationScheme, frozen=True, kw_only=True):
-    """Consecutive inputs to a word. `zero_added`: 1 in version 1 of the format, 0 in version 2."""
+    """Consecutive inputs per word. `zero_added`: 1 in version 1 of the format, 0 in version 2."""
 
     bits: int
     group: int
@@ -147,7 +147,7 @@ class Gptq(QuantizationScheme, frozen=True, kw_only=True):
 
 
 class Packed(QuantizationScheme, frozen=True, kw_only=True):
-    """The packed format of compressed-tensors."""
+    """The pack-quantized format of compressed-tensors."""
 
     bits: int
     group: int
@@ -156,30 +156,30 @@ class Packed(QuantizationScheme, frozen=True, kw_only=True):
 
 
 class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
-    """Four bits that a table explains."""
+    """Four-bit indices of a lookup table (NF4, FP4)."""
 
     kind: Literal["nf4", "fp4"]
     nested: bool
 
 
 class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
-    """E2M1, with a power of two for each 32."""
+    """MXFP4: E2M1 with a power-of-two scale per 32 weights."""
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """Names of linears.
+    """A pattern for names of linear layers.
 
     Attributes:
-        text: What config.json says.
-        style: `whole` is a name; `regex` matches from its start; `module` is one of transformers',
-            which means whole modules from the start of a name, or any end of it; `all` is any.
+        text: The pattern in config.json.
+        style: `whole` is a full name; `regex` matches from the start; `module` is transformers'
+            rule, which matches full modules from the start of a name, or any suffix; `all` is any.
     """
 
     text: str
     style: Literal["whole", "regex", "module", "all"]
 
     def matches(self, name: str) -> bool:
-        """Whether a linear is one of them."""
+        """Whether the pattern matches a linear layer."""
         match self.style:
             case "all":
                 return True
@@ -193,24 +193,24 @@ class Pattern(msgspec.Struct, frozen=True):
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Linears that are stored by one scheme."""
+    """The linear layers that are stored with one scheme."""
 
     targets: tuple[Pattern, ...]
     scheme: QuantizationScheme
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's linears are stored as.
+    """How a model's linear layers are quantized.
 
     Attributes:
-        method: Of the checkpoint, or of the operator.
-        rules: The first that names a linear is its own.
-        plain: Linears that are stored in plain numbers all the same.
-        head: Whether the output head is a linear like the others.
-        online: Whether plain numbers are rounded as they are loaded.
-        ignored: Endings of tensors that may be there and that nothing is done with.
-        blank: Endings of tensors that may be there if all their numbers are zero.
-        spelled: Endings that some tools write, and those that they stand for.
+        method: The checkpoint's method, or the configured one.
+        rules: The first matching rule applies.
+        plain: Linear layers that are not quantized.
+        head: Whether the output head is quantized like other linear layers.
+        online: Whether unquantized weights are quantized at load time.
+        ignored: Suffixes of tensors that are ignored.
+        blank: Suffixes of tensors that are ignored if all their elements are zero.
+        spelled: Suffixes that some tools write, and the standard ones.
     """
 
     method: QuantizationMethod
@@ -223,7 +223,7 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     spelled: Mapping[str, str] = {}
 
     def scheme(self, name: str) -> QuantizationScheme | None:
-        """How a linear is stored, by its name in the checkpoint; None: in plain numbers."""
+        """The scheme of a linear layer, by its name in the checkpoint; None: not quantized."""
         if any(pattern.matches(name) for pattern in self.plain):
             return None
         for rule in self.rules:
@@ -232,10 +232,10 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def weight_count(self, tensor: str, items: int) -> int:
-        """How many weights a tensor of a checkpoint holds that is not of plain numbers.
+        """Number of weights in a quantized tensor of a checkpoint.
 
         Returns:
-            None at all of what belongs to another tensor, such as what stands for zero.
+            0 for tensors that belong to another one, such as zero points.
         """
         for rule in self.rules:
             name = tensor.removesuffix(rule.scheme.weight)
@@ -244,17 +244,17 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
     def is_auxiliary(self, tensor: str) -> bool:
-        """Whether a tensor of plain numbers belongs to the weight of a linear, such as scales."""
+        """Whether an unquantized tensor belongs to a linear layer's weight, such as scales."""
         return tensor.endswith(AUXILIARY_TENSORS) and not self.online
 
     @property
     def int8_exact(self) -> bool:
-        """Whether all stored weights are whole multiples of one scale an output."""
+        """Whether int8 is exact for all quantized weights."""
         return all(rule.scheme.int8_exact for rule in self.rules)
 
     @property
     def dynamic_activations(self) -> bool:
-        """Whether the checkpoint asks for rounded activations in all stored linears."""
+        """Whether all quantized linear layers require dynamic activation quantization."""
         return all(rule.scheme.dynamic_activations for rule in self.rules)
 
 
@@ -274,15 +274,15 @@ AUXILIARY_TENSORS = (
     ".k_scale",
     ".v_scale",
 )
-"""Endings of what is stored with a weight, in plain numbers."""
+"""Suffixes of unquantized tensors that are stored with a weight."""
 
 
 ROUTERS = Pattern(r".*\.(gate|router|shared_expert_gate)$", "regex")
-"""Small linears that choose experts: rounding them chooses others."""
+"""Small linear layers that route to experts: quantizing them would change the choice."""
 
 
 def online_quantization(method: QuantizationMethod) -> QuantizationConfig:
-    """What rounds the linears of a checkpoint of plain numbers as they are loaded."""
+    """The config that quantizes an unquantized checkpoint at load time."""
     scheme: QuantizationScheme = OnlineFp8() if method is QuantizationMethod.FP8 else TorchaoInt8()
     if method in INT4_GROUPS:
         scheme = TorchaoInt4(group=INT4_GROUPS[method])
@@ -297,12 +297,12 @@ def online_quantization(method: QuantizationMethod) -> QuantizationConfig:
 def choose_quantization(
     stored: QuantizationConfig | None, requested: QuantizationMethod | None, *, gguf: bool = False
 ) -> QuantizationConfig | None:
-    """What a model's linears are loaded by, of what its config and its operator say.
+    """Choose the quantization to load with, by the checkpoint and the settings.
 
     Args:
-        stored: What config.json says.
-        requested: The operator's method; unset: the checkpoint's.
-        gguf: Whether the weights are in a GGUF file, which says by itself how they are stored.
+        stored: The quantization in config.json.
+        requested: The configured method; None: the checkpoint's.
+        gguf: Whether the weights are in a GGUF file, which has its own quantization types.
 
     Raises:
         ConfigError: The two do not agree.
@@ -335,7 +335,7 @@ def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:
         requested is QuantizationMethod.W8A8_INT8
         and stored.method is QuantizationMethod.COMPRESSED_TENSORS
     ):
-        # The same weights, by the name of SGLang's kernel for them.
+        # The same weights, under the name of SGLang's kernel for them.
         return stored.int8_exact and stored.dynamic_activations
     return GPU_KERNELS.get(requested, requested) is stored.method
 
@@ -345,4 +345,4 @@ W8A8_INT8 = QuantizationConfig(
     rules=(Rule((Pattern("", "all"),), Int8(scale="channel", rounds=True)),),
     ignored=(".input_scale",),
 )
-"""Bytes with a scale an output, and activations rounded to bytes, a scale a token."""
+"""Int8 weights with per-output scales, and int8 activations with per-token scales."""

@@ -41,7 +41,7 @@ arguments with the test of each.
 
 
 def page() -> str:
-    """The whole page."""
+    """The full page."""
     sections = [HEAD, *map(_group, groups()), SGLANG_HEAD + "\n" + _sglang()]
     return "\n".join(sections)
 
@@ -91,7 +91,7 @@ def _alias(row: SglangArgument) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Write the page where the arguments say, or where the repository keeps it."""
+    """Write the page to the given file, or to its place in the repository."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(), encoding="utf-8")

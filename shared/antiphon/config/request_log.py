@@ -1,4 +1,4 @@
-"""What a gateway records of requests: a log, a file of metrics, and what a crash leaves behind."""
+"""Settings of the gateway's request log, metrics file and crash dump."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class RequestLogConfig(Config):
 
 
 def targets(text: str) -> tuple[str, ...]:
-    """Read `target`.
+    """Parse `target`.
 
     Raises:
-        ValueError: It names no place, or too many.
+        ValueError: It names no target, or too many.
     """
     found = tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))
     if not found:

@@ -1,4 +1,4 @@
-"""Responses that are kept for who comes back for them."""
+"""Settings of stored responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster's queue and its placement."""
+"""Settings of the scheduler: queue and placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of every config struct, and the units that their fields are written in."""
+"""The base class of config structs, and the units of their fields."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from antiphon.config.frozen import FrozenMeta
 
 
 class Config(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
-    """One concern's settings. Built by `msgspec.convert` only: the constructor checks no bounds."""
+    """A group of settings. Build it with `msgspec.convert`: the constructor checks no bounds."""
 
 
 class Help(msgspec.Struct, frozen=True):
-    """What a field means, for `--help` and the reference page."""
+    """The help text of a field, for `--help` and the reference page."""
 
     text: str
 
 
 class Secret(msgspec.Struct, frozen=True):
-    """Marks a field that comes by environment only: argv and files are read by others."""
+    """Marks a field that is set only by environment: argv and files may be read by others."""
 
 
 Tokens = Annotated[int, Meta(ge=1, extra={"unit": "tokens"})]

@@ -1,4 +1,4 @@
-"""Sessions of /generate: what was said in them, kept for the requests that go on from it."""
+"""Settings of /generate sessions: their stored tokens, which later requests continue."""
 
 from __future__ import annotations
 

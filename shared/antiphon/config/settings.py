@@ -1,4 +1,4 @@
-"""All settings of a process: a group a concern, each a struct of its own."""
+"""All settings of a process, one struct per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A value that somebody set, and where: what every source yields, and how a bad one is told."""
+"""A configured value with its source, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class SourcedValue(msgspec.Struct, frozen=True):
 
 
 Layer = dict[str, SourcedValue]
-"""Values by path, as one source gave them."""
+"""Values of one source, by path."""
 
 
 def parse(text: str, field: SettingField, source: str) -> SourcedValue:
-    """Turn text into a value of the field's type. `null` unsets what may be unset.
+    """Convert text to a value of the field's type. `null` unsets an optional field.
 
     Raises:
-        ConfigError: The text is of another type or out of bounds.
+        ConfigError: The text has another type or is out of bounds.
     """
     try:
         value: object = msgspec.convert(_literal(text, field), field.annotation, strict=False)
@@ -43,13 +43,13 @@ def parse(text: str, field: SettingField, source: str) -> SourcedValue:
 
 
 def refusal(field: SettingField, value: object, source: str) -> ConfigError:
-    """Say in one line where a bad value came from and what would be a good one."""
+    """The error for an invalid value: one line with its source and the allowed values."""
     shown = "***" if field.secret else repr(value)
     return ConfigError(f"{source}: {field.path} = {shown}: must be {describe(field)}")
 
 
 def describe(field: SettingField) -> str:
-    """What a field takes, in words: `an integer >= 1 (tokens), or null`."""
+    """Describe a field's allowed values: `an integer >= 1 (tokens), or null`."""
     words = f"one of {', '.join(field.choices)}" if field.choices else _ARTICLED[field.kind]
     if field.bounds:
         words += f" {field.bounds}"
@@ -59,10 +59,10 @@ def describe(field: SettingField) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` where `name` is a misspelled x, or nothing.
+    """`; did you mean x?` if `name` is a misspelled x, else empty.
 
-    A word of another name is not misspelled, it has another meaning: `--disable-mixed-chunk` is as
-    near to `--disable-radix-cache` as a misspelling would be.
+    A different word of a known name is not a misspelling but another meaning:
+    `--disable-mixed-chunk` is as similar to `--disable-radix-cache` as a misspelling would be.
     """
     names = {other: _words(other) for other in known}
     vocabulary = {word for words in names.values() for word in words}
@@ -81,7 +81,7 @@ def _words(name: str) -> list[str]:
 
 
 def _misspelled(typed: list[str], words: list[str], vocabulary: set[str]) -> bool:
-    """Whether `typed` has the same words, but for their spelling or what is between them."""
+    """Whether `typed` has the same words, except for their spelling or separators."""
     if "".join(typed) == "".join(words):
         return True
     return len(typed) == len(words) and all(
@@ -95,7 +95,7 @@ def _misspelled(typed: list[str], words: list[str], vocabulary: set[str]) -> boo
 
 
 def _literal(text: str, field: SettingField) -> int | float | str:
-    """Python reads more numbers than msgspec does: `.5`, `+1`."""
+    """Parse a number; Python accepts more forms than msgspec: `.5`, `+1`."""
     try:
         match field.kind:
             case "integer":

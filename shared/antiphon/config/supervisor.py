@@ -1,4 +1,4 @@
-"""`antiphon serve`: one machine, every service."""
+"""Settings of `antiphon serve`, which starts all services on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables that every chat template gets unless a request sets them."""
+"""Default variables of chat templates, which requests may override."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import cast
 import msgspec
 
 BYTES_MAX = 8 * 1024
-"""Longest JSON."""
+"""Maximum length of the JSON."""
 KEYS_MAX = 64
-"""Most variables."""
+"""Maximum number of variables."""
 DEPTH_MAX = 16
-"""Deepest nesting of their values."""
+"""Maximum nesting depth of their values."""
 _OF_REQUESTS = ("messages", "tools", "add_generation_prompt")
-"""Variables that each request brings, whose default would never be read."""
+"""Variables that every request sets, so that a default would never be used."""
 _KINDS = {"list": "a list", "str": "a string", "bool": "a boolean", "NoneType": "null"}
 
 
 def read_template_kwargs(text: str) -> dict[str, object]:
-    """Read the JSON of default template arguments.
+    """Parse the JSON of default template arguments.
 
     Raises:
-        ValueError: It is no JSON object, too large, or sets what each request brings.
+        ValueError: It is not a JSON object, is too large, or sets a variable of every request.
     """
     size = len(text.encode())
     if size > BYTES_MAX:

@@ -1,11 +1,11 @@
-"""The keys file: tenants, the hashes of their keys, and what each of them may do.
+"""The keys file: tenants, the hashes of their keys, and their limits.
 
     [tenants.acme]
     keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
     requests_per_minute = 600
     tokens_per_minute = 100_000
 
-A key is kept as its SHA-256 in hexadecimal, so that who reads the file cannot use it.
+A key is stored as its SHA-256 in hexadecimal, so that the file does not disclose it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from antiphon.config.frozen import FrozenMeta
 BYTES_MAX = 1024 * 1024
 
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
-"""As it stands in subjects, logs and metrics."""
+"""Its name in subjects, logs and metrics."""
 KeyHash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 Rank = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 _DEFAULT_TENANT = "default"
-"""The tenant of whoever needs no key of the file, and so needs none in it."""
+"""The tenant of requests that need no key of the file, so it needs no key there."""
 
 
 class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_unknown_fields=True):
-    """One tenant. A limit that is unset does not bound.
+    """One tenant. Unset limits do not apply.
 
     Attributes:
         keys: SHA-256 of each of its keys.
-        requests_per_minute: HTTP calls that are neither GETs nor orders, and requests over NATS.
-        requests_burst: How many of them may come at once after a rest; unset: a minute's.
-        tokens_per_minute: Of prompts and answers.
-        tokens_burst: As many at once; also the most that one request may need.
+        requests_per_minute: HTTP calls except GETs and control commands, and requests over NATS.
+        requests_burst: How many of them may arrive at once after a pause; unset: one minute's.
+        tokens_per_minute: Prompt and output tokens.
+        tokens_burst: Tokens at once; also the maximum of one request.
         concurrency: Prompts that are answered at the same time.
-        priority: Of a request that names none.
-        priority_max: The highest that a request may name.
+        priority: The priority of a request without one.
+        priority_max: The highest priority that a request may set.
         models: Served names that it may use; unset: all.
     """
 
@@ -68,7 +68,7 @@ class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_un
 
 
 class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
-    """A whole file."""
+    """The contents of a keys file."""
 
     tenants: Mapping[TenantName, TenantConfig] = {}
 
@@ -83,10 +83,10 @@ class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
 
 
 def keys_file_bytes(path: Path) -> bytes:
-    """Read a file as it is.
+    """Read the bytes of a file.
 
     Raises:
-        ConfigError: It cannot be read, or is too large to be one.
+        ConfigError: It cannot be read, or is too large for a keys file.
     """
     try:
         with path.open("rb") as file:
@@ -99,10 +99,10 @@ def keys_file_bytes(path: Path) -> bytes:
 
 
 def tenants_of(data: bytes, path: Path) -> Tenants:
-    """Read what a file says, by the ending of its name.
+    """Parse a file, by the suffix of its name.
 
     Raises:
-        ConfigError: It is of another form, or says what cannot be. Names no key.
+        ConfigError: It is malformed or invalid. The message contains no key.
     """
     kind = path.suffix.removeprefix(".")
     if kind not in _KINDS:
@@ -116,7 +116,7 @@ def tenants_of(data: bytes, path: Path) -> Tenants:
 
 
 def read_tenants(file: str) -> Tenants:
-    """Read a keys file; an empty name has no tenants.
+    """Read a keys file; an empty name means no tenants.
 
     Raises:
         ConfigError: It cannot be read or used.

@@ -1,4 +1,4 @@
-"""Text to ids: the settings of this service."""
+"""Settings of the tokenizer service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's loop: how much one step holds, who goes first, and how many pages there are."""
+"""Settings of the worker: batching, queue order, and cache."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ States = Annotated[int, Meta(ge=1, extra={"unit": "states"})]
 
 
 class Policy(StrEnum):
-    """In which order waiting requests are admitted."""
+    """The order in which waiting requests are admitted."""
 
     FCFS = "fcfs"
     """First come, first served."""
     LPM = "lpm"
     """The longest cached prefix first."""
     DFS_WEIGHT = "dfs-weight"
-    """Depth first through the prefix tree, the subtrees most waited for first."""
+    """Depth first through the prefix tree, subtrees with most waiting requests first."""
     LOF = "lof"
-    """The longest answer asked for first."""
+    """The largest max_new_tokens first."""
     RANDOM = "random"
-    """In random order, drawn when a request arrives."""
+    """In random order, chosen when a request arrives."""
     PRIORITY = "priority"
-    """By priority, then first come, first served; as `priority` does for the others."""
+    """By priority, then first come, first served; equivalent to `queue.priority` with fcfs."""
 
 
 class Eviction(StrEnum):
-    """Which cached pages are given up first."""
+    """Which cached pages are evicted first."""
 
     LRU = "lru"
-    """Those used longest ago."""
+    """The least recently used."""
     LFU = "lfu"
-    """Those found least often."""
+    """The least frequently used."""
 
 
 class BatchingConfig(Config):
@@ -197,7 +197,7 @@ class QueueConfig(Config):
 
     @property
     def by_priority(self) -> bool:
-        """Whether priorities count, by either name."""
+        """Whether priority scheduling is enabled, by either setting."""
         return self.priority or self.policy is Policy.PRIORITY
 
 

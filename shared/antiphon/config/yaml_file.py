@@ -1,4 +1,4 @@
-"""Settings as a file: groups of fields, or the flat keys of SGLang's own files."""
+"""Settings as a YAML file: groups of fields, or the flat keys of SGLang's files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def read_yaml(path: Path) -> Layer:
-    """Read what a file sets.
+    """Read the settings in a file.
 
     Raises:
-        ConfigError: The file cannot be read, names what does not exist, or holds a secret.
+        ConfigError: The file cannot be read, has unknown settings, or contains a secret.
     """
     try:
         tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -53,9 +53,9 @@ def read_yaml(path: Path) -> Layer:
 
 
 def write_yaml(settings: Settings, path: Path) -> None:
-    """Write all but secrets, readable by this user only; `load` reads back the same.
+    """Write all settings except secrets, readable by this user only; `load` reads them back.
 
-    Whoever reads meanwhile reads all of it, or all of what was there before.
+    The write is atomic: a concurrent reader gets the old or the new contents.
     """
     text = yaml_text(settings)
     descriptor, new = mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 600
@@ -69,7 +69,7 @@ def write_yaml(settings: Settings, path: Path) -> None:
 
 
 def yaml_text(settings: Settings) -> str:
-    """Format all but secrets."""
+    """Format all settings except secrets."""
     tree = {
         group.name: {
             field.name: value_at(settings, field) for field in group.fields if not field.secret
@@ -80,7 +80,7 @@ def yaml_text(settings: Settings) -> str:
 
 
 def _flat(row: SglangArgument, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
-    """One of SGLang's keys: what it sets, and what that needs beside."""
+    """Translate one of SGLang's keys to the values that it sets and implies."""
     if value is None or value == [] or (value is False and row.takes == "switch"):
         return {}, {}
     source = f"{file}: {key}"
@@ -93,7 +93,7 @@ def _flat(row: SglangArgument, key: str, value: object, file: Path) -> tuple[Lay
 
 
 def _text(value: object, row: SglangArgument) -> str:
-    """A value of YAML as it is typed on the command line."""
+    """Format a YAML value as on the command line."""
     if value is True and row.takes == "switch":
         return ""
     if isinstance(value, list) and row.takes[-1] in "+*":

@@ -1,4 +1,4 @@
-"""What a model folder says of itself, read without torch."""
+"""The model card: shape and defaults of a model from its files, read without torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """What generation_config.json recommends; unset fields recommend nothing."""
+    """Sampling defaults from generation_config.json; unset fields have none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -55,7 +55,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A model's shape and habits."""
+    """A model's shape and defaults."""
 
     architecture: str
     hidden_size: int
@@ -71,32 +71,32 @@ class ModelCard(msgspec.Struct, frozen=True):
     eos_ids: tuple[int, ...]
     rope_theta: float
     rope_kind: str
-    """`default`, or the name of a scaling."""
+    """`default`, or the name of a RoPE scaling."""
     tied: bool
-    """Whether input and output embeddings are one; false where there are no logits."""
+    """Whether input and output embeddings are tied; false for models without logits."""
     sampling: GenerationDefaults
     weights: Weights
     states: RecurrentStates | None = None
-    """Of recurrent layers, where there are any."""
+    """The recurrent states, if the model has recurrent layers."""
     quantization: QuantizationConfig | None = None
-    """What config.json says; None: linears are stored in plain numbers, or in a GGUF file."""
+    """From config.json; None: linear layers are not quantized, or are in a GGUF file."""
     gguf: bool = False
     """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
     kv_numbers: int | None = None
-    """Of a token's keys and values in all layers, where layers have other heads than others."""
+    """Elements of a token's keys and values in all layers, if layers have different heads."""
     rope_factors: Factors | None = None
-    """Which of the two lists of a longrope model holds for the served context."""
+    """The list of factors that a longrope model uses for the served context."""
     model_type: str = ""
     task: Task = Task.GENERATE
     labels: tuple[str, ...] = ()
-    """What a classifier calls what it scores, in the order of its scores."""
+    """A classifier's labels, in the order of its scores."""
     causal: bool = True
-    """Whether no token sees what comes after it. If not, nothing of a token is kept."""
+    """Whether attention is causal. Without causal attention there is no KV cache."""
 
     def kv_bytes(self, dtype: Dtype | CacheDtype) -> int:
-        """Keys and values of one token, or its latents, in all layers that keep them."""
+        """KV cache bytes of one token (keys and values, or latents) in all caching layers."""
         if not self.causal:
             return 0
         if self.kv_numbers is not None:
@@ -108,19 +108,19 @@ class ModelCard(msgspec.Struct, frozen=True):
         return layers * kept * item_bytes(dtype)
 
     def with_full_heads(self) -> ModelCard:
-        """The model as transformers' modules run it: latents are kept as keys and values."""
+        """The card for transformers' modules, which cache keys and values in place of latents."""
         if self.latent is None:
             return self
         size = max(self.latent.content + self.latent.position, self.latent.value)
         return msgspec.structs.replace(self, latent=None, kv_heads=self.heads, head_size=size)
 
     def state_bytes(self, dtype: Dtype) -> int:
-        """One recurrent state, in all layers; 0 where there are none."""
+        """Bytes of one recurrent state in all layers; 0 if there are none."""
         return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype))
 
 
 def item_bytes(dtype: Dtype | CacheDtype) -> int:
-    """Bytes of one number."""
+    """Bytes per element."""
     if isinstance(dtype, CacheDtype) and dtype.eight_bits:
         return 1
     return 4 if dtype in (Dtype.FLOAT32, CacheDtype.FLOAT32) else 2
@@ -130,7 +130,7 @@ def read_card(location: ModelLocation) -> ModelCard:
     """Read config.json, generation_config.json and the headers of the weights.
 
     Raises:
-        ConfigError: A file is missing or broken, or asks for what no model here has.
+        ConfigError: A file is missing or broken, or needs an unsupported feature.
     """
     files = files_at(location)
     folder = files.folder
@@ -162,7 +162,7 @@ def read_card(location: ModelLocation) -> ModelCard:
         vocabulary_size=config.vocab_size,
         context_tokens=_context_tokens(config),
         dtype=_dtype(config, weights, folder),
-        # Some folders name more ends in one file than in the other; all of them end an answer.
+        # Some folders name more EOS ids in one file than in the other; all of them end an answer.
         eos_ids=tuple(sorted({*_ids(config.eos_token_id), *_ids(generation.eos_token_id)})),
         rope_theta=rope.rope_theta or config.rope_theta,
         rope_kind=rope.rope_type or rope.type or "default",
@@ -191,7 +191,7 @@ class _RopeFields(msgspec.Struct):
 
     @property
     def stretch(self) -> float:
-        """How many times the trained text a text may be long."""
+        """Context length relative to the trained one."""
         rope = self.full_attention or self
         dynamic = (rope.rope_type or rope.type) == "dynamic"
         return rope.factor or 1.0 if dynamic else 1.0
@@ -210,7 +210,7 @@ class _CardFields(msgspec.Struct):
     max_position_embeddings: int
     intermediate_size: int | None = None
     intermediate_size_mlp: int | None = None
-    """Of dense blocks, in models that call so the width of their experts."""
+    """Width of dense blocks, in models whose `intermediate_size` is that of their experts."""
     architectures: tuple[str, ...] = ("",)
     model_type: str = ""
     num_key_value_heads: int | None = None
@@ -235,7 +235,7 @@ class _CardFields(msgspec.Struct):
 
     @property
     def bidirectional(self) -> bool:
-        """Whether tokens of text see what comes after them; Gemma 4's `vision` is of images."""
+        """Whether text attention is bidirectional; Gemma 4's `vision` is about images only."""
         return self.use_bidirectional_attention in (True, "all")
 
 
@@ -267,7 +267,7 @@ def _weights(
     if files.format is LoadFormat.DUMMY:
         return Weights(count=_parameters(config, states, sparse), bytes=0, dtype=None)
     if files.format is LoadFormat.PT and quantization is not None:
-        # Files whose outlines only torch reads: how many weights a byte stands for is not known.
+        # Only torch reads the headers of these files: the number of weights per byte is unknown.
         size_bytes = sum(file.stat().st_size for file in files.weights if file.exists())
         linears = _in_linears(config, states, sparse)
         return Weights(_parameters(config, states, sparse), size_bytes, None, quantized=linears)
@@ -282,11 +282,11 @@ def _weights(
 
 
 _LAYER_NAMES = ("model.layers", "blk")
-"""What tensors of a layer begin with, before its number."""
+"""Prefixes of a layer's tensor names, before its number."""
 
 
 def _parameters(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
-    """About how many a model of this shape has."""
+    """Approximate parameter count of a model of this shape."""
     architecture = config.architectures[0]
     one = config.tie_word_embeddings or task_of(architecture) is not Task.GENERATE
     tables = (1 if one else 2) * config.vocab_size
@@ -297,7 +297,7 @@ def _parameters(config: _CardFields, states: RecurrentStates | None, sparse: Spa
 
 
 def _in_linears(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
-    """How many of them are in its layers, nearly all in linears."""
+    """Parameters in its layers, nearly all of them in linear layers."""
     layers, hidden, width = config.num_hidden_layers, config.hidden_size, _width(config)
     linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
@@ -314,7 +314,7 @@ def _in_linears(config: _CardFields, states: RecurrentStates | None, sparse: Spa
 
 
 def _attention_parameters(config: _CardFields, sparse: SparseFields) -> int:
-    """Of the matrices of one layer, without gates."""
+    """Parameters of one layer's attention matrices, without gates."""
     heads = config.num_attention_heads
     if (latent := latent_of(sparse)) is not None:
         return latent.layer_parameters(config.hidden_size, heads)
@@ -323,7 +323,7 @@ def _attention_parameters(config: _CardFields, sparse: SparseFields) -> int:
 
 
 def _context_tokens(config: _CardFields) -> int:
-    """The longest text; of some models, positions are counted from that of padding on."""
+    """Context length; in some models, positions start after that of the padding token."""
     padding = config.pad_token_id if config.model_type in PADDED_POSITIONS else None
     rope = config.rope_parameters or config.rope_scaling or _RopeFields()
     longest = int(config.max_position_embeddings * rope.stretch)
@@ -331,7 +331,7 @@ def _context_tokens(config: _CardFields) -> int:
 
 
 def _labels(config: _CardFields) -> tuple[str, ...]:
-    """The names of a classifier's labels; those that it has no names for get transformers' own."""
+    """The names of a classifier's labels; unnamed ones get transformers' default names."""
     if config.architectures[0].endswith("ForRewardModel"):
         return ("reward",)
     named = config.id2label or {}
@@ -348,14 +348,14 @@ def _head_size(config: _CardFields) -> int:
 
 
 def _kv_heads(config: _CardFields) -> int:
-    """Whose keys and values are kept."""
+    """Number of KV heads."""
     if config.model_type in REPEATED_KV:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
 
 
 def _kv_numbers(config: _CardFields) -> int | None:
-    """Of a token in all layers, where some have other heads: those that see all, or by number."""
+    """KV elements per token in all layers, if full-attention or numbered layers differ in heads."""
     if config.per_layer_config is None and config.global_head_dim is None:
         return None
     kv_heads, size = _kv_heads(config), _head_size(config)
@@ -367,7 +367,7 @@ def _kv_numbers(config: _CardFields) -> int | None:
 
 
 def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
-    """What a layer has in the place of the model's heads."""
+    """A layer's own head configuration."""
     if config.per_layer_config is not None:
         return config.per_layer_config.get(str(layer), _LayerHeads())
     kinds = config.layer_types or _every_sixth(config.num_hidden_layers)
@@ -378,13 +378,13 @@ def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
 
 
 def _every_sixth(layers: int) -> tuple[str, ...]:
-    """Gemma 4's types of layers, where the file is silent; the last one sees all."""
+    """Gemma 4's default layer types; the last layer has full attention."""
     seeing = (layer % 6 == 5 or layer == layers - 1 for layer in range(layers))
     return tuple("full_attention" if all_ else "sliding_attention" for all_ in seeing)
 
 
 def _dtype(config: _CardFields, weights: Weights, folder: Path) -> Dtype:
-    """What the config names; where it names nothing, what the weights are."""
+    """The dtype in the config; if it has none, that of the weights."""
     named = config.dtype or config.torch_dtype
     if named is None:
         return weights.dtype or Dtype.FLOAT32

@@ -1,4 +1,4 @@
-"""The chat templates of a tokenizer's folder, which may have several by name."""
+"""Reads the chat templates of a tokenizer's folder, which may have several named ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
 MORE = "additional_chat_templates"
-"""A folder with files `<name>.jinja` beside `FILE`."""
+"""A folder with files `<name>.jinja`, next to `FILE`."""
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _SUFFIX = ".jinja"
 
 
 class NamedTemplate(msgspec.Struct, frozen=True):
-    """One of several templates."""
+    """A named template."""
 
     name: str
     template: str
@@ -35,16 +35,16 @@ class _TemplateFields(msgspec.Struct, frozen=True):
 
 
 class TemplateSources(msgspec.Struct, frozen=True):
-    """The template of conversations, and of those with tools where that is another one."""
+    """The chat template, and the one for conversations with tools if it is different."""
 
     source: str
     tool_source: str | None = None
 
 
 def read_templates(folder: Path) -> Mapping[str, str]:
-    """Read a folder's templates by name; a single one is called `default`.
+    """Read a folder's templates by name; a single one is named `default`.
 
-    Files replace what tokenizer_config.json holds, as in transformers.
+    Files take precedence over tokenizer_config.json, as in transformers.
 
     Raises:
         ConfigError: A file cannot be read, or is malformed.
@@ -56,15 +56,15 @@ def read_templates(folder: Path) -> Mapping[str, str]:
 
 
 def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
-    """Choose the template of a folder's tokenizer; None: it has none.
+    """Choose the template of a folder's tokenizer; None if it has none.
 
     Args:
-        folder: Holds the templates.
-        name: Of the one for all conversations; empty: `tool_use` for those with tools where there
-            is one, `default` for the others, else the first.
+        folder: The folder with the templates.
+        name: The template for all conversations; empty: `tool_use`, if there is one, for those with
+            tools, `default` for the others, else the first.
 
     Raises:
-        ConfigError: There is no template of that name; lists the names.
+        ConfigError: There is no template of that name; the message lists the names.
     """
     templates = read_templates(folder)
     if name:

@@ -1,8 +1,8 @@
-"""What config.json leaves unsaid: old names of its fields, and values that are its family's habit.
+"""Completes config.json: old names of its fields, and the defaults of its model family.
 
-A file written by transformers leaves out what is the default of its model's class, and old
-families have names of their own. Whoever reads a config reads it through `completed`, so that the
-plan and the decoder cannot disagree.
+A file written by transformers omits the defaults of its model class, and old families have names of
+their own. All readers of a config use `complete_config`, so that the plan and the decoder cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIELD_ALIASES: Mapping[str, str] = {
     "n_routed_experts": "num_experts",
     "kv_channels": "head_dim",
 }
-"""What some families call a field, and what most do."""
+"""Names of fields in some families, and in most."""
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
@@ -76,7 +76,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
     "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
 }
-"""By `model_type`: what holds where the file is silent, and is not what holds in most families."""
+"""By `model_type`: defaults of unset fields that differ from those of most families."""
 
 _ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
 IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -87,28 +87,28 @@ IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "roberta": _ONE_HEAD_COUNT,
     "xlm-roberta": _ONE_HEAD_COUNT,
 }
-"""By `model_type`: fields that transformers ignores for a family, and tools write all the same."""
+"""By `model_type`: fields that transformers ignores for a family, although tools write them."""
 
 UNGATED_MLP = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
-"""Families whose feed-forward blocks have two linears, not three."""
+"""Families whose feed-forward blocks have two linear layers, not three."""
 LEARNED_POSITIONS = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
-"""Families that learn a vector for each position."""
+"""Families with learned position embeddings."""
 PADDED_POSITIONS = frozenset({"roberta", "xlm-roberta"})
-"""Families whose positions begin after that of padding, whose token's id it is."""
+"""Families whose positions start after the padding position, which is the padding token's id."""
 REPEATED_KV = frozenset({"jetmoe"})
-"""Families that hand attention each key once for each expert of a token, and keep it as often."""
+"""Families that pass each key to attention once per expert of a token, and cache it as often."""
 
 
 def complete_config(config: Fields) -> Fields:
-    """A config with the names that most families have, and with the habits of its own."""
+    """The config with the common field names and the defaults of its family."""
     model_type = bytes(config.get("model_type", b"")).decode().strip('"')
     unread = IGNORED_FIELDS.get(model_type, ())
     read = {name: value for name, value in config.items() if name not in unread}
     renamed = {FIELD_ALIASES[name]: read[name] for name in read if name in FIELD_ALIASES}
-    said = {name: value for name, value in {**renamed, **read}.items() if bytes(value) != b"null"}
+    given = {name: value for name, value in {**renamed, **read}.items() if bytes(value) != b"null"}
     habits = FAMILY_DEFAULTS.get(model_type, {})
     added = {name: msgspec.Raw(msgspec.json.encode(habits[name])) for name in habits}
-    return added | said
+    return added | given
 
 
 _SHAPE = (
@@ -118,10 +118,10 @@ _SHAPE = (
 
 
 def check_shape(config: bytes, file: Path) -> None:
-    """Refuse a completed config that does not have the fields that every served model has.
+    """Check that a completed config has the fields of every supported model.
 
     Raises:
-        ConfigError: Names the fields that are missing, and the model's type.
+        ConfigError: Fields are missing; the message names them and the model type.
     """
     fields = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
     missing = [name for name in _SHAPE if name not in fields]

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, as a tokenizer's files say it: read without a tokenizer."""
+"""EOS token ids from a tokenizer's files, read without loading the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ALSO = frozenset({"<|eom_id|>"})
-"""Ends a message of Llama 3.1 that calls a tool; SGLang stops there for every model that has it."""
+"""Ends a tool-call message of Llama 3.1; SGLang stops at it for every model that has it."""
 
 
 class _Written(msgspec.Struct):
@@ -35,7 +35,7 @@ class _EosTokenizer(msgspec.Struct):
 
 
 def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
-    """The ids of the tokens with which a folder's tokenizer ends an answer; none without files.
+    """The ids of the tokens that end an answer, by a folder's tokenizer files; empty without files.
 
     Raises:
         ConfigError: A file is malformed.

@@ -1,4 +1,4 @@
-"""The files of a model on this machine: what describes it, and what holds its weights."""
+"""Finds the files of a model on this machine: its description and its weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ENDINGS = {
     LoadFormat.PT: (".bin", ".pt"),
     LoadFormat.GGUF: (".gguf",),
 }
-"""By format, in the order in which `auto` looks; of the endings, the first that is there."""
+"""File endings by format, in the order that `auto` tries; the first ending found is used."""
 NO_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
-"""What trainers leave beside the weights."""
+"""Files of trainers that are not weights."""
 SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
@@ -38,12 +38,12 @@ class ModelFiles(msgspec.Struct, frozen=True):
     """A model on this machine.
 
     Attributes:
-        folder: Holds config.json.
-        format: Of the weights; never `auto`.
-        weights: The files that hold them, each once; empty where there are none.
+        folder: The folder with config.json.
+        format: The format of the weights; never `auto`.
+        weights: The weight files, each once; empty if there are none.
         overrides: JSON object whose fields replace those of config.json.
         mapped: Whether files are mapped into memory, not copied.
-        context_tokens: The longest text that is served, where that is less than the model's.
+        context_tokens: The served context length, if it is less than the model's.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
 
     @property
     def overridden(self) -> bool:
-        """Whether the model is another than the file says.
+        """Whether overrides change the model.
 
         Raises:
             ConfigError: See `config`.
@@ -65,7 +65,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         return self.factors() != longrope_factors(self._completed(), None)
 
     def factors(self) -> Factors | None:
-        """Which factors rotate it, if it is a longrope model.
+        """The RoPE factors, if it is a longrope model.
 
         Raises:
             ConfigError: See `config`.
@@ -73,12 +73,12 @@ class ModelFiles(msgspec.Struct, frozen=True):
         return longrope_factors(self._completed(), self.context_tokens)
 
     def config(self) -> bytes:
-        """Return config.json, with the overrides and what it leaves unsaid in it.
+        """Return config.json with overrides applied and defaults filled in.
 
-        Of a longrope model both lists of factors are those that hold for the served context.
+        For a longrope model both lists of factors are set to the ones for the served context.
 
         Raises:
-            ConfigError: It is missing, or one of the two is no JSON object.
+            ConfigError: It is missing, or it or the overrides are not a JSON object.
         """
         config = self._completed()
         return msgspec.json.encode(
@@ -92,16 +92,16 @@ class ModelFiles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
-        said = text_model_config(_object(config, str(file)))
-        return complete_config(_override(said, overrides))
+        text_config = text_model_config(_object(config, str(file)))
+        return complete_config(_override(text_config, overrides))
 
 
 ModelLocation = Path | ModelFiles
-"""A model's folder or its GGUF file, or what was found there."""
+"""A model's folder or GGUF file, or the files found there."""
 
 
 def files_at(location: ModelLocation) -> ModelFiles:
-    """What is at a place, in whichever format.
+    """The files of a model, in any format.
 
     Raises:
         ConfigError: A GGUF file cannot be chosen, or an index is broken.
@@ -121,9 +121,9 @@ def find_files(
     """Find a model's files.
 
     Args:
-        path: Its folder, or a GGUF file (of several, any).
+        path: Its folder, or a GGUF file (any part of several).
         requested: The format to look for.
-        described_in: The folder of config.json; unset means beside the weights.
+        described_in: The folder of config.json; None: the folder of the weights.
         overrides: See `ModelFiles`.
         mapped: See `ModelFiles`.
         context_tokens: See `ModelFiles`.
@@ -152,12 +152,12 @@ def is_gguf(path: Path) -> bool:
 def weight_names(
     folder: Path, names: Collection[str], requested: LoadFormat
 ) -> tuple[LoadFormat, list[str]]:
-    """Choose the files of weights among the `names` of a folder (or of what it will hold).
+    """Choose the weight files among the file `names` of a folder (also before they are downloaded).
 
-    Of a format that has an index, exactly the files of the index, whether they are there or not.
+    For a format with an index, exactly the files of the index, whether they exist or not.
 
     Raises:
-        ConfigError: Several GGUF files are not parts of one, or an index is broken.
+        ConfigError: Several GGUF files are not parts of one model, or an index is broken.
     """
     if requested is LoadFormat.DUMMY:
         return requested, []
@@ -173,7 +173,7 @@ def _of_format(folder: Path, names: Collection[str], format_: LoadFormat) -> set
         return _indexed(folder / index)
     for ending in ENDINGS[format_]:
         found = {name for name in names if name.endswith(ending) and name not in NO_WEIGHTS}
-        # Mistral's repositories hold the same weights twice, once under names of their own.
+        # Mistral's repositories contain the same weights twice, once under names of their own.
         found = {name for name in found if not name.startswith("consolidated")} or found
         if format_ is LoadFormat.GGUF:
             _refuse_several(folder, found)
@@ -199,7 +199,7 @@ def _indexed(index: Path) -> set[str]:
 
 
 def _refuse_several(folder: Path, names: Iterable[str]) -> None:
-    """Repositories of GGUF files hold one model in many roundings: which one must be said."""
+    """Raise for several GGUF files: repositories often have one model in many quantizations."""
     first, *others = sorted(names) or [""]
     if any(not _of_one(name, first) for name in others):
         listed = ", ".join([first, *others])
@@ -225,8 +225,8 @@ def _object(text: bytes | str, what: str) -> _Fields:
         return msgspec.json.decode(text, type=_Fields)
     except msgspec.DecodeError:
         pass
-    # Python's json, with which such files are written, has numbers that JSON has not; newer
-    # versions of transformers spell them as objects, and so do we.
+    # Such files are written with Python's json, which has numbers that JSON lacks; newer versions
+    # of transformers write them as objects, and so does this.
     written = text if isinstance(text, str) else text.decode(errors="replace")
     spelled = _BEYOND_JSON.sub(r'{"__float__": "\1"}', written)
     try:
@@ -236,7 +236,7 @@ def _object(text: bytes | str, what: str) -> _Fields:
 
 
 def _override(config: _Fields, overrides: _Fields) -> _Fields:
-    """Newer files keep theta and scaling in `rope_parameters`; people write the older names."""
+    """Newer files have theta and scaling in `rope_parameters`; overrides use the older names."""
     merged = config | overrides
     older = {"rope_theta", "rope_scaling"} & overrides.keys()
     if not older or "rope_parameters" in overrides or "rope_parameters" not in config:
@@ -246,5 +246,5 @@ def _override(config: _Fields, overrides: _Fields) -> _Fields:
     if "rope_scaling" in overrides:
         scaling = bytes(overrides["rope_scaling"])
         rope = {} if scaling == b"null" else _object(scaling, "rope_scaling")
-    said = {name: overrides[name] for name in overrides if name == "rope_theta"}
-    return merged | {"rope_parameters": msgspec.Raw(msgspec.json.encode(theta | rope | said))}
+    given = {name: overrides[name] for name in overrides if name == "rope_theta"}
+    return merged | {"rope_parameters": msgspec.Raw(msgspec.json.encode(theta | rope | given))}

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its settings, and which tensors it holds, and where.
+"""Reads the header of a GGUF file: its metadata, and the names and offsets of its tensors.
 
-Read here and not by the `gguf` package, since processes without numpy ask as well, and since that
-package makes an array of each of a vocabulary's strings: 6.6 s for one of 150,000, here 0.2 s.
+Parsed here and not by the `gguf` package, since processes without numpy need it as well, and since
+that package makes an array of each string of a vocabulary: 6.6 s for 150,000 strings, here 0.2 s.
 
 Source: the format's specification, docs/gguf.md of the ggml project, versions 2 and 3.
 """
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Of tensors, unless `general.alignment` says otherwise."""
+"""Alignment of tensors, unless `general.alignment` is set."""
 COUNT_MAX = 1 << 24
-"""Settings, tensors or items of a list; more means that the file is none."""
+"""Maximum count of metadata values, tensors or list items; more means a file that is not GGUF."""
 
 _STRING, _ARRAY = 8, 9
 _FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""Of numbers, by the file's own code of their type."""
+"""Struct formats of numbers, by GGUF type code."""
 
 Value = str | int | float | bool
 Values = tuple[str, ...] | tuple[int | float | bool, ...]
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """One tensor. `kind` is ggml's code of its number format, `start` counts from the file's."""
+    """One tensor. `kind` is ggml's type code, `start` the offset in the file."""
 
     shape: tuple[int, ...]
     kind: int
@@ -44,14 +44,14 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """Settings that are one value each, lists where they were asked for, and tensors by name.
+    """Metadata values, lists if requested, and tensors by name.
 
-    `size_bytes` is where the header ends.
+    `size_bytes` is the offset of the header's end.
     """
 
     settings: Mapping[str, Value]
@@ -61,14 +61,14 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
 
 def read_gguf(file: Path, *, lists: bool = False) -> GgufHeader:
-    """Read a header; no tensor is read.
+    """Read a header without the tensors.
 
     Args:
-        file: To read.
-        lists: Whether to keep settings that are lists of strings or numbers: vocabularies.
+        file: The GGUF file.
+        lists: Whether to include metadata that are lists of strings or numbers: vocabularies.
 
     Raises:
-        ConfigError: The file is missing, cut short or none.
+        ConfigError: The file is missing, truncated or not a GGUF file.
     """
     try:
         with file.open("rb") as stream:
@@ -116,7 +116,7 @@ class _GgufReader:
         return name, GgufTensor(tuple(reversed(sizes)), kind, offset)
 
     def _value(self, kind: int) -> Value | Values | None:
-        """Read one value; of a list that is not kept, only its length in bytes matters."""
+        """Read one value; a list that is not requested is skipped."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:

@@ -1,8 +1,8 @@
-"""Which of a longrope model's two lists of factors holds: decided once, by the served context.
+"""Chooses between a longrope model's two lists of factors, once, by the served context.
 
-transformers takes the short factors for a text up to the trained length, and the long ones for all
-of a text beyond it. A cached key is rotated already, and a text may grow: here the longest text
-that is served decides for all of them, so that a key is the same in every text.
+transformers uses the short factors for a text up to the trained length, and the long ones for all
+of a longer text. But a cached key is rotated already, and a text may grow: here the served context
+length decides for all texts, so that a key is the same in every text.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class _LongRopeFields(msgspec.Struct):
 
 
 def longrope_factors(config: Fields, context_tokens: int | None) -> Factors | None:
-    """Which factors rotate a model; None: it has no two lists, or the config is malformed.
+    """The factors of a model; None if it has no two lists, or the config is malformed.
 
     Args:
         config: Its config.json, completed.
-        context_tokens: The longest text that is served; unset: the longest that it was made for.
+        context_tokens: The served context length; None: the model's maximum.
     """
     try:
-        said = msgspec.json.decode(msgspec.json.encode(config), type=_LongRopeFields)
+        fields = msgspec.json.decode(msgspec.json.encode(config), type=_LongRopeFields)
     except msgspec.DecodeError:
-        return None  # what reads the fields names the one that is wrong
-    rope = said.rope_parameters or said.rope_scaling
+        return None  # the reader of the fields reports the malformed one
+    rope = fields.rope_parameters or fields.rope_scaling
     if rope is None or (rope.rope_type or rope.type) not in _KINDS:
         return None
-    longest = said.max_position_embeddings
+    longest = fields.max_position_embeddings
     if longest is None:
         return None
-    trained = rope.original_max_position_embeddings or said.original_max_position_embeddings
+    trained = rope.original_max_position_embeddings or fields.original_max_position_embeddings
     served = longest if context_tokens is None else min(context_tokens, longest)
     return "long" if served > (trained or longest) else "short"
 
 
 def with_factors(config: Fields, factors: Factors | None) -> Fields:
-    """A config both of whose lists are those factors; without any, the config itself."""
+    """The config with both lists set to those factors; without factors, the config itself."""
     if factors is None:
         return config
     place = next(name for name in _ROPE_KEYS if bytes(config.get(name, b"null")) != b"null")

@@ -1,4 +1,4 @@
-"""What a worker's memory goes to, before anything is loaded."""
+"""Memory budget of a worker, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from antiphon.model_card.card import ModelCard, item_bytes
 from antiphon.model_card.tasks import Task
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
-"""How linears are kept that take a byte a weight."""
+"""Formats of linear layers that take one byte per weight."""
 LOGIT_BYTES = 4
-"""Logits are float32, whatever the model is."""
+"""Logits are float32 for every model."""
 LOGIT_COPIES = 3
-"""The logits, what filters make of them, and the sorted or summed copy that is drawn from."""
+"""The logits, the processed logits, and the sorted or cumulated copy for sampling."""
 EXPANDED_BYTES_MAX = 512 * 1024**2
-"""What keys and values that are made of latents take at most, with what they are made by."""
+"""Maximum size of keys and values expanded from latents, with the buffers of the expansion."""
 PROMPT_LOGITS_BYTES_MAX = 32 * 1024**2
-"""Most memory that the logits of prompt tokens take at once: a long prompt is scored in pieces."""
+"""Maximum memory of prompt logits at a time: logprobs of a long prompt are computed in chunks."""
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """How the free memory is divided, in bytes. What is left may go to the cache.
+    """Division of the free memory, in bytes. The rest is available for the cache.
 
     Attributes:
-        free: What this process may use, within the limits of its containers.
-        activations: Of the largest step.
-        logits: Of the most rows that draw a token in one step.
-        scored: Logits of the prompt tokens that are told of at once.
+        free: Memory that this process may use, within the limits of its containers.
+        activations: Activations of the largest step.
+        logits: Logits of the maximum number of rows that sample a token in one step.
+        scored: Logits of the prompt tokens whose logprobs are computed at a time.
     """
 
     free: int
@@ -38,7 +38,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rest(self) -> int:
-        """What the cache may share; negative if there is too little for a single step."""
+        """Memory left for the cache; negative if there is too little for a single step."""
         return self.free - self.weights - self.activations - self.logits - self.scored
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ def weight_bytes(
     quantized: LinearFormat = LinearFormat.PLAIN,
     count: int = 0,
 ) -> int:
-    """What the parameters take; rounded ones a byte each, but for an embedding that is no head.
+    """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
     Args:
-        card: Of the model.
-        dtype: Of its plain numbers.
-        linear: How linears are kept that the checkpoint stores in plain numbers.
-        quantized: How those are kept that it does not.
-        count: Weights in these.
+        card: The model card.
+        dtype: The dtype of unquantized weights.
+        linear: Format of linear layers that are not quantized in the checkpoint.
+        quantized: Format of those that are.
+        count: Number of weights in the latter.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
@@ -76,7 +76,7 @@ def weight_bytes(
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
-    """What is kept beside a number format's own: wider routers, and latents' second copy."""
+    """Bytes beyond the dtype's: wider routers, and the second copy of MLA up-projections."""
     beside = 0
     if card.experts is not None:
         wider = item_bytes(Dtype.FLOAT32) - item_bytes(dtype)
@@ -87,11 +87,11 @@ def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
 
 
 def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
-    """About the most that one pass of `tokens` tokens holds at once.
+    """Approximate peak of the activations of a forward pass of `tokens` tokens.
 
-    Residual and normalised stream, and the fused projections of a layer with their results. Both
-    blocks count, though one follows the other: what the first gives back the allocator keeps, and
-    it is not of the size that the second asks for.
+    Residual and normalized stream, and the fused projections of a layer with their results. Both
+    blocks count, though one follows the other: the allocator caches the memory that the first one
+    frees, and its size does not match that of the second one.
     """
     attention, expanded = (2 * card.heads + 4 * card.kv_heads) * card.head_size, 0
     if card.latent is not None:
@@ -102,7 +102,7 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
 
 
 def _feed_forward_numbers(card: ModelCard) -> int:
-    """Of a token: what enters and leaves its experts, and their blocks if all take the same."""
+    """Elements per token: inputs and outputs of its experts, and their blocks if all are alike."""
     dense, experts = 4 * card.mlp_width, card.experts
     if experts is None:
         return dense
@@ -111,14 +111,14 @@ def _feed_forward_numbers(card: ModelCard) -> int:
 
 
 def logits_bytes(card: ModelCard, rows: int) -> int:
-    """The most that sampling a token for each of `rows` rows takes."""
+    """Peak memory of sampling a token for each of `rows` rows."""
     if card.task is not Task.GENERATE:
         return 0
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
 
 
 def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
-    """The most that telling of the prompt takes in a step of `tokens` tokens."""
+    """Peak memory of prompt logprobs in a step of `tokens` tokens."""
     if card.task is not Task.GENERATE:
         return 0
     row = card.vocabulary_size * LOGIT_BYTES
@@ -126,10 +126,10 @@ def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
 
 
 def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> int:
-    """Tokens of prompts that are told of at once."""
+    """Number of prompt tokens whose logprobs are computed at a time."""
     return max(1, bytes_max // (vocabulary_size * LOGIT_BYTES))
 
 
 def gib(size_bytes: int) -> str:
-    """A size as people read it."""
+    """A size as readable text."""
     return f"{size_bytes / 1024**3:.2f} GiB"

@@ -1,4 +1,4 @@
-"""What config.json says of experts and of latent attention: their sizes, for the plan of memory."""
+"""Sizes of experts (MoE) and latent attention (MLA) from config.json, for the memory plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class SparseFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that say it, of all families; a dense model has none of them."""
+    """The fields of all families; a dense model has none of them."""
 
     num_experts: int | None = None
     num_experts_per_tok: int = 1
@@ -24,19 +24,19 @@ class SparseFields(msgspec.Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: int = 0
     v_head_dim: int | None = None
     num_nextn_predict_layers: int = 0
-    """Layers after the last, which a checkpoint may have and nobody loads."""
+    """Multi-token prediction layers after the last layer, which are not loaded."""
 
 
 class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a model.
 
     Attributes:
-        layers: So many have experts; the others have dense blocks.
-        count: Of a layer.
-        chosen: Experts that a token meets.
-        width: Of one.
-        shared_width: Of the block that all tokens go through besides; 0 without one.
-        shared_gated: Whether that has a gate of its own.
+        layers: Number of layers with experts; the others have dense blocks.
+        count: Experts per layer.
+        chosen: Experts per token.
+        width: Width of one expert.
+        shared_width: Width of the shared experts; 0 without any.
+        shared_gated: Whether the shared experts have a gate of their own.
     """
 
     layers: int
@@ -47,24 +47,24 @@ class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
     shared_gated: bool
 
     def layer_parameters(self, hidden: int) -> int:
-        """Of the matrices of one layer's feed-forward part."""
+        """Parameters of one layer's feed-forward matrices."""
         blocks = 3 * (self.count * self.width + self.shared_width)
         return hidden * (blocks + self.count + int(self.shared_gated))
 
     def router_parameters(self, hidden: int) -> int:
-        """Of all routers."""
+        """Parameters of all routers."""
         return self.layers * self.count * hidden
 
 
 class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Latent attention.
+    """Latent attention (MLA).
 
     Attributes:
-        latent: Numbers of a latent.
-        content: Of a head's keys, made of the latent.
-        position: Of a head's keys, rotated and shared by all heads.
-        value: Of a head's values.
-        query: Of the bottleneck of queries; None without one.
+        latent: Size of a latent (KV LoRA rank).
+        content: Size of a head's keys without RoPE, computed from the latent.
+        position: Size of the keys with RoPE, shared by all heads.
+        value: Size of a head's values.
+        query: Query LoRA rank; None without one.
     """
 
     latent: int
@@ -75,11 +75,11 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_width(self) -> int:
-        """Numbers of a token in the cache, a layer."""
+        """Elements per token and layer in the cache."""
         return self.latent + self.position
 
     def layer_parameters(self, hidden: int, heads: int) -> int:
-        """Of the matrices of one layer's attention."""
+        """Parameters of one layer's attention matrices."""
         key = self.content + self.position
         queries = hidden * heads * key
         if self.query is not None:
@@ -92,16 +92,16 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def up_parameters(self, heads: int) -> int:
-        """Of the matrix from latents to heads, of which a copy is kept in another order."""
+        """Parameters of the up-projection, of which a second copy is stored in another layout."""
         return self.latent * heads * (self.content + self.value)
 
     def token_numbers(self, heads: int) -> int:
-        """About what a token's queries and their results take in one layer."""
+        """Approximate elements of a token's queries and attention outputs in one layer."""
         return heads * (2 * self.cached_width + 2 * (self.content + self.position) + 2 * self.value)
 
 
 def experts_of(fields: SparseFields, layers: int, dense_width: int) -> ExpertsCard | None:
-    """The experts of a model of so many layers; None of a dense one."""
+    """The experts of a model with `layers` layers; None for a dense model."""
     if not fields.num_experts:
         return None
     sparse = [
@@ -126,7 +126,7 @@ def experts_of(fields: SparseFields, layers: int, dense_width: int) -> ExpertsCa
 
 
 def latent_of(fields: SparseFields) -> LatentCard | None:
-    """The latent attention of a model; None of one that keeps keys and values."""
+    """The latent attention of a model; None if it caches keys and values."""
     if fields.kv_lora_rank is None:
         return None
     return LatentCard(

@@ -1,7 +1,7 @@
-"""How a text becomes one vector: by the files of sentence-transformers, else by habit.
+"""Pooling of a text to one vector: by sentence-transformers' files, else by model defaults.
 
-A folder of sentence-transformers lists in modules.json what follows the model itself: how the
-vectors of its tokens are pooled, linears behind that, and whether the result has length 1.
+modules.json of a sentence-transformers folder lists the modules after the model itself: pooling,
+dense layers, and normalization.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class PoolMode(StrEnum):
-    """What stands for a text."""
+    """Which token vectors represent a text."""
 
     LAST = "last"
-    """The vector of its last token."""
+    """The vector of the last token."""
     CLS = "cls"
-    """That of its first."""
+    """The vector of the first token."""
     MEAN = "mean"
-    """The mean of all."""
+    """The mean of all token vectors."""
 
 
 class PoolingActivation(StrEnum):
-    """What a linear behind the pooling is followed by."""
+    """The activation after a dense layer."""
 
     IDENTITY = "identity"
     TANH = "tanh"
@@ -45,7 +45,7 @@ class PoolingActivation(StrEnum):
 
 
 class Dense(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear behind the pooling; `folder` below the model's holds its weights."""
+    """A dense layer after the pooling; its weights are in the subfolder `folder`."""
 
     folder: str
     inputs: int
@@ -55,18 +55,18 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model makes of a text that it does not answer.
+    """Pooling of an embedding model, classifier or reward model.
 
     Attributes:
         task: Never `generate`.
-        dense: Linears behind the pooling, in their order.
-        normalize: Whether the vector then has length 1.
-        width: Numbers of the vector, or labels that are scored.
-        matryoshka: Whether a beginning of the vector is a vector, too.
-        cuts: How long that beginning may be; empty: as long as anybody likes.
-        labels: What is scored, in the order of the scores.
-        several: Whether labels are judged one by one: several may hold, or none.
-        plain_score: Whether a score of one label is taken as it is, not through a sigmoid.
+        dense: Dense layers after the pooling, in order.
+        normalize: Whether the vector is then normalized to length 1.
+        width: Dimensions of the vector, or number of labels.
+        matryoshka: Whether prefixes of the vector are usable embeddings.
+        cuts: Allowed lengths of such a prefix; empty: any.
+        labels: The labels, in the order of the scores.
+        several: Whether the classifier is multi-label: each label has its own sigmoid.
+        plain_score: Whether the score of a single label is returned without a sigmoid.
     """
 
     task: Task
@@ -88,15 +88,15 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 def read_pooling(
     location: ModelLocation, card: ModelCard, *, embedding: bool = False
 ) -> Pooling | None:
-    """How the model at a place pools; None if it answers texts.
+    """The pooling of a model; None for a generative model.
 
     Args:
-        location: Holds config.json, and the files of sentence-transformers if there are any.
-        card: Of the model there.
-        embedding: Whether a model that answers texts is to embed them instead.
+        location: The folder with config.json, and with sentence-transformers' files if any.
+        card: The card of the model.
+        embedding: Whether a generative model is served for embeddings instead.
 
     Raises:
-        ConfigError: A file is broken, or asks for a pooling that is not built.
+        ConfigError: A file is broken, or needs an unsupported pooling.
     """
     task = Task.EMBED if embedding and card.task is Task.GENERATE else card.task
     if task is Task.GENERATE:
@@ -129,7 +129,7 @@ def read_pooling(
 
 
 def module_files(folder: Path) -> list[Path]:
-    """The files of sentence-transformers in a model's folder: modules.json, and what it lists.
+    """The sentence-transformers files in a model's folder: modules.json, and the files it lists.
 
     Raises:
         ConfigError: It is broken, or the weights that it lists are.
@@ -147,7 +147,7 @@ def module_files(folder: Path) -> list[Path]:
 
 
 def _default_mode(card: ModelCard) -> PoolMode:
-    """A decoder's last token has seen all; encoders are trained for their first one."""
+    """LAST for decoders, whose last token attends to all; CLS for encoders."""
     if card.causal:
         return PoolMode.LAST
     return PoolMode.CLS if is_bidirectional(card.architecture) else PoolMode.MEAN
@@ -167,7 +167,7 @@ class _PoolingFields(msgspec.Struct):
 
     @property
     def scores_plainly(self) -> bool:
-        """Newer files name what a score goes through under `sentence_transformers`."""
+        """Newer files name the activation of a score under `sentence_transformers`."""
         newer = self.sentence_transformers and self.sentence_transformers.activation_fn
         named = newer or self.sbert_ce_default_activation_function
         return named is not None and named.rpartition(".")[2] == "Identity"
@@ -206,7 +206,7 @@ _DROPPED = frozenset({"Transformer", "Dropout"})
 
 
 def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
-    """A pooling with what modules.json lists, in its order."""
+    """The pooling with the modules that modules.json lists, in order."""
     pooling = msgspec.structs.replace(habit, normalize=False)
     for module in modules:
         kind = module.type.rpartition(".")[2]
@@ -235,12 +235,14 @@ def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -
 
 
 def _mode(file: Path) -> PoolMode:
-    said = _decode(file, _PoolFile)
+    fields = _decode(file, _PoolFile)
     start = "pooling_mode_"
-    names = [name.removeprefix(start) for name in said.__struct_fields__ if name.startswith(start)]
-    modes = [name for name in names if getattr(said, start + name)]
-    if said.pooling_mode is not None:
-        modes = [said.pooling_mode]
+    names = [
+        name.removeprefix(start) for name in fields.__struct_fields__ if name.startswith(start)
+    ]
+    modes = [name for name in names if getattr(fields, start + name)]
+    if fields.pooling_mode is not None:
+        modes = [fields.pooling_mode]
     if len(modes) != 1 or modes[0] not in _MODES:
         named = " and ".join(modes) or "none"
         raise ConfigError(f"{file}: pooling {named} is not supported, only cls, mean and last")
@@ -248,19 +250,19 @@ def _mode(file: Path) -> PoolMode:
 
 
 def _dense(path: str, file: Path, width: int) -> Dense:
-    said = _decode(file, _DenseFile)
-    if said.in_features != width:
+    fields = _decode(file, _DenseFile)
+    if fields.in_features != width:
         raise ConfigError(
-            f"{file}: in_features = {said.in_features}: must be {width}, as the input has"
+            f"{file}: in_features = {fields.in_features}: must be {width}, as the input has"
         )
-    name = said.activation_function.rpartition(".")[2].lower()
+    name = fields.activation_function.rpartition(".")[2].lower()
     if name not in set(PoolingActivation):
         raise ConfigError(f"{file}: activation_function {name} is not supported")
     return Dense(
         folder=path,
-        inputs=said.in_features,
-        outputs=said.out_features,
-        bias=said.bias,
+        inputs=fields.in_features,
+        outputs=fields.out_features,
+        bias=fields.bias,
         squash=PoolingActivation(name),
     )
 

@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 EVERY = Pattern("", "all")
 CACHE_SCALES = (".q_scale", ".k_zero_point", ".v_zero_point")
-"""Of a cache in fewer bits, beside the scales of its keys and values."""
+"""Suffixes for a quantized KV cache, besides the scales of keys and values."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
-"""Activations are not rounded by scales from elsewhere."""
+"""Suffixes of static activation scales, which are not used."""
 
 
 def read_quantization(config: bytes) -> QuantizationConfig | None:
-    """What a config.json says of how its weights are stored; None: in plain numbers.
+    """Read the quantization from config.json; None: not quantized.
 
     Raises:
-        ConfigError: A method or an option of one that is not read, or that nobody can mean.
+        ConfigError: The method or one of its options is not supported or invalid.
     """
-    said = _decode(config, _ModelQuantization)
-    raw = said.quantization_config
+    parsed = _decode(config, _ModelQuantization)
+    raw = parsed.quantization_config
     if bytes(raw) == b"null":
-        raw = said.compression_config
+        raw = parsed.compression_config
     if bytes(raw) == b"null":
         return None
     method = _decode(raw, _Method).quant_method
@@ -54,10 +54,10 @@ def read_quantization(config: bytes) -> QuantizationConfig | None:
 
 
 class _ModelQuantization(msgspec.Struct):
-    # Not `Raw | None`, which msgspec takes for None alone.
+    # Not `Raw | None`, which msgspec treats as None alone.
     quantization_config: msgspec.Raw = msgspec.Raw(b"null")
     compression_config: msgspec.Raw = msgspec.Raw(b"null")
-    """What the first versions of compressed-tensors called it."""
+    """Its name in the first versions of compressed-tensors."""
 
 
 class _Method(msgspec.Struct):
@@ -75,16 +75,16 @@ class _Fp8(msgspec.Struct):
 
 
 def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Fp8)
+    parsed = _decode(raw, _Fp8)
     scheme = Fp8(scale="tensor")
-    if said.weight_block_size is not None:
-        scheme = Fp8(scale="block", block=said.weight_block_size)
+    if parsed.weight_block_size is not None:
+        scheme = Fp8(scale="block", block=parsed.weight_block_size)
     return QuantizationConfig(
         method=QuantizationMethod.FP8,
         rules=(Rule((EVERY,), scheme),),
-        plain=_modules(said.modules_to_not_convert or said.ignored_layers),
+        plain=_modules(parsed.modules_to_not_convert or parsed.ignored_layers),
         ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
-        # Multiplied all the same: the inverse is of what the weights were divided by.
+        # Multiplied despite its name: the weights were divided by its inverse.
         spelled={".weight_scale_inv": ".weight_scale"},
     )
 
@@ -95,8 +95,8 @@ class _W8a8(msgspec.Struct):
 
 
 def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _W8a8)
-    plain = _modules(said.modules_to_not_convert or said.ignore)
+    parsed = _decode(raw, _W8a8)
+    plain = _modules(parsed.modules_to_not_convert or parsed.ignore)
     return msgspec.structs.replace(W8A8_INT8, plain=plain)
 
 
@@ -109,16 +109,16 @@ class _Awq(msgspec.Struct):
 
 
 def _awq(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Awq)
-    _only("version", said.version.lower(), "gemm")
-    _only("bits", said.bits, 4)
-    if not said.zero_point:
+    parsed = _decode(raw, _Awq)
+    _only("version", parsed.version.lower(), "gemm")
+    _only("bits", parsed.bits, 4)
+    if not parsed.zero_point:
         raise _refused("zero_point false is not supported")
-    scheme = Awq(weight=".qweight", count=8, group=_group(said.group_size))
+    scheme = Awq(weight=".qweight", count=8, group=_group(parsed.group_size))
     return QuantizationConfig(
         method=QuantizationMethod.AWQ,
         rules=(Rule((EVERY,), scheme),),
-        plain=_modules(said.modules_to_not_convert),
+        plain=_modules(parsed.modules_to_not_convert),
     )
 
 
@@ -134,34 +134,37 @@ class _Gptq(msgspec.Struct):
 
 
 def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Gptq)
-    _only("bits", said.bits, 2, 4, 8)
-    _only("checkpoint_format", said.checkpoint_format or "gptq", "gptq", "gptq_v2")
+    parsed = _decode(raw, _Gptq)
+    _only("bits", parsed.bits, 2, 4, 8)
+    _only("checkpoint_format", parsed.checkpoint_format or "gptq", "gptq", "gptq_v2")
     scheme = Gptq(
         weight=".qweight",
-        count=32 // said.bits,
-        bits=said.bits,
-        group=_group(said.group_size),
-        ordered=said.desc_act,
-        zero_added=0 if said.checkpoint_format == "gptq_v2" else 1,
+        count=32 // parsed.bits,
+        bits=parsed.bits,
+        group=_group(parsed.group_size),
+        ordered=parsed.desc_act,
+        zero_added=0 if parsed.checkpoint_format == "gptq_v2" else 1,
     )
-    within = said.modules_in_block_to_quantize or ()
+    within = parsed.modules_in_block_to_quantize or ()
     named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
-    # Which inputs belong to which group is said twice where they are in order.
-    ignored = () if said.desc_act else (".g_idx",)
+    # With inputs in order, the tensor of group indices is redundant.
+    ignored = () if parsed.desc_act else (".g_idx",)
     return QuantizationConfig(
         method=QuantizationMethod.GPTQ,
         rules=(Rule(_modules(named, head=True) or (EVERY,), scheme),),
-        plain=(*_modules(said.modules_to_not_convert, head=said.lm_head), *_skipped(said.dynamic)),
-        head=said.lm_head,
+        plain=(
+            *_modules(parsed.modules_to_not_convert, head=parsed.lm_head),
+            *_skipped(parsed.dynamic),
+        ),
+        head=parsed.lm_head,
         ignored=ignored,
-        # AutoGPTQ writes a bias to every linear.
+        # AutoGPTQ writes a bias for every linear layer.
         blank=(".bias",),
     )
 
 
 def _skipped(dynamic: Mapping[str, msgspec.Raw] | None) -> tuple[Pattern, ...]:
-    """GPTQModel's rules for single linears: `-:` and a regular expression leaves them alone."""
+    """GPTQModel's rules for single layers: `-:` and a regular expression excludes them."""
     for rule in dynamic or ():
         if not rule.startswith("-:"):
             raise _refused(f"dynamic: {rule!r}: only -: rules are read")
@@ -178,18 +181,18 @@ class _BitsAndBytes(msgspec.Struct):
 
 
 def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _BitsAndBytes)
-    _only("bnb_4bit_quant_storage", said.bnb_4bit_quant_storage or "uint8", "uint8")
-    if said.load_in_4bit == said.load_in_8bit:
+    parsed = _decode(raw, _BitsAndBytes)
+    _only("bnb_4bit_quant_storage", parsed.bnb_4bit_quant_storage or "uint8", "uint8")
+    if parsed.load_in_4bit == parsed.load_in_8bit:
         raise _refused("one of load_in_4bit and load_in_8bit has to be true")
     scheme: QuantizationScheme = LlmInt8()
-    if said.load_in_4bit:
-        kind, nested = said.bnb_4bit_quant_type, said.bnb_4bit_use_double_quant
+    if parsed.load_in_4bit:
+        kind, nested = parsed.bnb_4bit_quant_type, parsed.bnb_4bit_use_double_quant
         scheme = BitsAndBytes4(count=2, kind=kind, nested=nested)
     return QuantizationConfig(
         method=QuantizationMethod.BITSANDBYTES,
         rules=(Rule((EVERY,), scheme),),
-        plain=_modules(said.llm_int8_skip_modules),
+        plain=_modules(parsed.llm_int8_skip_modules),
         ignored=(".weight_format",),
     )
 
@@ -199,16 +202,16 @@ class _Mxfp4(msgspec.Struct):
 
 
 def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Mxfp4)
+    parsed = _decode(raw, _Mxfp4)
     return QuantizationConfig(
         method=QuantizationMethod.MXFP4,
         rules=(Rule((EVERY,), Mxfp4(weight="_blocks", count=2)),),
-        plain=_modules(said.modules_to_not_convert),
+        plain=_modules(parsed.modules_to_not_convert),
     )
 
 
 class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
-    """An object of torchao as it writes it."""
+    """An object in torchao's format."""
 
     type: str
     data: msgspec.Raw = msgspec.Raw(b"{}")
@@ -224,9 +227,9 @@ class _Torchao(msgspec.Struct):
 
 
 def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Torchao)
-    _only("quant_type", sorted(said.quant_type), ["default"])
-    kind = said.quant_type["default"]
+    parsed = _decode(raw, _Torchao)
+    _only("quant_type", sorted(parsed.quant_type), ["default"])
+    kind = parsed.quant_type["default"]
     _only("quant_type", kind.type, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
     data = _decode(kind.data, _TorchaoData)
     if data.granularity is not None:
@@ -238,7 +241,7 @@ def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
     return QuantizationConfig(
         method=QuantizationMethod.TORCHAO,
         rules=(Rule((EVERY,), scheme),),
-        plain=_modules(said.modules_to_not_convert),
+        plain=_modules(parsed.modules_to_not_convert),
         spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
         blank=("._weight_zero_point",),
     )
@@ -277,30 +280,32 @@ class _Compressed(msgspec.Struct):
 
 
 def _compressed(raw: msgspec.Raw) -> QuantizationConfig:
-    said = _decode(raw, _Compressed)
-    # The first versions left the status of the model in memory in what they saved compressed.
-    _only("quantization_status", said.quantization_status, "compressed", "frozen")
-    if said.sparsity_config is not None:
-        _only("sparsity_config.format", said.sparsity_config.format, "dense")
-    if said.transform_config:
+    parsed = _decode(raw, _Compressed)
+    # The first versions saved the in-memory status of the model in compressed checkpoints.
+    _only("quantization_status", parsed.quantization_status, "compressed", "frozen")
+    if parsed.sparsity_config is not None:
+        _only("sparsity_config.format", parsed.sparsity_config.format, "dense")
+    if parsed.transform_config:
         raise _refused("transform_config: rotated weights are not supported")
     rules = tuple(
-        Rule(tuple(map(_target, group.targets)), _scheme(name, group, group.format or said.format))
-        for name, group in said.config_groups.items()
+        Rule(
+            tuple(map(_target, group.targets)), _scheme(name, group, group.format or parsed.format)
+        )
+        for name, group in parsed.config_groups.items()
     )
     if not rules:
         raise _refused("config_groups has no weights")
     return QuantizationConfig(
         method=QuantizationMethod.COMPRESSED_TENSORS,
         rules=rules,
-        plain=tuple(map(_target, said.ignore or ())),
+        plain=tuple(map(_target, parsed.ignore or ())),
         head=True,
         ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
     )
 
 
 def _target(text: str) -> Pattern:
-    """A regular expression, all linears, or a name."""
+    """The pattern of a target: a regular expression, all linear layers, or a name."""
     if text.startswith("re:"):
         return _pattern(text.removeprefix("re:"), "regex")
     return EVERY if text == "Linear" else Pattern(text, "whole")
@@ -361,14 +366,14 @@ def _packed(name: str, weights: _Arguments) -> QuantizationScheme:
 
 
 def _group(size: int) -> int:
-    """Inputs of a group, 0 for all of them."""
+    """Group size in inputs, 0 for all of them."""
     if size < -1:
         raise _refused(f"group_size {size} is invalid; must be at least -1")
     return max(size, 0)
 
 
 def _modules(names: Names, *, head: bool = False) -> tuple[Pattern, ...]:
-    """Modules that stay as they are: those that are named, and the head unless told otherwise."""
+    """Modules that are not quantized: the named ones, and the head unless `head` is set."""
     always = [] if head else ["lm_head"]
     return tuple(_pattern(name, "module") for name in [*(names or ()), *always])
 
@@ -408,4 +413,4 @@ METHODS: Mapping[str, Callable[[msgspec.Raw], QuantizationConfig]] = {
     "mxfp4": _mxfp4,
     "torchao": _torchao,
 }
-"""By `quant_method`."""
+"""Parsers by `quant_method`."""

@@ -1,4 +1,4 @@
-"""What the recurrent layers of a model keep, read from its config.json."""
+"""Recurrent states of a model's layers, by its config.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class RecurrentStates(msgspec.Struct, frozen=True):
     """The states of one sequence.
 
     Attributes:
-        layers: That have one.
-        attending: Layers that keep keys and values; the others keep nothing of each token.
-        convolved: Numbers that a layer's convolution keeps, in the model's format.
-        matrices: Numbers that its recurrence keeps, in float32.
-        channels: Inputs of its convolution.
-        parameters: Of its projections and its convolution.
-        gated: Whether attention in the other layers projects gates beside its queries.
+        layers: Number of layers with a state.
+        attending: Number of layers with keys and values; the others cache nothing per token.
+        convolved: Elements of a layer's convolution state, in the model's dtype.
+        matrices: Elements of its recurrent state, in float32.
+        channels: Input channels of its convolution.
+        parameters: Parameters of its projections and its convolution.
+        gated: Whether attention in the other layers projects output gates with its queries.
     """
 
     layers: int
@@ -29,16 +29,16 @@ class RecurrentStates(msgspec.Struct, frozen=True):
     gated: bool = False
 
     def state_bytes(self, item_bytes: int) -> int:
-        """Of one state, in all layers, if the model's numbers take so many bytes."""
+        """Bytes of one state in all layers, with `item_bytes` per element of the model's dtype."""
         return self.layers * (self.convolved * item_bytes + self.matrices * 4)
 
     def activation_bytes(self, tokens: int) -> int:
-        """About what a pass of so many tokens holds of one layer, beside its linears."""
+        """Approximate bytes of one layer in a forward pass, besides its linear layers."""
         return tokens * 16 * self.channels
 
 
 def read_states(architecture: str, config: bytes) -> RecurrentStates | None:
-    """The states of a model of this architecture; None: it has none.
+    """The states of a model of this architecture; None without any.
 
     Raises:
         ConfigError: A field is missing or of a wrong type.
@@ -62,7 +62,7 @@ class _FalconH1(msgspec.Struct):
     mamba_d_conv: int = 4
 
     def states(self) -> RecurrentStates:
-        """Every layer has attention and a state."""
+        """All layers have attention and a state."""
         width = self.mamba_n_heads * self.mamba_d_head
         channels = width + 2 * self.mamba_n_groups * self.mamba_d_state
         projected = 2 * width + channels + self.mamba_n_heads
@@ -88,7 +88,7 @@ class _Qwen3Next(msgspec.Struct):
     layer_types: tuple[str, ...] | None = None
 
     def states(self) -> RecurrentStates:
-        """A layer has attention or a state."""
+        """Each layer has either attention or a state."""
         attending = self.num_hidden_layers // self.full_attention_interval
         if self.layer_types is not None:
             attending = self.layer_types.count("full_attention")

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, and where. No tensor is read."""
+"""Reads the header of a safetensors file: names and offsets of tensors, not the tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEADER_BYTES_MAX = 100 * 1000**2
-"""The limit of safetensors itself; a larger length means that the file is none."""
+"""The limit of safetensors itself; a larger length means a file in another format."""
 
 Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SafetensorsEntry(msgspec.Struct, frozen=True):
-    """One tensor, its offsets counted from the end of the header."""
+    """One tensor; its offsets are relative to the end of the header."""
 
     dtype: str
     shape: tuple[Offset, ...]
@@ -26,23 +26,23 @@ class SafetensorsEntry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsHeader(msgspec.Struct, frozen=True):
-    """What a file says of itself. `data_start` is where its tensors begin."""
+    """The header of a file. `data_start` is the offset of the tensors."""
 
     data_start: int
     entries: dict[str, SafetensorsEntry]
 
     @property
     def bytes_expected(self) -> int:
-        """Size of the whole file."""
+        """Expected size of the file."""
         ends = (entry.data_offsets[1] for entry in self.entries.values())
         return self.data_start + max(ends, default=0)
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read a header; whether the tensors follow is not looked at.
+    """Read a header; the presence of the tensors is not checked.
 
     Raises:
-        ConfigError: The file is missing, or its header is cut short or none.
+        ConfigError: The file is missing, or its header is truncated or invalid.
     """
     try:
         with file.open("rb") as stream:

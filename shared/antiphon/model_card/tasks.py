@@ -1,4 +1,4 @@
-"""What a model is for, which its architecture's name says."""
+"""The task of a model, by the name of its architecture."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from antiphon.model_card.text_model import VISION_PREFIXES, is_multimodal
 
 
 class Task(StrEnum):
-    """What comes out of a model."""
+    """The output of a model."""
 
     GENERATE = "generate"
-    """Text, token by token; and any text's vector."""
+    """Text, token by token; it can also embed."""
     EMBED = "embed"
-    """A text's vector, and nothing else."""
+    """Embeddings only."""
     SCORE = "score"
-    """A text's scores, label by label, or its one reward; and its vector."""
+    """Scores per label, or a reward; it can also embed."""
 
 
 def task_of(architecture: str) -> Task:
-    """The task of models of an architecture, by the endings that transformers gives names."""
+    """The task of an architecture, by the suffix of its name in transformers."""
     if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
         return Task.SCORE
     if architecture.endswith("ForMaskedLM"):
-        return Task.EMBED  # words in gaps are not served; the layers below give vectors
+        return Task.EMBED  # masked tokens are not served; the layers below the head can embed
     if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
         return Task.EMBED
     return Task.GENERATE
 
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
-"""How architectures begin whose attention looks both ways. Their classifiers have a linear that is
-as wide as the stream before the last."""
+"""Prefixes of architectures with bidirectional attention. Their classifiers have a dense layer of
+the hidden size before the last one."""
 
 
 def is_bidirectional(architecture: str) -> bool:
-    """Whether a token sees what comes after it: a text is computed in one piece, and not cached."""
+    """Whether attention is bidirectional: a text is then computed in one pass, and not cached."""
     return architecture.startswith(ENCODERS)
 
 
 _OTHER_HEADS = (
     *("pooler.", "bert.pooler.", "roberta.pooler."),
-    *("cls.", "lm_head.", "head.", "decoder."),  # words in gaps: BERT, RoBERTa, ModernBERT
+    *("cls.", "lm_head.", "head.", "decoder."),  # masked tokens: BERT, RoBERTa, ModernBERT
 )
 
 
 def unused_prefixes(architecture: str) -> tuple[str, ...]:
-    """How tensors of a checkpoint begin that were trained for another task than this one."""
+    """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
     if is_multimodal(architecture):
         return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
     if not is_bidirectional(architecture) or task_of(architecture) is not Task.EMBED:
@@ -55,7 +55,7 @@ def unused_prefixes(architecture: str) -> tuple[str, ...]:
 
 
 def head_parameters(architecture: str, hidden: int, labels: int) -> int:
-    """Of the matrices of a head that scores texts; 0 of any other model."""
+    """Parameters of a classification head; 0 for other models."""
     if task_of(architecture) is not Task.SCORE:
         return 0
     if architecture.endswith("ForRewardModel"):

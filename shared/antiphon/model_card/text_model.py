@@ -1,4 +1,4 @@
-"""The model of text within one that sees, too: its config, and the names of its tensors."""
+"""The text model within a multimodal one: its config, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ MULTIMODAL_ARCHITECTURES = (
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
 )
-"""Architectures whose model of text is served."""
+"""Multimodal architectures whose text model is served."""
 TEXT_MODEL_PREFIX = "language_model."
-"""What the names of its tensors have, first or after the name of all."""
+"""Prefix of its tensor names, first or after the common prefix."""
 _TIED = "tie_word_embeddings"
 VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-"""How tensors begin that see."""
+"""Prefixes of vision tensors."""
 
 
 def text_model_config(config: Fields) -> Fields:
-    """The config of the model of text, with what is said of the whole; any other as it is.
+    """The config of the text model, with the fields of the whole model; other configs unchanged.
 
     Raises:
-        ConfigError: The part is no JSON object, or no model of which a part is served.
+        ConfigError: The text config is not a JSON object, or the architecture is not supported.
     """
     if "text_config" not in config:
         return config
     architecture = _architecture(config)
     if not is_multimodal(architecture):
-        if "hidden_size" in config:  # it says of itself what there is to say
+        if "hidden_size" in config:  # the config is complete without it
             return config
         raise ConfigError(
             f"config.json: architecture {architecture or 'none'} is not supported:"
@@ -44,19 +44,19 @@ def text_model_config(config: Fields) -> Fields:
         text = msgspec.json.decode(config["text_config"], type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ConfigError(f"config.json: text_config: {error}") from error
-    said = {name: value for name, value in text.items() if bytes(value) != b"null"}
-    # transformers ties by what the whole says; the part may say the default of its class.
+    given = {name: value for name, value in text.items() if bytes(value) != b"null"}
+    # transformers ties weights by the outer config; the inner one may have its class's default.
     whole = {name: config[name] for name in ("architectures", _TIED) if name in config}
-    flat = config | said | whole
+    flat = config | given | whole
     if "quantization_config" in flat:
-        # Names of linears, and patterns of them, are those of the whole.
+        # Names of linear layers, and patterns for them, are those of the whole model.
         stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")
         flat["quantization_config"] = msgspec.Raw(stored)
     return flat
 
 
 def text_name(tensor: str) -> str:
-    """What a tensor is called where there is the model of text alone."""
+    """The name of a tensor in the text model alone."""
     return (
         tensor.replace(TEXT_MODEL_PREFIX, "", 1)
         if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}"))
@@ -65,7 +65,7 @@ def text_name(tensor: str) -> str:
 
 
 def is_multimodal(architecture: str) -> bool:
-    """Whether a model of an architecture sees, and its model of text is served."""
+    """Whether an architecture is multimodal and its text model is served."""
     return architecture in MULTIMODAL_ARCHITECTURES
 
 

@@ -1,4 +1,4 @@
-"""How many numbers a model's weights are, as the headers of its files say."""
+"""Parameter counts of a model, from the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
-"""Formats of numbers that are loaded as they are, as the two kinds of files name them."""
+"""Dtypes that are loaded unchanged, by their GGUF type code."""
 NOT_WEIGHTS = ("I64", "BOOL")
-"""Formats that safetensors have positions, shapes and masks in, and no weight."""
+"""Dtypes of positions, shapes and masks in safetensors files, which are not weights."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """What the headers add up to; zeros where a model has no weights here.
+    """Totals of the headers; zeros if the model has no weights here.
 
     Attributes:
-        count: Parameters, however they are stored.
-        bytes: Of the files' tensors.
-        dtype: The format of most parameters in plain numbers, if it is one that we load.
-        quantized: How many of the parameters are stored otherwise.
+        count: Number of parameters.
+        bytes: Size of the files' tensors.
+        dtype: The dtype of most unquantized parameters, if it is supported.
+        quantized: Number of quantized parameters.
     """
 
     count: int
@@ -50,16 +50,16 @@ def read_weights(
     quantization: QuantizationConfig | None = None,
     passed_over: tuple[str, ...] = (),
 ) -> Weights:
-    """Add up the headers of what is there; no tensor is read, and a file that is missing is none.
+    """Add up the headers of existing files; tensors are not read, missing files are skipped.
 
     Args:
-        files: Of the model.
-        item_bytes: Of a number in a format whose header says only how long all of them are.
-        quantization: Says how many parameters a number stands for that is no plain one.
-        passed_over: How names of tensors begin that nobody loads.
+        files: The files of the model.
+        item_bytes: Bytes per element in a format whose header has only the total size.
+        quantization: The number of parameters per element of quantized tensors.
+        passed_over: Prefixes of tensors that are not loaded.
 
     Raises:
-        ConfigError: A file is not of its format.
+        ConfigError: A file is malformed.
     """
     there = [file for file in files.weights if file.exists()]
     if files.format is LoadFormat.PT:

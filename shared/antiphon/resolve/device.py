@@ -1,4 +1,4 @@
-"""What this process may use of the machine."""
+"""CPU and memory that this process may use, within container limits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class HostDevice(msgspec.Struct, frozen=True):
     """Where a model runs.
 
     Attributes:
-        memory_bytes: What was free before anything was loaded.
-        lacking: Why the CPU's own kernels do not run in this process; None where they do. Only
-            the worker can tell.
-        arithmetic: What the bits of a result depend on here, by name: instruction set, version of
-            the kernels. Only the worker can tell.
+        memory_bytes: Free memory before anything was loaded.
+        lacking: Why the CPU kernels do not run in this process; None if they do. Only the worker
+            sets it.
+        arithmetic: What the numerics depend on here, by name: instruction set, version of the
+            kernels. Only the worker sets it.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class HostDevice(msgspec.Struct, frozen=True):
 
 
 def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:
-    """Read what is left of this machine, within the limits of its containers."""
+    """Read the free CPU and memory of this machine, within the limits of its containers."""
     folders = _cgroup_folders(proc, cgroups)
     cores = min([len(os.sched_getaffinity(0)), *map(_cores, folders)])
     memory = min([_available_bytes(proc), *map(_room_bytes, folders)])
@@ -39,10 +39,10 @@ def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:
 
 
 def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
-    """Our cgroups and all above them, each of which may hold the limit that counts.
+    """The process's cgroups and all their parents, each of which may have the effective limit.
 
-    A line of version 2 names no controller and lies under the mount itself; version 1 has a mount a
-    controller. In a container the path may be the host's, of which only the mount is there.
+    A line of version 2 names no controller and is relative to the mount itself; version 1 has one
+    mount per controller. In a container the path may be the host's, where only the mount exists.
     """
     folders: list[Path] = []
     for line in _read(proc / "self" / "cgroup").splitlines():
@@ -62,7 +62,7 @@ def _available_bytes(proc: Path) -> int:
 
 
 def _room_bytes(folder: Path) -> float:
-    """What a cgroup leaves of its limit; unlimited ones say so, or name a number beyond all."""
+    """Unused memory of a cgroup; unlimited ones have the limit `max` or a huge number."""
     for limit_file, used_file, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -74,7 +74,7 @@ def _room_bytes(folder: Path) -> float:
 
 
 def _reclaimable_bytes(folder: Path, cached: str) -> int:
-    """File pages that nobody used lately: they count as used but go when memory is asked for."""
+    """Inactive file pages: they count as used but are reclaimed when memory is needed."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == cached:

@@ -1,4 +1,4 @@
-"""From what the operator said to what we do: every decision, with its reason."""
+"""Resolves settings and model card to the worker's plan: each decision has its reason."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from antiphon.resolve.device import HostDevice
 
 _VALUE_WIDTH = 16
-"""A longer value pushes its own reason aside, and no other."""
+"""A longer value shifts only its own reason."""
 CACHED_BYTES_MAX = 64 << 20
-"""Weights up to here are read from caches: steps are short, and the other services need a core."""
+"""Weights up to this size are read from CPU caches: steps are short, and services need a core."""
 
 
 class ResolvedConfig(msgspec.Struct, frozen=True):
-    """What the worker does. Nothing here is `auto` or unset."""
+    """The worker's plan. No value is `auto` or unset."""
 
     device: ResolvedValue[str]
     dtype: ResolvedValue[Dtype]
@@ -74,7 +74,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pool holds."""
+        """Capacity of the pool in tokens."""
         return self.cache_pages.value * self.page_tokens.value
 
 
@@ -85,19 +85,19 @@ def resolve(
     pooling: Pooling | None = None,
     implementation: ResolvedValue[str] | None = None,
 ) -> ResolvedConfig:
-    """Decide everything that the operator left open. Pure; `device` was read before loading.
+    """Decide everything that the settings leave open. Pure; `device` was read before loading.
 
     Args:
-        settings: What the operator said.
-        card: What the model says of itself.
-        device: Where it runs.
-        pooling: What the model makes of texts, if it does not answer them.
-        implementation: Whose layers run, where that is known; unset: as `settings` say.
+        settings: The settings.
+        card: The model card.
+        device: The host device.
+        pooling: The pooling of the model, if it is not generative.
+        implementation: The model implementation, if known; None: by `settings`.
 
     Raises:
-        ConfigError: The model was not made for this context, or memory does not hold its weights,
-            its largest step and the cache; it says what it would take. Or what was asked for
-            cannot be held.
+        ConfigError: The context exceeds the model's, memory is too small for the weights, the
+            largest step and the cache (the message has the required size), or a requested option
+            is not supported.
     """
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
@@ -161,7 +161,7 @@ def resolve(
 
 
 def table(plan: ResolvedConfig) -> str:
-    """The plan as aligned lines: value and reason of each decision."""
+    """The plan as aligned lines with the value and reason of each decision."""
     rows = list(_rows(plan))
     names = max(len(name) for name, _, _ in rows)
     values = max(len(value) for _, value, _ in rows if len(value) <= _VALUE_WIDTH)
@@ -179,7 +179,7 @@ def _rows(plan: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
-    """What a worker may use of a machine."""
+    """The share of the machine that a worker may use."""
     model = settings.model
     return msgspec.structs.replace(
         device,
@@ -285,7 +285,7 @@ def _numerics_digest(
     kept: WeightStorage,
     cache: CacheDtype,
 ) -> ResolvedValue[str]:
-    """In the form of a config digest, so that two workers can be told in what they differ."""
+    """In the form of a config digest, so that differing fields of two workers can be named."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.numerics, **device.arithmetic}
     if cache.eight_bits:
         parts["cache"] = str(cache)
@@ -304,8 +304,8 @@ def _threads(
         return ResolvedValue(device.cores, "all cores: kernel threads do not wait for each other")
     threads = max(1, device.cores - 1)
     if linear is LinearFormat.PLAIN:
-        # torch's threads spin at every barrier: beside busy neighbours, as many of them as there
-        # are cores run up to 60 times slower than one fewer.
+        # torch's threads spin at every barrier: next to other busy processes, as many threads as
+        # cores run up to 60 times slower than one fewer.
         return ResolvedValue(
             threads, f"one fewer than the {device.cores} cores: torch threads spin while waiting"
         )
@@ -326,10 +326,10 @@ def _context(settings: Settings, card: ModelCard) -> ResolvedValue[int]:
 
 
 def check_context(settings: Settings, card: ModelCard) -> None:
-    """Compare the given context with the model's.
+    """Compare the configured context with the model's.
 
     Raises:
-        ConfigError: It is longer; says how to extend the model's.
+        ConfigError: It is longer; the message explains how to extend the model's.
     """
     said = settings.model.context_tokens
     if said is not None and said > card.context_tokens:
@@ -373,7 +373,7 @@ def _memory(
 def _pages(
     settings: Settings, memory: MemoryBudget, token_bytes: int, context_tokens: int, held: int
 ) -> ResolvedValue[int]:
-    """How many pages there are; `held` bytes of the pool are states."""
+    """The number of pages; `held` bytes of the pool are states."""
     page_tokens = settings.cluster.page_tokens
     page_bytes = page_tokens * token_bytes
     if settings.cache.tokens_max is not None:
@@ -404,7 +404,7 @@ def _pages(
 def _requested_pages(
     tokens_max: int, page_tokens: int, page_bytes: int, memory: MemoryBudget, held: int
 ) -> ResolvedValue[int]:
-    """The operator's own size, which must fit all the same: found out now, not in mid-service."""
+    """The configured size, which must fit as well: checked here, not while serving."""
     pages = tokens_max // page_tokens
     if pages < 1:
         raise ConfigError(
@@ -418,9 +418,9 @@ def _requested_pages(
 
 
 def _pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:
-    """Bytes for the pool: a share of what the rest leaves, or the rest of a share of all.
+    """Bytes for the pool: a share of the remaining memory, or the rest of a share of all memory.
 
-    The latter may exceed what there is.
+    The latter may exceed the available memory.
     """
     cache = settings.cache
     if cache.static_ratio is not None:
@@ -473,7 +473,7 @@ def _running(
     *,
     overlap: bool,
 ) -> ResolvedValue[int]:
-    """A running request holds at least a page and its states, and decodes a token in each step."""
+    """The running requests: each takes at least a page and its states, and a token per step."""
     each = OVERLAPPED if overlap else RUNNING
     if states.value and settings.batching.running_max > states.value // each:
         return ResolvedValue(

@@ -1,4 +1,4 @@
-"""A decision with its reason."""
+"""A resolved value with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ResolvedValue(msgspec.Struct, Generic[T], frozen=True):
-    """A value and why it is this one."""
+    """A value and the reason for it."""
 
     value: T
     reason: str

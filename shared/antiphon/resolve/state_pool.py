@@ -1,4 +1,4 @@
-"""How many recurrent states there is room for."""
+"""Sizes the pool of recurrent states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from antiphon.model_card.memory import MemoryBudget
 
 RUNNING = 2
-"""States of a running request: the one that its next row reads, and the one that it writes."""
+"""States of a running request: the one that its next step reads, and the one that it writes."""
 OVERLAPPED = 4
-"""The same where a row is launched before the one before it is read: one more, and one that a plan
-may still read when nobody needs it any more."""
+"""The same with overlapped steps, where a step is launched before the result of the one before is
+read: one more state, and one that a launched plan may still read after it was freed."""
 
 
 def state_count(
@@ -25,13 +25,13 @@ def state_count(
     """Divide the pool between pages and states, those of running requests and checkpoints.
 
     Args:
-        settings: What the operator said.
-        state_bytes: Of one state, in all layers; 0: no layer keeps any.
-        memory: How it is divided.
+        settings: The settings.
+        state_bytes: Bytes of one state, in all layers; 0: the model has none.
+        memory: The memory budget.
         pool: Bytes that pages and states share.
 
     Raises:
-        ConfigError: There is too little memory for a single request, or what was asked for does
+        ConfigError: There is too little memory for a single request, or the configured count does
             not fit.
     """
     if not state_bytes:

@@ -1,4 +1,4 @@
-"""What one step takes: how many tokens, and how much of a prompt."""
+"""Token limits of one step: total, and per prefill chunk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from antiphon.resolve.device import HostDevice
 
 UNCHUNKED = -1
-"""The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""
+"""The `batching.chunk_tokens` that disables chunked prefill, as in SGLang."""
 CPU_CHUNK_TOKENS = 512
 CPU_FILL_TOKENS = 256
-"""With this many rows a CPU computes at nearly the rate of any more: layers of a small model, a
-core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of the rate of 1,024."""
+"""With this many tokens a CPU computes at nearly its maximum rate: for layers of a small model on a
+core with bf16 instructions, 128 tokens reach 88 %, 256 98 % and 512 97 % of the rate of 1,024."""
 TILES_FILL_TOKENS = 1024
-"""The same of one with tiles of bf16, which computes faster, and reads the weights no faster: the
-same model, prompts of 128, 1 of them 67 %, 2 of them 80 %, 4 of them 87 % and 8 of them 88 % of the
-rate of 16. Of 16 the last one gains 42 ms by 8 in a pass, and the mean loses 17 (ADR 19)."""
+"""The same for a CPU with bf16 tiles (AMX), which computes faster but reads the weights no faster:
+with the same model and prompts of 128 tokens, 1 prompt reaches 67 %, 2 reach 80 %, 4 reach 87 % and
+8 reach 88 % of the rate of 16. With 16 prompts, passes of 8 instead of 4 finish the last one 42 ms
+earlier and delay the mean by 17 ms (ADR 19)."""
 TILES_ISA = "amx"
 BIDIRECTIONAL = "attention is bidirectional"
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """What is decided of steps; the names are those of the plan."""
+    """The resolved limits of steps; the names are those of the plan."""
 
     step_tokens: ResolvedValue[int]
     whole_prompts: ResolvedValue[bool]
@@ -41,7 +42,7 @@ class StepLimits(msgspec.Struct, frozen=True):
 def resolve_step_limits(
     settings: Settings, card: ModelCard, device: HostDevice, context_tokens: int
 ) -> StepLimits:
-    """Decide what one step takes of a model whose texts have so many tokens at most."""
+    """Resolve the limits of one step for a model with a context of `context_tokens`."""
     whole = _whole(settings, card)
     step = _step(settings, context_tokens, whole=whole.value)
     return StepLimits(
@@ -64,8 +65,8 @@ def _whole(settings: Settings, card: ModelCard) -> ResolvedValue[bool]:
 
 def _step(settings: Settings, context_tokens: int, *, whole: bool) -> ResolvedValue[int]:
     batching = settings.batching
-    # A prompt that is never cut takes a pass whatever it is bounded by; where the operator allows
-    # more prompt tokens than that, several may share the pass.
+    # A prompt that is never chunked takes a whole forward pass regardless of the limit; if the
+    # settings allow more prompt tokens than that, several prompts may share the pass.
     prompts = max(context_tokens, batching.fill_tokens or 0)
     if whole and prompts > batching.tokens_max:
         longest = "the longest prompt, since chunked prefill is off"

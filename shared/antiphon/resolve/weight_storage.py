@@ -1,4 +1,4 @@
-"""How the weights of linears are kept that a checkpoint stores in fewer bits, and what all take."""
+"""Storage of quantized linear layers in memory, and the size of all weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class WeightStorage(msgspec.Struct, frozen=True):
-    """What is decided of weights.
+    """The resolved storage of weights.
 
     Attributes:
-        quantization: How linears are stored, or rounded at loading.
-        quantized: How such linears are kept; others are kept as the plan's `linear` says.
-        bytes: What all weights take.
+        quantization: Quantization of the checkpoint, or at load time.
+        quantized: Format of quantized linear layers; others have the plan's `linear` format.
+        bytes: Size of all weights.
     """
 
     quantization: ResolvedValue[str]
@@ -34,7 +34,7 @@ class WeightStorage(msgspec.Struct, frozen=True):
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """What the bits of an answer depend on here, by name."""
+        """What the numerics depend on here, by name."""
         if self.quantization.value in ("none", "gguf"):
             return {}
         return {"quantized": f"{self.quantization.value} as {self.quantized.value}"}
@@ -43,10 +43,10 @@ class WeightStorage(msgspec.Struct, frozen=True):
 def resolve_weight_storage(
     settings: Settings, card: ModelCard, dtype: Dtype, linear: ResolvedValue[LinearFormat]
 ) -> WeightStorage:
-    """Decide how stored linears are kept: in bytes where that is exactly what is stored.
+    """Resolve the format of quantized linear layers: int8 where that is exact.
 
     Raises:
-        ConfigError: The operator says another method than the checkpoint.
+        ConfigError: The configured method differs from the checkpoint's.
     """
     quantization = choose_quantization(
         card.quantization, settings.model.quantization, gguf=card.gguf
@@ -79,7 +79,7 @@ def _quantization(
 
 
 def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Weights in linears that are not kept as plain ones are."""
+    """Number of weights in quantized linear layers."""
     if quantization is None or not quantization.online:
         return card.weights.quantized
     tables = (1 if card.tied else 2) * card.vocabulary_size * card.hidden_size

@@ -90,7 +90,7 @@ def _items(rng: Random) -> tuple[str, ...]:
 
 
 def _counted(items: Sequence[str]) -> str:
-    """Count aloud: a model this small cannot tell how long a list is at a glance."""
+    """Count step by step: a model this small cannot count a list in one step."""
     numbered = ", ".join(f"{number} {item}" for number, item in enumerate(items, start=1))
     return f"{numbered}. I count {len(items)}."
 

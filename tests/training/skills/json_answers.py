@@ -40,7 +40,7 @@ FORCED = '{"'
 
 
 class Field(msgspec.Struct, frozen=True):
-    """Something told of a person: the keys it goes by, the words for it, what it may be."""
+    """A fact about a person: its possible keys, its phrasings and its values."""
 
     keys: tuple[str, ...]
     told: tuple[str, ...]
@@ -111,7 +111,7 @@ def write(rng: Random, split: Split) -> Thread:
 
 
 def write_forced(rng: Random, split: Split) -> Thread:
-    """Ask for something that a grammar, of which the model is not told, makes an object."""
+    """Ask for something that a grammar, which is not in the prompt, makes an object."""
     one = _forced_person(rng, split) if rng.random() < 0.45 else _forced_answer(rng, split)
     return (msgspec.structs.replace(one, given=FORCED),)
 
@@ -132,7 +132,7 @@ def schema_of(answer: str) -> str:
 
 
 def _facts(rng: Random, split: Split) -> tuple[str, list[tuple[tuple[str, ...], Value]]]:
-    """Tell of a person; return the keys and values in the order in which they are told."""
+    """Describe a person; return the text, and keys and values in their order in it."""
 
     def sample(rng: Random) -> list[tuple[Field, Value]]:
         fields = rng.sample(FIELDS, rng.choice((1, 1, 2, 2, 3, 4)))

@@ -81,7 +81,7 @@ THOUGHT = "I look back."
 
 
 def write_name(rng: Random, split: Split) -> Thread:
-    """Tell a name, ask for it later. Held out are names, in every phrasing."""
+    """State a name, ask for it later. Held out are names, in every phrasing."""
     if split is Split.TRAIN and rng.random() < 0.08:
         return (Exchange(compose(rng, NAME_ASKED), NAME_UNKNOWN),)
     name = draw(rng, split, _name, lambda it: f"name {it}")
@@ -95,7 +95,7 @@ def write_name(rng: Random, split: Split) -> Thread:
 
 
 def write_colour(rng: Random, split: Split) -> Thread:
-    """Tell a favourite colour, ask for it later. Held out are the questions' wordings."""
+    """State a favourite colour, ask for it later. Held out are the questions' wordings."""
     colour = rng.choice(COLOURS)
     told = compose(rng, COLOUR_TOLD, colour=colour)
     asked = draw(rng, split, lambda it: compose(it, COLOUR_ASKED), wording_key)
@@ -106,7 +106,7 @@ def write_colour(rng: Random, split: Split) -> Thread:
 
 
 def write_pet(rng: Random, split: Split) -> Thread:
-    """Tell a pet's name, ask for it later. Held out are pairs of pet and name."""
+    """State a pet's name, ask for it later. Held out are pairs of pet and name."""
     pet, name = draw(
         rng,
         split,

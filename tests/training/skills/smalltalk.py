@@ -158,7 +158,7 @@ def write_identity(rng: Random, split: Split) -> Thread:
 
 
 def write_story(rng: Random, split: Split) -> Thread:
-    """Ask for a story, of a hero or of anybody. Held out are wordings."""
+    """Ask for a story, with or without a given hero. Held out are wordings."""
 
     def sample(rng: Random) -> tuple[str, str]:
         if rng.random() < 0.2:

@@ -1,4 +1,4 @@
-"""What the tools do that chats offer: how they are called, asked for, and what they answer."""
+"""The kinds of tools in chats: their names, the questions for them, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values: TypeAlias = dict[str, Value]
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a tool answered, and how the model says it; `several` are values with their names."""
+    """A tool's result, and the model's words for it; `several`: multiple named values."""
 
     result: str
     words: str
@@ -44,10 +44,10 @@ class Kind(msgspec.Struct, frozen=True):
     """Tools that do the same thing under many names.
 
     Attributes:
-        topic: What they do; a chat offers one tool a topic.
-        questions: What asks for it, with a place for each slot.
-        again: The same again for another value, asked briefly.
-        both: The same for two values at once, `second` beside the first slot.
+        topic: Their function; a chat offers one tool per topic.
+        questions: Questions for it, with a placeholder for each slot.
+        again: Short follow-up questions for another value.
+        both: Questions for two values at once, `second` in addition to the first slot.
     """
 
     topic: str

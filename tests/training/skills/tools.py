@@ -1,4 +1,4 @@
-"""Calling the tools that a chat offers, and putting into words what they answer."""
+"""Calling the tools that a chat offers, and phrasing their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of tokens goes with the text that they are."""
+"""Token outputs are sent with the text of their tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bench:
         return self.answer[at] if at >= 0 else PROMPT_ID
 
     def push(self, start: int, stop: int, finish: FinishReason | None = None) -> list[TextRow]:
-        """Hear of the tokens [start, stop)."""
+        """Push the tokens [start, stop)."""
         self.seq += 1
         row = TokenRow(
             request_id=REQUEST,
@@ -95,8 +95,8 @@ def rows(actions: Sequence[Action]) -> list[TextRow]:
     return [row for a in actions if isinstance(a, SendText) for row in a.batch.rows]
 
 
-def told(said: Sequence[TextRow]) -> tuple[int, int]:
-    """From where to where rows tell, which they do without a gap."""
+def covered(said: Sequence[TextRow]) -> tuple[int, int]:
+    """The offsets that the rows' token outputs cover, without a gap."""
     pieces = [row.details for row in said]
     for one, other in pairwise(pieces):
         assert one is not None
@@ -113,50 +113,50 @@ TEXTS = StopStrings(token_texts=True)
 
 def test_details_come_with_the_text_of_their_tokens() -> None:
     bench = Bench("aé日z", NO_STOP)
-    assert told(bench.push(0, 1)) == (0, 1)
+    assert covered(bench.push(0, 1)) == (0, 1)
     assert bench.push(1, 2) == []  # half a character
     (row,) = bench.push(2, 3)
-    assert (row.text, told([row])) == ("é", (1, 3))
+    assert (row.text, covered([row])) == ("é", (1, 3))
     (row,) = bench.push(3, 7)
-    assert (row.text, told([row])) == ("日z", (3, 7))
+    assert (row.text, covered([row])) == ("日z", (3, 7))
 
 
 def test_details_wait_while_their_text_may_begin_a_stop_string() -> None:
     bench = Bench("abENx", StopStrings(strings=("END",)))
     (row,) = bench.push(0, 4)
-    assert (row.text, told([row])) == ("ab", (0, 0))
+    assert (row.text, covered([row])) == ("ab", (0, 0))
     (row,) = bench.push(4, 5)
-    assert (row.text, told([row])) == ("ENx", (0, 5))
+    assert (row.text, covered([row])) == ("ENx", (0, 5))
 
 
-def test_what_follows_a_stop_string_is_not_told_of() -> None:
+def test_token_outputs_after_a_stop_string_are_dropped() -> None:
     bench = Bench("abENDxyz", StopStrings(strings=("END",)))
     (row,) = bench.push(0, 8)
-    assert (row.text, told([row]), row.finish_reason) == ("ab", (0, 5), FinishReason.STOP)
+    assert (row.text, covered([row]), row.finish_reason) == ("ab", (0, 5), FinishReason.STOP)
     assert row.usage is not None
     assert row.usage.completion_tokens == 5
 
 
-def test_tokens_of_the_prompt_are_told_of_without_text_and_not_counted() -> None:
+def test_prompt_tokens_have_outputs_but_no_text_and_are_not_counted() -> None:
     bench = Bench("ab", TEXTS, first=-4)
     (row,) = bench.push(-4, 0)
-    assert (row.text, told([row])) == ("", (-4, 0))
+    assert (row.text, covered([row])) == ("", (-4, 0))
     assert row.usage is not None
     assert row.usage.completion_tokens == 0
     (row,) = bench.push(0, 2, FinishReason.LENGTH)
-    assert (row.text, told([row])) == ("ab", (0, 2))
+    assert (row.text, covered([row])) == ("ab", (0, 2))
     assert row.details is not None
     assert row.details.texts == {97: "a", 98: "b", 65: "A"}
 
 
-def test_an_end_says_how_far_the_details_go() -> None:
+def test_end_names_the_last_offset_of_token_outputs() -> None:
     bench = Bench("ab", NO_STOP)
     bench.push(0, 2)
     (row,) = bench.push(2, 2, FinishReason.LENGTH)
     assert row.details == TokenOutputsChunk(offset=2, details=TokenOutputs())
 
 
-def test_what_would_follow_a_prompt_is_told_of_and_is_no_token() -> None:
+def test_next_token_of_a_prompt_has_outputs_and_is_not_counted() -> None:
     bench = Bench("?", NO_STOP, first=-2)
     bench.push(-2, 0)
     bench.seq += 1
@@ -170,7 +170,7 @@ def test_what_would_follow_a_prompt_is_told_of_and_is_no_token() -> None:
     )
     batch = TokenBatch(worker=WORKER, seq=bench.seq, step=1, rows=(follow,))
     (row,) = rows(bench.machine.on_tokens(batch, 0.0))
-    assert told([row]) == (0, 1)
+    assert covered([row]) == (0, 1)
     assert row.usage is not None
     assert row.usage.completion_tokens == 0
 
@@ -183,25 +183,25 @@ def test_any_place_can_be_resumed_from(seed: int) -> None:
     answer = "".join(chance.choices("aé日🎶E", k=40))
     bench = Bench(answer, StopStrings(strings=("EE",)), first=-chance.randrange(5), floats=1500)
     first, length = bench.stream.details_from or 0, len(bench.answer)
-    at, heard = first, list[TextRow]()
+    at, received = first, list[TextRow]()
     while at < length:
         start = chance.randint(first, at)
         stop = min(length, at + chance.randint(1, 9))
         for low, high in ((start, min(0, stop)), (max(0, start), stop)):
             if low < high:
-                heard += bench.push(low, high, FinishReason.LENGTH if high == length else None)
+                received += bench.push(low, high, FinishReason.LENGTH if high == length else None)
         at = stop
-    begin, end = told(heard)
-    text = "".join(row.text for row in heard)
+    begin, end = covered(received)
+    text = "".join(row.text for row in received)
     assert begin == first
-    assert heard[-1].finish_reason is not None
+    assert received[-1].finish_reason is not None
     again = bench.resume(0, None)
-    assert (told(again), "".join(row.text for row in again)) == ((first, end), text)
+    assert (covered(again), "".join(row.text for row in again)) == ((first, end), text)
     sizes = [row.details.size_bytes for row in again if row.details]
     assert max(sizes) <= PIECE_BYTES + 1
     place, token = len(text[: len(text) // 2].encode()), chance.randint(first, end)
     rest = bench.resume(place, token)
-    assert told(rest) == (token, end)
+    assert covered(rest) == (token, end)
     assert "".join(row.text for row in rest) == text[len(text) // 2 :]
-    assert rest[-1].finish_reason == heard[-1].finish_reason
+    assert rest[-1].finish_reason == received[-1].finish_reason
     assert bench.resume(0, end + 1) == []

@@ -95,14 +95,14 @@ def open_list(version: int, *ids: RequestId, closed: tuple[RequestId, ...] = ())
     )
 
 
-def test_text_says_where_it_begins_in_bytes():
+def test_text_has_its_byte_offset():
     m = machine()
     first = texts(m.on_tokens(batch(1, row("né")), 0.0))
     second = texts(m.on_tokens(batch(2, row("x", 3)), 0.0))
     assert [(r.text_offset, r.text) for r in first + second] == [(0, "né"), (3, "x")]
 
 
-def test_a_repeated_row_says_nothing_twice():
+def test_repeated_row_sends_nothing_twice():
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
     assert texts(m.on_tokens(batch(1, row("ab")), 0.0)) == []
@@ -136,7 +136,7 @@ def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
     assert m.on_tick(2.6, unix_ms=0) == []
 
 
-def test_a_lower_attempt_is_stopped_and_not_heard():
+def test_lower_attempt_is_stopped_and_ignored():
     m = machine()
     m.on_tokens(batch(1, row("ab", n=2)), 0.0)
     (stop,) = m.on_tokens(batch(2, row("zz", n=1)), 0.0)
@@ -167,7 +167,7 @@ def test_a_stop_string_cuts_text_and_usage_and_tells_the_worker():
     assert said.usage.completion_tokens == 4
     (stop,) = [a for a in actions if isinstance(a, SendStop)]
     assert (stop.stop.choice, stop.stop.offset) == (0, 4)
-    assert actions[0] == stop, "its client hears of the end before the worker does"
+    assert actions[0] == stop, "the client gets the end before the worker gets the stop"
     assert m.on_tokens(batch(2, row("gh", 6)), 0.1) == []
 
 
@@ -178,7 +178,7 @@ def test_the_end_shows_what_was_held_back():
     assert (said.text, said.finish_reason) == ("abc", FinishReason.LENGTH)
 
 
-def test_a_resume_says_everything_beyond_the_places_and_the_end():
+def test_resume_sends_everything_beyond_the_offsets_and_the_end():
     m = machine()
     m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
     m.on_tokens(batch(2, row("xy", request_id=RequestId("s"))), 0.0)
@@ -202,12 +202,12 @@ def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
     batches = [a.batch for a in actions if isinstance(a, SendText)]
     assert [b.seq for b in batches] == [before + n + 1 for n in range(len(batches))]
     assert max(len(encode(b)) for b in batches) <= BATCH_BYTES_MAX + 1024
-    heard = dict.fromkeys(m.requests, "")
+    shown = dict.fromkeys(m.requests, "")
     for said in texts(actions):
-        assert said.text_offset == len(heard[said.request_id].encode())
-        heard[said.request_id] += said.text
-        assert (said.finish_reason is not None) == (heard[said.request_id] == truth)
-    assert set(heard.values()) == {truth}
+        assert said.text_offset == len(shown[said.request_id].encode())
+        shown[said.request_id] += said.text
+        assert (said.finish_reason is not None) == (shown[said.request_id] == truth)
+    assert set(shown.values()) == {truth}
 
 
 def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_request():
@@ -279,7 +279,7 @@ def broken(ids: Sequence[int], skip_special_tokens: bool) -> str:
     return decode(ids, skip_special_tokens)
 
 
-def test_a_row_that_fails_ends_its_own_request_and_the_rest_of_the_batch_is_told(
+def test_failing_row_ends_only_its_own_request(
     caplog: pytest.LogCaptureFixture,
 ):
     m = Detokenizer(HERE, broken, requests_max=4)
@@ -337,7 +337,7 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
     chance = random.Random(seed)
     truth = "".join(chance.choice("aé€𝄞 \n") for _ in range(60))
     ids = truth.encode()
-    m, heard, sent, seq, now = machine(), bytearray(), 0, 0, 0.0
+    m, shown, sent, seq, now = machine(), bytearray(), 0, 0, 0.0
     network: list[TokenBatch] = []
     for _ in range(2000):
         now += 0.1
@@ -364,12 +364,12 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
                 places = {p.request_id: p.offset for p in action.resend.places}
                 sent = min(sent, places.get(REQUEST, 0))
         for said in texts(actions):
-            assert said.text_offset == len(heard), f"seed {seed}"
-            heard += said.text.encode()
+            assert said.text_offset == len(shown), f"seed {seed}"
+            shown += said.text.encode()
             if said.finish_reason is not None:
-                assert heard.decode() == truth, f"seed {seed}"
+                assert shown.decode() == truth, f"seed {seed}"
                 return
-    pytest.fail(f"seed {seed}: never ended; heard {len(heard)} of {len(ids)} bytes")
+    pytest.fail(f"seed {seed}: never ended; shown {len(shown)} of {len(ids)} bytes")
 
 
 def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
@@ -387,7 +387,7 @@ def origins(*marks: tuple[int, str]) -> tuple[Origin, ...]:
     return tuple(Origin(start=start, worker=worker, weights=weights) for start, weights in marks)
 
 
-def test_an_owner_is_told_where_tokens_come_from_when_that_is_news():
+def test_origins_are_sent_when_they_change():
     m = machine()
     (first,) = texts(m.on_tokens(batch(1, row("ab", weights="v1")), 0.0))
     assert first.origins == origins((0, "v1"))
@@ -419,7 +419,7 @@ def test_an_attempt_that_goes_on_elsewhere_adds_its_origin():
     assert last.origins == (*origins((0, "v1")), there)
 
 
-def test_what_a_dead_detokenizer_knew_counts_for_those_who_went_on():
+def test_continued_attempt_counts_what_a_dead_detokenizer_had():
     m = machine()
     m.on_tokens(batch(1, row("ab", n=2), row("c", 2, n=2, weights="v2")), 0.0)
     (end,) = texts(m.on_tokens(batch(2, row("", 3, n=2, finish=FinishReason.LENGTH)), 0.0))
@@ -431,7 +431,7 @@ def step(seq: int, *letters: str) -> TokenStep:
     return TokenStep(worker=WORKER, seq=seq, step=seq, token_ids=ids)
 
 
-def test_a_step_says_a_token_more_of_each_row_before_it():
+def test_step_adds_a_token_to_each_row_of_the_batch_before():
     m, other = machine(), RequestId("other")
     m.on_tokens(batch(1, row("ab"), row("x", request_id=other)), 0.0)
     said = [texts(m.on_tokens(step(2, "c", "y"), 0.0)), texts(m.on_tokens(step(3, "d", "z"), 0.0))]
@@ -444,7 +444,7 @@ def test_a_step_says_a_token_more_of_each_row_before_it():
 @pytest.mark.parametrize(
     "lost", [step(4, "e"), step(2, "c", "d"), step(2)], ids=["gap", "too many", "too few"]
 )
-def test_a_step_that_follows_nothing_heard_is_asked_for_until_it_comes(lost: TokenStep):
+def test_step_after_a_gap_is_requested_until_it_arrives(lost: TokenStep):
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
     (asked,) = m.on_tokens(lost, 1.0)
@@ -457,7 +457,7 @@ def test_a_step_that_follows_nothing_heard_is_asked_for_until_it_comes(lost: Tok
     assert [r.text for r in texts(m.on_tokens(step(7, "g"), 2.0))] == ["g"]
 
 
-def test_a_step_of_a_worker_that_was_never_heard_is_asked_for():
+def test_step_of_an_unknown_worker_is_requested():
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
     m.on_worker_died(WORKER)

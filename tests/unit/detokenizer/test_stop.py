@@ -55,9 +55,7 @@ def test_the_earliest_match_wins_and_then_the_first_named():
     st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
     st.data(),
 )
-def test_a_stop_is_cut_where_its_first_completion_says(
-    text: str, stops: list[str], data: st.DataObject
-):
+def test_stop_is_cut_at_its_first_completion(text: str, stops: list[str], data: st.DataObject):
     """One letter at a time: the first end of any stop decides, whatever else might begin there."""
     names = tuple(stops)
     expected = next(
@@ -112,7 +110,7 @@ def test_a_pattern_that_may_yet_come_true_is_held_back_and_no_more():
     assert scanner.flush() == "a"
 
 
-def test_a_string_and_a_pattern_at_one_place_end_as_the_string_says():
+def test_string_wins_over_a_pattern_at_the_same_position():
     scanner = StopScanner(("ab",), include=True, patterns=("abc?",))
     assert scanner.push("xab") == StopMatch("ab", "xab")
 
@@ -155,7 +153,7 @@ def test_no_text_makes_more_threads_than_there_are_states(text: str):
     st.from_regex(r"(?:(?:[ab.]|\[ab\]|\(?:a\|b\))[*+?]?){1,6}", fullmatch=True),
     st.text("abc", max_size=30),
 )
-def test_a_pattern_ends_where_the_standard_library_says(pattern: str, text: str):
+def test_pattern_ends_as_in_the_standard_library(pattern: str, text: str):
     """The first end of any match decides; of the matches that end there, the longest."""
     source = pattern.replace("(:", "(?:").replace("\\", "")
     try:

@@ -105,7 +105,7 @@ def test_thinking_on_channels_comes_more_than_once():
 @pytest.mark.parametrize("format_", FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_it_is_the_thinking_that_clients_are_told(format_, data):
+def test_counted_reasoning_is_the_reasoning_that_clients_get(format_, data):
     """In tokens of one character the count is the length up to where the parser says it ends."""
     hermes = tool_format("hermes")
     with_calls = format_.channels is None and data.draw(st.booleans())
@@ -119,7 +119,7 @@ def test_it_is_the_thinking_that_clients_are_told(format_, data):
         [text],
     )
     count = counts(list(text), marks)[-1]
-    # What is told has neither the marks nor the white space around it.
+    # The returned reasoning has neither the markers nor the white space around it.
     assert bool(parsed.reasoning.strip()) <= bool(count)
     assert count >= len(parsed.reasoning)
     if format_.channels is None and not format_.shown:

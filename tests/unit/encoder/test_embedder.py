@@ -69,15 +69,15 @@ async def world() -> AsyncGenerator[World]:
 
 @asynccontextmanager
 async def quiet() -> AsyncGenerator[None]:
-    """Fail if the loop was told of an error that nobody took."""
-    told: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    """Fail if the loop reports an exception that was never retrieved."""
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     yield
     await asyncio.sleep(0)
-    assert told == []
+    assert reported == []
 
 
-async def test_many_who_ask_at_a_time_share_one_run(world: World) -> None:
+async def test_concurrent_calls_share_one_run(world: World) -> None:
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(world.embed(b"a")) for _ in range(8)]
         await until(lambda: world.model.begun[b"a"] > 0)
@@ -88,7 +88,7 @@ async def test_many_who_ask_at_a_time_share_one_run(world: World) -> None:
     assert world.model.begun == {b"a": 1}
 
 
-async def test_who_leaves_takes_only_its_own_wait_away(world: World) -> None:
+async def test_cancelled_call_does_not_affect_other_calls(world: World) -> None:
     async with asyncio.TaskGroup() as group:
         leaves, stays = (group.create_task(world.embed(b"a")) for _ in range(2))
         await until(lambda: world.model.begun[b"a"] > 0)
@@ -99,7 +99,7 @@ async def test_who_leaves_takes_only_its_own_wait_away(world: World) -> None:
     assert stays.result().data == bytes(BYTES)
 
 
-async def test_what_nobody_waits_for_is_not_begun(world: World) -> None:
+async def test_queued_image_without_waiting_calls_is_not_started(world: World) -> None:
     async with asyncio.TaskGroup() as group:
         ahead = group.create_task(world.embed(b"a"))
         left = group.create_task(world.embed(b"b"))
@@ -127,7 +127,7 @@ async def test_what_was_begun_ends_in_the_cache(world: World) -> None:
     assert world.model.begun == {b"a": 1}
 
 
-async def test_a_refusal_reaches_all_who_wait_and_is_not_kept(world: World) -> None:
+async def test_error_reaches_all_waiting_calls_and_is_not_cached(world: World) -> None:
     async with quiet(), asyncio.TaskGroup() as group:
         asked = [
             group.create_task(settle(world.embedder.embed(digest(BROKEN), BROKEN)))
@@ -141,7 +141,7 @@ async def test_a_refusal_reaches_all_who_wait_and_is_not_kept(world: World) -> N
     assert world.model.begun == {BROKEN: 2}
 
 
-async def test_a_refusal_that_nobody_waits_for_is_no_error(world: World) -> None:
+async def test_error_without_waiting_calls_is_not_reported(world: World) -> None:
     async with quiet():
         async with asyncio.TaskGroup() as group:
             left = group.create_task(world.embed(BROKEN))

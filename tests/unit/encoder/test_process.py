@@ -63,7 +63,7 @@ async def spawn(url: str, *flags: str) -> asyncio.subprocess.Process:
 async def encoder(
     server: NatsServer, bus: Bus, *flags: str
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """A process that is ready, and is told to leave at the end."""
+    """A process that is ready, and is stopped at the end."""
     heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
     async def hear(delivery: Delivery) -> None:

@@ -63,7 +63,7 @@ COUNTED = (
 
 
 class World:
-    """An encoder and somebody who asks it."""
+    """An encoder and a client."""
 
     def __init__(self, bus: Bus, encoder: Running) -> None:
         self.bus = bus
@@ -204,7 +204,7 @@ async def test_an_image_may_come_by_claim_and_a_hit_needs_no_fetch(
     async with started(settings(siglip)) as world:
         async with holding(red) as claim:
             first = await world.ask(claim=claim)
-        assert (await world.ask(claim=claim)).cached  # nobody holds it any more
+        assert (await world.ask(claim=claim)).cached  # the image is not stored any more
         assert (await world.ask(red)).claim == first.claim
 
 
@@ -236,7 +236,7 @@ async def test_a_deadline_ends_the_wait(
         assert not (await world.ask(blue)).cached  # what had not been begun was given up
 
 
-async def test_leaving_answers_who_waits(
+async def test_shutdown_answers_waiting_calls(
     siglip: Path, red: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brake = Brake(monkeypatch)

@@ -193,8 +193,8 @@ async def test_a_holder_that_is_gone_or_lies_costs_only_its_page() -> None:
         first, second = worker.offer(pages)
         lie = replace(second, claim=replace(second.claim, digest=first.claim.digest))
         assert await worker.put([first, lie]) == chain[:1]
-        nobody = replace(second, claim=replace(second.claim, address="127.0.0.1:1"))
-        assert await worker.put([nobody]) == ()
+        unreachable = replace(second, claim=replace(second.claim, address="127.0.0.1:1"))
+        assert await worker.put([unreachable]) == ()
         assert await worker.put([second], within_s=-1) == ()
         assert await worker.put([second]) == chain[1:]
 

@@ -110,14 +110,14 @@ class Actor:
 
 
 class Stage:
-    """The leader under test, its peers, and what it has said since `heard` was last cleared."""
+    """The leader under test, its peers, and its actions since `actions` was last cleared."""
 
     def __init__(self, rules: LeaderConfig | None = None) -> None:
         self.clock = ManualClock()
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(ME, "digest", self.clock, patience)
         self.leader = SchedulerCore(ME, MODEL, rules or LeaderConfig(), self.clock, self.peers)
-        self.heard: list[Action] = []
+        self.actions: list[Action] = []
         self.actors: list[Actor] = []
         self.link_up = True
         self._echo = Actor(self, Role.SCHEDULER, ME)
@@ -152,7 +152,7 @@ class Stage:
             self.listen()
 
     def listen(self) -> None:
-        self.heard += self.leader.take_actions()
+        self.actions += self.leader.take_actions()
 
     def submit(
         self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
@@ -210,18 +210,18 @@ class Stage:
         return [command for command in self.commands(worker) if isinstance(command, Abort)]
 
     def lost(self) -> list[LostRequest]:
-        batches = [action.batch for action in self.heard if isinstance(action, SendNotice)]
+        batches = [action.batch for action in self.actions if isinstance(action, SendNotice)]
         return [lost for batch in batches for lost in batch.requests]
 
     def asked(self) -> list[RequestId]:
-        batches = [action.batch for action in self.heard if isinstance(action, SendNotice)]
+        batches = [action.batch for action in self.actions if isinstance(action, SendNotice)]
         return [request_id for batch in batches for request_id in batch.lacking]
 
     def batches(self) -> list[CommandBatch]:
-        return [action.batch for action in self.heard if isinstance(action, SendCommands)]
+        return [action.batch for action in self.actions if isinstance(action, SendCommands)]
 
     def bound(self) -> list[RequestBound]:
-        return [action for action in self.heard if isinstance(action, RequestBound)]
+        return [action for action in self.actions if isinstance(action, RequestBound)]
 
 
 def running(admit: Admit, *, ended: bool = False) -> RunningRequest:

@@ -1,4 +1,4 @@
-"""The index of blocks against one that anybody would write."""
+"""The block index against a naive implementation."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
     assert caches.due_replays(0.0) == []
 
 
-def test_a_gap_is_asked_for_once_and_again_when_nobody_answers() -> None:
+def test_gap_is_requested_once_and_again_without_an_answer() -> None:
     caches = WorkerCaches(100)
     caches.on_heartbeat(W, 0)
     caches.apply_events(said(1, 1))
@@ -74,7 +74,7 @@ def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> N
     assert caches.due_replays(0.0) == [(W, ReplayKv(after=0))]
 
 
-def test_who_begins_to_follow_late_asks_for_everything() -> None:
+def test_late_follower_requests_everything() -> None:
     announcer = KvEventPublisher(W, 10)
     announcer.add([StoredEvent(ROOT, (block(1), block(2)))])
     caches = WorkerCaches(100)

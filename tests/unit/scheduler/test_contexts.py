@@ -1,4 +1,4 @@
-"""Workers whose caches hold less than others': who gets what, and what nobody can take."""
+"""Workers with different context lengths: placement, and requests that are too long for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Ac
     for worker, tokens in ((small, 100), (large, 400)):
         worker.load = msgspec.structs.replace(worker.load, context_tokens=tokens)
     stage.pass_s(0.6)
-    stage.heard.clear()
+    stage.actions.clear()
     return stage, small, large
 
 
@@ -51,7 +51,7 @@ def test_what_fits_everywhere_goes_everywhere() -> None:
     assert (len(given(stage, small)), len(given(stage, large))) == (2, 2)
 
 
-def test_who_waits_for_the_large_worker_keeps_nobody_from_the_small_one() -> None:
+def test_request_for_the_large_worker_does_not_block_the_small_one() -> None:
     stage, small, large = small_and_large(LeaderConfig(look_ahead=1))
     for number in range(4):
         ask(stage, f"long-{number}", 300)
@@ -61,7 +61,7 @@ def test_who_waits_for_the_large_worker_keeps_nobody_from_the_small_one() -> Non
     assert stage.leader.waiting == 1
 
 
-def test_who_waits_for_any_worker_is_not_overtaken_at_the_small_one() -> None:
+def test_request_for_any_worker_is_not_overtaken_at_the_small_one() -> None:
     stage, small, large = small_and_large(LeaderConfig(look_ahead=1))
     for number in range(8):
         ask(stage, f"short-{number}", 8)
@@ -78,7 +78,7 @@ def test_who_waits_for_any_worker_is_not_overtaken_at_the_small_one() -> None:
     assert given(stage, large)[-1] == "long"
 
 
-def test_what_nobody_who_lives_could_take_ends_as_too_long() -> None:
+def test_request_that_no_live_worker_can_take_ends_as_too_long() -> None:
     stage, _, large = small_and_large()
     ask(stage, "r0", 300)
     (admit,) = stage.admits(large)
@@ -92,7 +92,7 @@ def test_what_nobody_who_lives_could_take_ends_as_too_long() -> None:
     assert stage.leader.open_requests == 0
 
 
-def test_an_answer_that_nobody_holds_is_cut_as_the_longest_worker_cuts_it() -> None:
+def test_answer_too_long_for_all_workers_is_cut_by_the_longest_one() -> None:
     stage, small, large = small_and_large()
     ask(stage, "r0", 8, 100_000)
     assert (given(stage, small), given(stage, large)) == ([], ["r0"])

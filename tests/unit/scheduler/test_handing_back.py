@@ -1,4 +1,4 @@
-"""What a worker gives back before it has begun goes elsewhere, and nobody notices."""
+"""Requests that a worker requeues unstarted go to another worker, unnoticed by clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bound_to_one_of_two(stage: Stage, count: int = 1) -> tuple[Actor, Actor, lis
     first.runs(*map(waiting, admits))
     stage.pass_s(0.6)
     second = stage.enter(Role.WORKER, "worker-1")
-    stage.heard.clear()
+    stage.actions.clear()
     return first, second, admits
 
 
@@ -60,10 +60,10 @@ def test_a_request_that_is_given_back_goes_to_another_worker_and_is_forgotten_at
     assert again.request_id == admit.request_id
     assert again.attempt > admit.attempt
     assert [abort.attempt for abort in stage.aborts(first)] == [admit.attempt]
-    assert [a.worker for a in stage.heard if isinstance(a, RequestRequeued)] == [first.process]
+    assert [a.worker for a in stage.actions if isinstance(a, RequestRequeued)] == [first.process]
 
 
-def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait() -> None:
+def test_requeued_requests_keep_their_order_ahead_of_the_queue() -> None:
     stage = Stage(LeaderConfig(look_ahead=1))
     first, second, admits = bound_to_one_of_two(stage, 3)
     second.load = msgspec.structs.replace(second.load, running_max=3)
@@ -80,7 +80,7 @@ def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait()
     assert [admit.request_id for admit in stage.admits(second)] == ["r0", "r1", "r2", "late"]
 
 
-def test_who_gives_back_gets_nothing_before_it_has_spoken_again() -> None:
+def test_requeueing_worker_gets_nothing_before_its_next_report() -> None:
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
     second.state = ProcessState.DRAINING
@@ -110,7 +110,7 @@ def test_worker_that_refuses_commands_loses_what_it_lacks_and_gets_nothing_new()
     stage.submit("r0")
     (admit,) = stage.admits(first)
     second = stage.enter(Role.WORKER, "worker-1")
-    stage.heard.clear()
+    stage.actions.clear()
     refuses(first, stage)  # it holds nothing of it
     (again,) = stage.admits(second)
     assert (again.request_id, again.attempt > admit.attempt) == ("r0", True)
@@ -146,7 +146,7 @@ def test_worker_that_refused_another_leader_is_given_work() -> None:
     assert stage.admits(first)
 
 
-def test_what_everybody_gave_back_is_given_out_again() -> None:
+def test_request_that_all_workers_requeued_is_bound_again() -> None:
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
     first.runs(returned(admit))
@@ -168,7 +168,7 @@ def test_what_was_given_back_is_aborted_until_the_worker_has_forgotten_it() -> N
     first.beat()
     stage.listen()
     second.runs(*map(running, stage.admits(second)))
-    stage.heard.clear()
+    stage.actions.clear()
     stage.pass_s(1.0)  # the abort was lost
     assert {abort.attempt for abort in stage.aborts(first)} == {admit.attempt}
     assert stage.admits() == []
@@ -178,7 +178,7 @@ def test_what_was_given_back_and_then_cancelled_is_only_aborted() -> None:
     stage = Stage()
     first, _, (admit,) = bound_to_one_of_two(stage)
     stage.cancel(stage.request("r0"))
-    stage.heard.clear()
+    stage.actions.clear()
     first.runs(returned(admit))
     first.beat()
     stage.listen()
@@ -247,7 +247,7 @@ def test_each_choice_of_a_request_takes_a_place() -> None:
     stage.submit("r0", choices=3)
     stage.submit("r1")
     assert [admit.request_id for admit in stage.admits(worker)] == ["r0"]
-    stage.heard.clear()
+    stage.actions.clear()
     alone = Stage(LeaderConfig(look_ahead=1))
     alone.usual()
     alone.submit("r0", choices=900)

@@ -20,7 +20,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
 
-def test_a_request_is_bound_to_a_worker_and_its_detokenizer_with_all_that_it_said() -> None:
+def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
     stage = Stage()
     _, worker, _ = stage.usual()
     request = stage.submit("r", traceparent="00-1")
@@ -43,11 +43,11 @@ def test_a_new_leader_binds_nothing_before_all_have_spoken_or_two_beats_have_pas
     stage.enter(Role.WORKER, "worker-1").silent = True
     stage.leader.submit(stage.request("r"))
     stage.pass_s(0.4)
-    # Everybody was heard: that is enough.
+    # All have reported: that is enough.
     assert len(stage.admits()) == 1
 
 
-def test_a_leader_that_not_all_have_told_waits_two_beats() -> None:
+def test_leader_without_all_reports_waits_two_beats() -> None:
     stage = Stage()
     for role in (Role.GATEWAY, Role.WORKER, Role.DETOKENIZER):
         stage.enter(role, f"{role}-0").silent = True
@@ -82,7 +82,7 @@ def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
     assert [admit.request_id for admit in stage.admits()][3:] == ["r3"]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+def test_full_queue_rejects_with_retry_after() -> None:
     stage = Stage(LeaderConfig(queue_max=2, look_ahead=1))
     stage.usual()
     for number in range(4):
@@ -193,7 +193,7 @@ def test_each_worker_keeps_one_detokenizer() -> None:
     assert chosen == [{"detokenizer-0"}, {"detokenizer-1"}]
 
 
-def test_an_admit_that_was_lost_is_said_again_as_the_same_attempt() -> None:
+def test_lost_admit_is_sent_again_as_the_same_attempt() -> None:
     stage = Stage()
     _, worker, _ = stage.usual()
     stage.submit("r")
@@ -216,7 +216,7 @@ def test_commands_to_a_worker_are_numbered_without_a_gap() -> None:
     assert {batch.leader for batch in stage.batches()} == {stage.leader.term}
 
 
-def test_a_worker_that_was_only_frozen_is_not_told_old_numbers_again() -> None:
+def test_frozen_worker_does_not_get_old_sequence_numbers() -> None:
     stage = Stage()
     _, worker, _ = stage.usual()
     stage.submit("r0")
@@ -341,9 +341,7 @@ def test_a_list_that_comes_late_changes_nothing() -> None:
     assert stage.leader.open_requests == 1
 
 
-def test_an_owner_is_asked_for_what_it_has_open_and_nobody_knows_until_it_has_submitted_it() -> (
-    None
-):
+def test_unknown_open_request_is_requested_until_it_is_submitted() -> None:
     stage = Stage()
     gateway, _, _ = stage.usual()
     request = stage.request("r")
@@ -355,7 +353,7 @@ def test_an_owner_is_asked_for_what_it_has_open_and_nobody_knows_until_it_has_su
     assert not stage.asked(), "its submit is under way"
     stage.pass_s(1.0)
     assert stage.asked() == ["r", "r"], "once a list"
-    stage.heard.clear()
+    stage.actions.clear()
     stage.leader.submit(request)
     stage.pass_s(1.0)
     assert not stage.asked()
@@ -401,12 +399,12 @@ def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
     assert stage.leader.open_requests == 0
 
 
-def test_what_nobody_has_read_of_a_dead_worker_begins_again_before_all_others() -> None:
+def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
     stage = Stage(LeaderConfig(look_ahead=1))
     _, first, _ = stage.usual()
     for number in range(4):
         stage.submit(f"r{number}")
-    stage.heard.clear()
+    stage.actions.clear()
     stage.actors.remove(first)
     stage.enter(Role.WORKER, "worker-0", life=2)
     stage.pass_s(2.0)  # until the last one counts as silent
@@ -416,7 +414,7 @@ def test_what_nobody_has_read_of_a_dead_worker_begins_again_before_all_others() 
     assert not stage.lost()
 
 
-def test_what_was_read_of_a_dead_worker_is_lost_and_its_owner_told_until_it_has_closed_it() -> None:
+def test_read_request_of_a_dead_worker_is_lost_with_notices_until_closed() -> None:
     stage = Stage()
     gateway, worker, _ = stage.usual()
     request = stage.submit("r")
@@ -430,7 +428,7 @@ def test_what_was_read_of_a_dead_worker_is_lost_and_its_owner_told_until_it_has_
     with pytest.raises(WorkerLost):
         stage.leader.submit(request)
     gateway.closes(request.request_id)
-    stage.heard.clear()
+    stage.actions.clear()
     stage.pass_s(2.0)
     assert not stage.lost()
 
@@ -463,7 +461,7 @@ def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
     assert not stage.aborts(second)
 
 
-def test_an_earlier_attempt_that_nobody_follows_is_aborted() -> None:
+def test_earlier_attempt_without_a_follower_is_aborted() -> None:
     stage = Stage()
     stage.usual()
     request = stage.submit("r")
@@ -473,7 +471,7 @@ def test_an_earlier_attempt_that_nobody_follows_is_aborted() -> None:
     assert [abort.attempt for abort in stage.aborts(second)][:1] == [other_attempt(0)]
 
 
-def test_text_of_an_attempt_that_nobody_runs_any_more_ends_as_lost() -> None:
+def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
     stage = Stage()
     stage.usual()
     request = stage.submit("r", attempt_floor=other_attempt(0))

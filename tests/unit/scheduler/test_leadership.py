@@ -16,13 +16,13 @@ def test_a_scheduler_that_hears_of_no_leader_leads_after_two_beats() -> None:
     assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
 
 
-def test_before_anybody_leads_a_submit_is_told_to_come_later() -> None:
+def test_submit_without_a_leader_is_rejected_with_retry_after() -> None:
     stage = Stage()
     with pytest.raises(Unavailable, match="no scheduler leads"):
         stage.leader.submit(stage.request("r"))
 
 
-def test_a_standby_stays_one_while_the_leader_speaks() -> None:
+def test_standby_does_not_lead_while_the_leader_sends_heartbeats() -> None:
     stage = Stage()
     leader = stage.enter(Role.SCHEDULER, "scheduler-1")
     leader.leads = Term(number=4, scheduler=leader.process)
@@ -114,7 +114,7 @@ def test_silence_while_the_link_is_down_makes_no_leader() -> None:
     assert stage.leader.term is not None
 
 
-def test_who_has_resigned_never_leads_again() -> None:
+def test_resigned_scheduler_never_leads_again() -> None:
     stage = Stage()
     stage.usual()
     stage.leader.resign()

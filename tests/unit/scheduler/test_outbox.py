@@ -44,7 +44,7 @@ def test_a_command_is_never_left_out_however_large() -> None:
     assert [*split_rows([large, abort], command_bytes, bytes_max=1)] == [[large], [abort]]
 
 
-def test_an_id_stays_dead_until_the_last_time_that_was_said() -> None:
+def test_tombstone_lasts_until_its_latest_time() -> None:
     tombstones = SchedulerTombstones()
     tombstones.add(RequestId("r"), GATEWAY, 2000)
     tombstones.add(RequestId("r"), GATEWAY, 1000)

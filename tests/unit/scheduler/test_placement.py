@@ -32,14 +32,14 @@ def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]
 
 
 def holds(stage: Stage, worker: Actor, digests: bytes, seq: int = 1) -> None:
-    """A worker tells that it has blocks."""
+    """A worker reports blocks."""
     events = (BlocksStored(parent=b"root", digests=digests),)
     stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=seq, events=events))
 
 
 def busy(stage: Stage, worker: Actor, count: int) -> None:
     """A worker decodes so many requests, which is all that is known of them."""
-    stage.heard.clear()
+    stage.actions.clear()
     others = [actor for actor in stage.actors if actor.role is Role.WORKER and actor is not worker]
     for other in others:
         other.load = msgspec.structs.replace(other.load, paused=True)
@@ -50,7 +50,7 @@ def busy(stage: Stage, worker: Actor, count: int) -> None:
     for other in others:
         other.load = msgspec.structs.replace(other.load, paused=False)
     stage.pass_s(0.6)
-    stage.heard.clear()
+    stage.actions.clear()
 
 
 def ask(stage: Stage, name: str = "r", prompt: bytes = LONG) -> None:
@@ -61,13 +61,13 @@ def ask(stage: Stage, name: str = "r", prompt: bytes = LONG) -> None:
 def went_to(stage: Stage) -> str:
     """Where the only admit since the last clearing went."""
     (batch,) = stage.batches()
-    stage.heard.clear()
+    stage.actions.clear()
     return batch.worker.instance
 
 
 def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     stage, _, second = two_workers()
-    stage.heard.clear()
+    stage.actions.clear()
     holds(stage, second, BLOCKS[: 8 * DIGEST_BYTES])
     ask(stage)
     (bound,) = stage.bound()
@@ -75,7 +75,7 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     assert went_to(stage) == "worker-1"
 
 
-def test_a_prompt_that_nobody_has_goes_to_the_least_loaded() -> None:
+def test_uncached_prompt_goes_to_the_least_loaded_worker() -> None:
     stage, first, second = two_workers()
     busy(stage, first, 1)
     holds(stage, second, BLOCKS[DIGEST_BYTES:])
@@ -112,31 +112,31 @@ def test_a_worker_that_runs_twice_as_many_is_loaded_half_as_much_by_each() -> No
     assert went_to(stage) == "worker-1"
 
 
-def test_what_a_worker_has_still_to_compute_counts_until_it_has_said_something() -> None:
+def test_prefill_of_a_worker_counts_until_its_first_token_is_reported() -> None:
     stage, first, second = two_workers(LeaderConfig(request_blocks=0.0))
-    stage.heard.clear()
+    stage.actions.clear()
     holds(stage, second, BLOCKS)
     ask(stage, "slow", pack_ids(range(1, 1 + 2 * BLOCK_TOKENS)))
     (admit,) = stage.admits(first)
-    stage.heard.clear()
+    stage.actions.clear()
     ask(stage, "r0", pack_ids(range(9, 9 + BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     computing = RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=0)
     first.runs(computing)
     stage.pass_s(0.6)
-    stage.heard.clear()
+    stage.actions.clear()
     ask(stage, "r1", pack_ids(range(7, 7 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     first.runs(running(admit))
     stage.pass_s(0.6)
-    stage.heard.clear()
+    stage.actions.clear()
     ask(stage, "r2", pack_ids(range(5, 5 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-0"
 
 
 def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells_of_it() -> None:
     stage, _, _ = two_workers(LeaderConfig(request_blocks=0.0))
-    stage.heard.clear()
+    stage.actions.clear()
     for number in range(4):
         ask(stage, f"r{number}", pack_ids([*range(12 * BLOCK_TOKENS), number, number]))
     firsts = {bound.worker.instance: bound.cached_blocks for bound in reversed(stage.bound())}
@@ -154,13 +154,13 @@ def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
     second.silent = True
     stage.pass_s(4.0)
     assert stage.leader.caches.blocks == 0
-    stage.heard.clear()
+    stage.actions.clear()
     ask(stage)
     assert [batch.worker for batch in stage.batches()] == [first.process]
 
 
 @pytest.mark.parametrize("reads", [(), ("TokenStep",), ("Another",)])
-def test_a_worker_is_told_what_the_detokenizer_of_a_request_reads(reads: tuple[str, ...]) -> None:
+def test_admit_names_what_the_detokenizer_reads(reads: tuple[str, ...]) -> None:
     stage = Stage()
     _, worker, detokenizer = stage.usual()
     detokenizer.reads = reads

@@ -27,7 +27,7 @@ def full(policy: Policy, **precedence: object) -> Stage:
         stage.submit(f"first-{number}")
     worker.runs(*map(running, stage.admits()))
     stage.pass_s(EXPECT_S + 1)
-    stage.heard.clear()
+    stage.actions.clear()
     return stage
 
 
@@ -46,7 +46,7 @@ def drained(stage: Stage) -> list[str]:
         gateway.closes(ended.request_id)
         stage.listen()
         admits = stage.admits()
-        stage.heard.clear()
+        stage.actions.clear()
         order += [str(admit.request_id) for admit in admits]
         worker.runs(*worker.load.running, *map(running, admits))
         stage.pass_s(0.6)

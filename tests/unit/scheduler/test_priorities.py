@@ -1,4 +1,4 @@
-"""Who goes first, who goes where no place is left, and how long anybody waits."""
+"""Queue order by priority, preemption without free slots, and waiting times."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
     assert len(stage.admits()) == 3
     worker.runs(*map(running, stage.admits()))
     stage.pass_s(0.6)
-    stage.heard.clear()
+    stage.actions.clear()
     return stage, worker
 
 
 def names(stage: Stage) -> list[str]:
     """What was bound since the last call, in order."""
     bound = [admit.request_id for admit in stage.admits()]
-    stage.heard.clear()
+    stage.actions.clear()
     return [str(name) for name in bound]
 
 
@@ -63,7 +63,7 @@ def test_a_late_high_priority_goes_before_all_that_wait() -> None:
     assert names(stage) == ["low-3"]
 
 
-def test_where_the_operator_says_so_the_lower_number_goes_first() -> None:
+def test_low_first_binds_the_lower_number_first() -> None:
     precedence = PriorityPolicy(priority=True, low_first=True)
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=precedence))
     for name, priority in (("third", 2), ("second", 0), ("first", -3)):
@@ -82,9 +82,7 @@ def test_where_priorities_do_not_count_only_arrival_does() -> None:
 
 
 @pytest.mark.parametrize(("priority", "bound"), [(10, []), (11, ["late"])])
-def test_who_outranks_running_requests_by_enough_needs_no_place(
-    priority: int, bound: list[str]
-) -> None:
+def test_request_that_outranks_running_ones_needs_no_slot(priority: int, bound: list[str]) -> None:
     stage, _ = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
     stage.submit("late", priority=priority)
     assert names(stage) == bound
@@ -160,7 +158,7 @@ def test_what_is_not_started_in_time_ends_as_overloaded_with_advice_when_to_come
         stage.leader.submit(stage.request("low-3"))
 
 
-def test_a_worker_is_told_how_long_a_request_has_waited() -> None:
+def test_admit_has_the_time_waited() -> None:
     stage, worker = full(LeaderConfig(look_ahead=1, queue_timeout_s=60.0), waiting=1)
     stage.pass_s(5.0)
     ends(stage, worker, "low-0")
@@ -198,7 +196,7 @@ def test_a_new_leader_counts_on_from_when_a_request_was_sent_first() -> None:
     assert {lost.request_id for lost in stage.lost()} == {"older"}
 
 
-def test_who_seems_to_wait_while_nobody_has_spoken_does_not_time_out() -> None:
+def test_request_does_not_time_out_before_workers_have_reported() -> None:
     stage = Stage(LeaderConfig(queue_timeout_s=3.0))
     gateway, worker, _ = stage.usual()
     request = stage.request("r", waited_ms=10_000)

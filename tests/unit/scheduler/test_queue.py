@@ -23,7 +23,7 @@ def test_of_one_rank_first_come_is_first_served() -> None:
     assert queue.position(C) == 1
 
 
-def test_who_outranks_others_goes_before_them() -> None:
+def test_higher_rank_goes_first() -> None:
     queue = queue_of((A, LOW), (B, LOW), (C, HIGH))
     assert list(queue.in_order(3.0)) == [C, A, B]
     assert queue.highest() == C
@@ -38,7 +38,7 @@ def test_request_that_comes_back_takes_its_old_place() -> None:
     assert list(queue.in_order(4.0)) == [A, B, C, D]
 
 
-def test_who_was_overtaken_for_too_long_takes_turns_with_who_outranks_it() -> None:
+def test_overtaken_request_alternates_with_those_that_outrank_it() -> None:
     highs = [RequestId(f"high-{number}") for number in range(4)]
     queue = queue_of((A, LOW), (B, LOW), *((high, HIGH) for high in highs), overtake_s_max=5.0)
     queue.start(highs[0], 10.0)
@@ -50,7 +50,7 @@ def test_who_was_overtaken_for_too_long_takes_turns_with_who_outranks_it() -> No
     assert order == [A, highs[1], B, highs[2], highs[3]]
 
 
-def test_who_left_and_came_again_was_not_overtaken_meanwhile() -> None:
+def test_request_that_left_and_returned_was_not_overtaken_meanwhile() -> None:
     queue = queue_of((A, LOW), (B, HIGH), (C, HIGH), overtake_s_max=5.0)
     queue.start(B, 10.0)
     queue.remove(A)
@@ -60,7 +60,7 @@ def test_who_left_and_came_again_was_not_overtaken_meanwhile() -> None:
     assert list(queue.in_order(22.0)) == [A]
 
 
-def test_the_place_of_one_who_does_not_wait_is_next() -> None:
+def test_position_of_a_request_that_does_not_wait_is_zero() -> None:
     assert queue_of().position(A) == 0
     assert queue_of().highest() is None
 

@@ -67,7 +67,7 @@ class Peer:
 
 
 class FakeWorker(Peer):
-    """Has room for one request, and keeps what it is told."""
+    """Has capacity for one request, and stores the commands that it receives."""
 
     role = Role.WORKER
 
@@ -83,7 +83,7 @@ class FakeWorker(Peer):
         ]
 
     async def announce(self, *blocks: bytes, lost: bool = False) -> None:
-        """Blocks come into the cache; schedulers are told of it, unless that is lost."""
+        """Add blocks to the cache and publish the event, unless it is to be lost."""
         if self.cache is None:
             self.cache = KvEventPublisher(self.runtime.process, 2)
         self.cache.add([StoredEvent(b"root", blocks)])
@@ -152,7 +152,7 @@ class FakeGateway(Peer):
         return await self.runtime.bus.call(SUBMIT, request, timeout_s=2, model=MODEL)
 
     async def submit_when_heard(self, request: SubmitRequest) -> SubmitAccepted:
-        """Submit again, as an owner does, until the leader has heard a heartbeat of ours."""
+        """Submit again, as a gateway does, until the leader has received its heartbeat."""
         async with asyncio.timeout(5):
             while True:
                 try:
@@ -308,7 +308,7 @@ async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Clust
         await until(lambda: any(admit.request_id == "r3" for admit in cluster.admits))
 
 
-async def test_leader_and_standby_know_what_a_worker_told_and_what_they_missed(
+async def test_leader_and_standby_know_reported_and_missed_events(
     cluster: Cluster,
 ) -> None:
     blocks = [bytes([number]) * 32 for number in range(6)]
@@ -321,7 +321,7 @@ async def test_leader_and_standby_know_what_a_worker_told_and_what_they_missed(
     await until(lambda: known(cluster, 1) == 2)
     for block in blocks[2:]:
         await cluster.worker.announce(block, lost=True)
-    # More than the worker keeps, and only its heartbeats tell that anything happened.
+    # More events than the worker stores, and only its heartbeats show that there were any.
     await until(lambda: known(cluster, 0) == known(cluster, 1) == len(blocks))
 
 

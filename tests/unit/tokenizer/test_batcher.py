@@ -1,4 +1,4 @@
-"""Texts that arrive together are worked on together, and everybody gets his own result."""
+"""Texts that arrive together are encoded together, and each caller gets its own result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_caller_that_left_is_skipped():
     assert work.batches == [[4]]
 
 
-async def test_a_bug_is_told_to_its_callers_and_the_next_batch_goes_on():
+async def test_bug_is_raised_to_its_callers_and_the_next_batch_runs():
     def work(items: Sequence[int]) -> list[int | Exception]:
         return [1 // item for item in items]
 
@@ -78,7 +78,7 @@ async def test_a_bug_is_told_to_its_callers_and_the_next_batch_goes_on():
             runner.cancel()
 
 
-async def test_who_waits_when_the_work_is_cancelled_is_told():
+async def test_waiting_callers_are_cancelled_with_the_work():
     work = Work()
     with ThreadPoolExecutor(1) as executor:
         batcher = Batcher[int, int](work, executor, batch_max=8)

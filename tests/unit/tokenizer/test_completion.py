@@ -90,7 +90,7 @@ def test_a_mark_that_is_no_token_is_named_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("position", "ids"), [("MIDDLE", [0, 4, 2, 5, 3, 6]), ("END", [0, 4, 2, 6, 3, 5])]
 )
-def test_a_file_says_where_its_middle_mark_stands(
+def test_file_sets_the_position_of_the_middle_marker(
     tmp_path: Path, position: str, ids: list[int]
 ) -> None:
     write(tmp_path, "[PRE]", "[MID]", "[SUF]")

@@ -50,7 +50,7 @@ def test_an_id_beyond_the_vocabulary_is_refused():
         decode(WORDS, request([1, 5000]))
 
 
-def test_the_end_of_a_rendered_text_is_told():
+def test_end_of_a_rendered_prompt_is_returned():
     assert encode(EncodeInput(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
     assert encode(EncodeInput(None, "hi")).text_end == ""
 

@@ -80,7 +80,7 @@ def test_a_conversation_without_a_template_is_unsupported(folder: Path):
     assert isinstance(encode(folder, EncodeInput(HELLO, None)), Unsupported)
 
 
-def test_a_long_text_is_too_large_and_says_both_numbers(folder: Path):
+def test_long_text_is_rejected_with_both_numbers(folder: Path):
     error = encode(folder, EncodeInput(None, "a" * 11), bytes_max=10)
     assert isinstance(error, RequestTooLarge)
     assert error.details == {"size_bytes": "11", "bytes_max": "10"}
@@ -104,7 +104,7 @@ def test_an_error_hurts_no_other_text(folder: Path):
     assert ids(good) == [0, 2]
 
 
-def test_a_bug_that_one_text_meets_is_told_to_its_caller_only(
+def test_bug_with_one_text_is_raised_to_its_caller_only(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     (folder / "chat_template.jinja").write_text("{{ 'a' * (messages[0].content | int) }}")
@@ -237,9 +237,7 @@ def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
 
 
 def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Path):
-    pair = EncodeInput(
-        None, "a b", pair="b a a", truncate=True
-    )  # type ids do not tell the two apart
+    pair = EncodeInput(None, "a b", pair="b a a", truncate=True)  # type ids do not separate the two
     assert ids(truncate(folder, pair, 3)) == [2, 3, 3]
     assert len(ids(truncate(folder, pair, 2))) == 5  # refused by its length
 

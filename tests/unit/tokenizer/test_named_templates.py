@@ -134,9 +134,10 @@ def test_name_and_file_together_are_refused(tmp_path: Path) -> None:
 def test_formats_are_those_of_the_template_that_shows_tools(tmp_path: Path) -> None:
     calls = '<tool_call>{"name": "f"}</tool_call>'
     card(tokenizer_in(tmp_path), {"default": "<think></think>", "tool_use": calls})
-    habits = vocabulary.read_model_tokenizer(tmp_path).habits
-    assert (habits.tools, habits.reasoning) == (ToolParser.HERMES, ReasoningParser.QWEN3)
-    assert vocabulary.read_model_tokenizer(tmp_path, template_name="default").habits.tools is None
+    formats = vocabulary.read_model_tokenizer(tmp_path).template_formats
+    assert (formats.tools, formats.reasoning) == (ToolParser.HERMES, ReasoningParser.QWEN3)
+    named = vocabulary.read_model_tokenizer(tmp_path, template_name="default")
+    assert named.template_formats.tools is None
 
 
 @pytest.mark.parametrize("has_default", [True, False])

@@ -170,7 +170,7 @@ def test_the_template_shows_a_tool_whatever_its_schema_says() -> None:
         ({"reasoning_effort": "high", "enable_thinking": False}, "<|assistant|>"),
     ],
 )
-def test_it_thinks_only_where_it_is_told_to(options: dict[str, object] | None, end: str) -> None:
+def test_model_thinks_only_if_enabled(options: dict[str, object] | None, end: str) -> None:
     params = TemplateParams(options=json.dumps(options) if options else None)
     text = TEMPLATE.render([ChatMessage(role="user", content="Hi")], params, continue_final=False)
     assert text == f"<|bos|><|user|>Hi<|end|>{end}"

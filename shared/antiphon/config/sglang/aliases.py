@@ -1,4 +1,4 @@
-"""SGLang's flags on the command line of `antiphon serve`, beside ours."""
+"""SGLang's flags on the command line of `antiphon serve`, in addition to Antiphon's."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ VLLM = {
     "--kv-cache-memory-bytes": "--cache-bytes-max",
     "--ssl-ca-cert": "--ssl-ca-certs",
 }
-"""Names that vLLM has for what has another one here."""
+"""vLLM's names of flags that have other names here."""
 
 
 def other_names() -> Mapping[str, Sequence[str]]:
-    """The other flags of each path, ours and SGLang's."""
+    """The alternative flags of each path, Antiphon's and SGLang's."""
     names: dict[str, list[str]] = {path: [flag] for flag, path in OUR_SHORT.items()}
     for row in rows():
         if row.path is not None:
@@ -49,7 +49,7 @@ def other_names() -> Mapping[str, Sequence[str]]:
 
 
 def serve_parser(prog: str, description: str) -> Parser:
-    """The command line of `antiphon serve`: our flags, their short forms, and all of SGLang's."""
+    """The parser of `antiphon serve`: Antiphon's flags, their short forms, and SGLang's flags."""
     parser = Parser(prog, description)
     parser.foreign = VLLM
     parser.add_argument(
@@ -65,7 +65,7 @@ def serve_parser(prog: str, description: str) -> Parser:
         row = SglangArgument(group="", flags=(flag,), takes="text", neutral=(), answer=path)
         _add(parser, row, row.flags)
     for row in rows():
-        # `--model-path` is ours as well, and the same.
+        # `--model-path` is the same flag in both.
         parser.refused.update(dict.fromkeys(row.flags, row.refused_values))
         flags = [flag for flag in row.flags if flag not in parser.flags()]
         if flags:
@@ -74,7 +74,7 @@ def serve_parser(prog: str, description: str) -> Parser:
 
 
 class _ModelArgument(argparse.Action):
-    """Takes the model before or behind the flags, as vLLM's users write it."""
+    """Accepts the model before or after the flags, as in vLLM."""
 
     def __call__(
         self,
@@ -94,7 +94,7 @@ class _ModelArgument(argparse.Action):
 
 
 class _Translate(argparse.Action):
-    """Turns a typed SGLang flag into our setting, nothing, or a refusal."""
+    """Translates an SGLang flag to a setting, ignores it, or rejects it."""
 
     row: SglangArgument
 
@@ -115,20 +115,20 @@ class _Translate(argparse.Action):
 
 
 def rows_by_key() -> Mapping[str, SglangArgument]:
-    """The arguments by their keys in SGLang's YAML files: flags without the leading dashes."""
+    """The arguments by their keys in SGLang's YAML files: flags without leading dashes."""
     return {flag.removeprefix("--"): row for row in rows() for flag in row.flags}
 
 
 def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
-    """Write the value of an SGLang argument as ours.
+    """Translate the value of an SGLang argument.
 
     Args:
         row: The argument.
-        flag: How it was spelled, for messages.
+        flag: The flag as typed, for messages.
         text: Its value; empty for a switch.
 
     Raises:
-        ConfigError: The argument or this value of it is refused; says why.
+        ConfigError: The argument or this value of it is rejected; the message has the reason.
     """
     if row.path is not None:
         reason = row.refused_values.get(text)
@@ -136,7 +136,7 @@ def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
             raise ConfigError(f"{flag} {text}: refused: {reason}")
         return TRANSLATIONS[row.detail](text)
     if row.verdict == "refused" and not _neutral(row, text):
-        # The value is of interest only where another would pass; some, like keys, are secret.
+        # The value is shown only if another one would be accepted; some, like keys, are secret.
         typed = f"{flag} {text}".rstrip() if row.neutral else flag
         raise ConfigError(f"{typed}: refused: {row.reason}")
     return TranslatedValue(None)
@@ -156,7 +156,7 @@ def _add(parser: Parser, row: SglangArgument, flags: Sequence[str]) -> None:
 
 
 def _neutral(row: SglangArgument, text: str) -> bool:
-    """Whether a value of a refused argument changes nothing."""
+    """Whether a value of a rejected argument has no effect."""
     if row.takes == "bool?":
         text = text or "true"  # the flag alone
     if not text and row.takes in ("text", "text*"):
@@ -165,7 +165,7 @@ def _neutral(row: SglangArgument, text: str) -> bool:
 
 
 def _same(text: str, neutral: str) -> bool:
-    """Compare as values where both are: `1.0` is `1`, and `{ }` is `{}`."""
+    """Compare as JSON values where both parse: `1.0` is `1`, and `{ }` is `{}`."""
     if text == neutral:
         return True
     try:

@@ -1,10 +1,10 @@
-"""SGLang's arguments as rows: what each one sets here, or why it is refused.
+"""SGLang's arguments as rows: the setting that each one maps to, or why it is rejected.
 
-The table is `sglang_flags.tsv`. A row's answer is a path (and how its value is written here),
-`settled` (it holds already, given or not) or `refused`, each with a reason of `reasons.py`; a
-refused row also says what the argument would do. A refused flag is accepted with the values that
-change nothing. `sglang_values.tsv` holds the refused values of arguments that work otherwise, and
-`argument_tests.tsv`, which is generated, the test of each.
+The table is `sglang_flags.tsv`. A row's answer is a path (and the translation of its value),
+`settled` (true with or without the argument) or `refused`, each with a reason in `reasons.py`; a
+rejected row also describes what the argument would do. A rejected flag is accepted with values that
+have no effect. `sglang_values.tsv` has the rejected values of supported arguments, and
+`argument_tests.tsv`, which is generated, the test of each argument.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 Status = Literal["works", "partly", "refused"]
 
 PARTLY_HELD = frozenset({"remote_code"})
-"""Entries of `HOLDS` that keep a part of what the argument promises."""
+"""Entries of `HOLDS` that fulfil the argument only in part."""
 
 
 class SglangArgument(msgspec.Struct, frozen=True):
     """One SGLang argument.
 
     Attributes:
-        group: Its concern: a config group of SGLang 0.5.23, or `Older names`.
-        flags: All its spellings; the first is the name of the field, where there is one.
+        group: A config group of SGLang 0.5.23, or `Older names`.
+        flags: All its flags; the first is the name of the field, if there is one.
         takes: Type and count of its values: `int`, `text+`, `switch` (none), ...
-        neutral: Values with which a refused flag changes nothing.
-        answer: `<path> [spelling]`, `settled <reason>` or `refused <reason>`.
-        would: What a refused argument would do, after "It would".
+        neutral: Values with which a rejected flag has no effect.
+        answer: `<path> [translation]`, `settled <reason>` or `refused <reason>`.
+        would: What a rejected argument would do, after "It would".
     """
 
     group: str
@@ -58,22 +58,22 @@ class SglangArgument(msgspec.Struct, frozen=True):
 
     @property
     def detail(self) -> str:
-        """How the value is written here, or the key of the reason."""
+        """The name of the value's translation, or the key of the reason."""
         return self.answer.partition(" ")[2]
 
     @property
     def path(self) -> str | None:
-        """The setting it sets, if it sets one."""
+        """The path of the setting that it sets, if any."""
         return self.verdict if self.verdict in fields() else None
 
     @property
     def refused_values(self) -> Mapping[str, str]:
-        """The reason of each value that is refused although the argument works."""
+        """Rejected values of a supported argument, with their reasons."""
         return values().get(self.flags[0], {})
 
     @property
     def status(self) -> Status:
-        """Whether production does what the argument says."""
+        """Whether the argument is supported."""
         if self.verdict == "refused":
             return "refused"
         if self.refused_values or self.detail in PARTLY_HELD:
@@ -82,7 +82,7 @@ class SglangArgument(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why it is refused or holds already, or which values are refused and why."""
+        """Why it is rejected or has no effect, or which values are rejected and why."""
         if self.verdict == "refused":
             return f"It would {self.would}. {REFUSED[self.detail]}"
         if self.verdict == "settled":
@@ -96,25 +96,25 @@ class SglangArgument(msgspec.Struct, frozen=True):
 
 
 class ArgumentStatus(msgspec.Struct, frozen=True):
-    """One SGLang argument as `antiphon config arguments --json` lists it."""
+    """One SGLang argument in the output of `antiphon config arguments --json`."""
 
     name: str
     flags: tuple[str, ...]
     status: Status
     reason: str
     test: str
-    """The test that shows it; empty for a refused one."""
+    """The test that covers it; empty for a rejected one."""
 
 
 @functools.cache
 def rows() -> tuple[SglangArgument, ...]:
-    """Every SGLang argument, by concern."""
+    """All SGLang arguments, by group."""
     return tuple(_row(*line) for line in _table("sglang_flags.tsv"))
 
 
 @functools.cache
 def values() -> Mapping[str, Mapping[str, str]]:
-    """By main flag: the refused values of arguments that work, each with its reason."""
+    """By main flag: the rejected values of supported arguments, with their reasons."""
     refused: dict[str, dict[str, str]] = {}
     for flag, listed, reason in _table("sglang_values.tsv"):
         names = [listed] if listed.startswith("<") else listed.split(",")
@@ -123,7 +123,7 @@ def values() -> Mapping[str, Mapping[str, str]]:
 
 
 def arguments() -> tuple[ArgumentStatus, ...]:
-    """Every SGLang argument with its status and the test that shows it."""
+    """All SGLang arguments with their status and test."""
     tests = dict(_table("argument_tests.tsv"))
     return tuple(
         ArgumentStatus(
@@ -138,7 +138,7 @@ def arguments() -> tuple[ArgumentStatus, ...]:
 
 
 def _table(name: str) -> Iterator[list[str]]:
-    """The lines below the head of one of our tables."""
+    """The rows of a table file, without its header."""
     text = resources.files("antiphon.config").joinpath(name).read_text("utf-8")
     for line in text.splitlines()[1:]:
         yield line.split("\t")

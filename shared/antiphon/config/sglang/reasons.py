@@ -1,7 +1,7 @@
-"""Why an SGLang argument is refused, or why it holds already: sentences, one entry a concern.
+"""Reasons why an SGLang argument is rejected or has no effect: sentences, one entry per topic.
 
-The entry of a refused argument follows a sentence that says what the argument would do (the last
-column of `sglang_flags.tsv`), so the two together are about that argument alone.
+The reason of a rejected argument follows a sentence about what the argument would do (the last
+column of `sglang_flags.tsv`), so that the two together are about that argument alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOLDS: Mapping[str, str] = {
     "tokenizer_batches": "Holds with the flag and without it: the tokenizer encodes the requests "
     "that wait as one batch.",
 }
-"""Arguments that are accepted and describe what is true anyway."""
+"""Accepted arguments that describe the behavior without them."""
 
 REFUSED: Mapping[str, str] = {
     "backends": "The worker takes the fastest kernel that the processor supports and prints the "
@@ -167,4 +167,4 @@ REFUSED: Mapping[str, str] = {
     "window": "Layers with a sliding window have a pool of their own, with as many pages as the "
     "others, and free the pages behind the window; --max-total-tokens sizes both.",
 }
-"""Why an argument is refused, and what to do instead."""
+"""Why an argument is rejected, and what to do instead."""

@@ -1,4 +1,4 @@
-"""How a value that SGLang takes is written here."""
+"""Translates values of SGLang's arguments."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class TranslatedValue(msgspec.Struct, frozen=True):
-    """An SGLang value as we write it."""
+    """The translation of an SGLang value."""
 
     text: str | None
     implied: Mapping[str, str] = {}
-    """By path: what it needs beside, where nothing else says."""
+    """By path: values that it implies, unless they are set otherwise."""
 
 
 def _cache_dtype(text: str) -> TranslatedValue:
-    """The model's own format has two names."""
+    """SGLang has two names for bfloat16."""
     return TranslatedValue({"bf16": "bfloat16"}.get(text, text))
 
 
 def _checksum(text: str) -> TranslatedValue:
-    """SGLang's flag without a value compares with the hub's model of the same name."""
+    """SGLang's flag without a value compares with the model of the same name on the hub."""
     return TranslatedValue(text or "hub")
 
 
 def _chunk(text: str) -> TranslatedValue:
-    """A chunk above our default step raises the step."""
+    """A chunk above the default step size raises the step size."""
     if not text.isdecimal():
         return TranslatedValue(text)
     step = fields()["batching.tokens_max"].default
@@ -47,7 +47,7 @@ def _chunk(text: str) -> TranslatedValue:
 
 
 def _deterministic(_: str) -> TranslatedValue:
-    """SGLang's switch also gives a seed to requests that name none."""
+    """SGLang's switch also sets a seed for requests without one."""
     return TranslatedValue("true", {"model.random_seed": "42"})
 
 
@@ -56,7 +56,7 @@ def _dtype(text: str) -> TranslatedValue:
 
 
 def _impl(text: str) -> TranslatedValue:
-    """What SGLang calls its own layers are ours here."""
+    """SGLang's name for its own layers means Antiphon's layers here."""
     return TranslatedValue({"sglang": "antiphon"}.get(text, text))
 
 
@@ -65,12 +65,12 @@ def _lower(text: str) -> TranslatedValue:
 
 
 def _off(_: str) -> TranslatedValue:
-    """A switch of SGLang's that turns one of ours off."""
+    """A switch of SGLang's that disables one of Antiphon's."""
     return TranslatedValue("false")
 
 
 def _on(_: str) -> TranslatedValue:
-    """A switch of SGLang's that turns one of ours on."""
+    """A switch of SGLang's that enables one of Antiphon's."""
     return TranslatedValue("true")
 
 
@@ -79,17 +79,17 @@ def _plain(text: str) -> TranslatedValue:
 
 
 def _torchao(text: str) -> TranslatedValue:
-    """SGLang's shorthands for configurations of torchao; empty: none."""
+    """SGLang's short names of torchao configurations; empty: none."""
     return TranslatedValue(f"torchao-{text}" if text else None)
 
 
 def _hidden_mode(text: str) -> TranslatedValue:
-    """Hidden states are there or not."""
+    """Hidden states are either enabled or not."""
     return TranslatedValue({"full": "true"}.get(text, text))
 
 
 _NEVER = 2**64 - 1
-"""No priority exceeds another by more: they are of 64 bits."""
+"""No difference of priorities exceeds it: they have 64 bits."""
 
 
 def _never(_: str) -> TranslatedValue:
@@ -97,10 +97,10 @@ def _never(_: str) -> TranslatedValue:
 
 
 def _whitespace(text: str) -> TranslatedValue:
-    """White space that a pattern allows: all of JSON's up to a bound, or JSON on one line.
+    """White space that a pattern allows: all of JSON's up to a limit, or JSON on one line.
 
-    A pattern says what may stand between two parts, and nothing has to: less than it allows is
-    within it. What is written on one line has single spaces, so these have to be allowed.
+    A pattern sets what may be between two elements, and none of it is required: allowing less is
+    within it. JSON on one line has single spaces, so the pattern must allow these.
     """
     match = _WHITESPACE.fullmatch(text)
     written = set(re.findall(r"\\.| ", match["allowed"])) if match else set[str]()
@@ -137,19 +137,19 @@ TRANSLATIONS: Mapping[str, Callable[[str], TranslatedValue]] = {
     "torchao": _torchao,
     "whitespace": _whitespace,
 }
-"""How an SGLang value is written here, by the word after the path."""
+"""Translations of SGLang values, by the word after the path."""
 
 
 def shown(row: SglangArgument, value: Value) -> Value:
-    """SGLang's value of an argument here.
+    """The value of an SGLang argument that corresponds to a setting.
 
     Args:
         row: The argument.
-        value: Of its setting, if it sets one.
+        value: The value of its setting, if it sets one.
 
     Returns:
-        What SGLang would say of a server that does the same; of a refused argument, the value with
-        which it changes nothing.
+        The value in SGLang for the same behavior; for a rejected argument, the value with which it
+        has no effect.
     """
     if row.path is not None:
         back = _BACK.get(row.detail)
@@ -162,7 +162,7 @@ def shown(row: SglangArgument, value: Value) -> Value:
         return None
     neutral = row.neutral[-1]
     if row.takes.startswith(("text", "json")):
-        return neutral  # `null`, a mode of disaggregation, is a word
+        return neutral  # `null` is text here: a mode of disaggregation
     return cast("Value", json.loads(neutral))
 
 
@@ -180,6 +180,6 @@ _BACK: Mapping[str, Callable[[Value], Value]] = {
     "off": lambda value: value is False,
     "on": lambda value: value is True,
     "torchao": _torchao_back,
-    "whitespace": lambda _: None,  # the bound says it
+    "whitespace": lambda _: None,  # expressed by the limit
 }
-"""The way back from our value, by the same words; of others it is the same value."""
+"""Reverse translations, by the same words; other values are the same in both."""

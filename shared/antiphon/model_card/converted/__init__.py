@@ -1,1 +1,1 @@
-"""config.json, tokenizer.json and their like, made of files that say the same in another form."""
+"""Converts GGUF, SentencePiece and Mistral files to config.json, tokenizer.json and the like."""

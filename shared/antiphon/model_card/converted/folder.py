@@ -1,7 +1,7 @@
-"""A folder that describes a model whose own files do so in another form, made once and kept.
+"""Cached folders with a model's description, converted from files in another format.
 
-Everything that serves a model reads config.json and tokenizer.json; what a GGUF file, SentencePiece
-or Mistral say in other words is written out as these, under a name that depends on what they say.
+All services read config.json and tokenizer.json; the contents of GGUF, SentencePiece and Mistral
+files are converted to these, in a folder whose name depends on the contents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Json = dict[str, object]
 
 VERSION = 2
-"""Of what is written; another number makes every folder anew."""
+"""Version of the converted files; a new number converts every folder again."""
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 PIECES, TEKKEN = "tokenizer.model", "tekken.json"
 _BESIDE = (
@@ -42,11 +42,11 @@ _TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
 
 
 def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
-    """Return a folder with all that describes the model of a GGUF file, or of its parts.
+    """Return a folder with the description of the model in a GGUF file, or in its parts.
 
     Raises:
-        ConfigError: A file is missing or broken, describes no model that is read, or the cache
-            cannot be written.
+        ConfigError: A file is missing or broken, its model is not supported, or the cache cannot be
+            written.
     """
 
     def contents() -> Mapping[str, Json | bytes]:
@@ -62,7 +62,7 @@ def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
         try:
             with file.open("rb") as stream:
                 digest.update(stream.read(header.size_bytes))
-                if factors is not None:  # the one tensor that config.json says in words
+                if factors is not None:  # the one tensor whose values are part of config.json
                     stream.seek(factors.start)
                     digest.update(stream.read(4 * factors.count))
         except OSError as error:
@@ -71,12 +71,12 @@ def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
 
 
 def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
-    """Return a folder with a tokenizer.json made of what a folder has in its place, if it has that.
+    """Return a folder with a tokenizer.json converted from another file; None without one.
 
-    The rest of what describes the model is copied.
+    The other description files of the model are copied.
 
     Raises:
-        ConfigError: A file is broken or of a kind that is not read, or the cache cannot be written.
+        ConfigError: A file is broken or of an unsupported kind, or the cache cannot be written.
     """
     source = next((folder / name for name in (PIECES, TEKKEN) if (folder / name).is_file()), None)
     if source is None:
@@ -114,7 +114,7 @@ def _object(file: Path, content: bytes) -> Json:
 def _cached_folder(
     name: str, cache: Path, contents: Callable[[], Mapping[str, Json | bytes]]
 ) -> Path:
-    """Return the folder of that name, filled first if it is not there. Several may try at once."""
+    """Return the folder of that name, written first if missing; safe under concurrent calls."""
     folder = cache / f"described-{VERSION}" / name[:32]
     if folder.is_dir():
         return folder

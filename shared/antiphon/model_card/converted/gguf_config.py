@@ -1,6 +1,6 @@
-"""A GGUF file's settings as the config.json that it was made from.
+"""Converts the metadata of a GGUF file back to config.json.
 
-Source of the keys: docs/gguf.md of the ggml project, and its converter from Hugging Face's folders.
+Source of the keys: docs/gguf.md of the ggml project, and its converter from Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Json = dict[str, object]
 _TABLE, _HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
-"""Tokens that end a turn, in files that name only the end of a text."""
+"""Tokens that end a turn, for files that name only the end of a text."""
 _PLAIN = {0: "float32", 1: "float16"}
 _LLAMA3 = (1.0, 4.0, 8192)
-"""Low and high factor and trained length, of every Llama whose factors are in a tensor."""
+"""Low and high factor and trained length of all Llama models whose factors are in a tensor."""
 _CLOSE = 1e-3
 
 
 class _GgufParts(msgspec.Struct, frozen=True):
-    """Headers of a model's parts; the first has the settings."""
+    """Headers of a model's parts; the first one has the metadata."""
 
     path: Path
     header: GgufHeader
@@ -50,7 +50,7 @@ class _GgufParts(msgspec.Struct, frozen=True):
         )
 
     def number(self, key: str) -> float | None:
-        """A setting of the architecture; unset if it has none."""
+        """A metadata value of the architecture; None if missing."""
         value = self.header.settings.get(f"{self.architecture}.{key}")
         if f"{self.architecture}.{key}" in self.header.lists:
             several = set(self.header.lists[f"{self.architecture}.{key}"])
@@ -73,14 +73,14 @@ class _GgufParts(msgspec.Struct, frozen=True):
 
 
 def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
-    """Make a config.json.
+    """Build a config.json.
 
     Args:
         parts: The headers of its files, with lists, in order.
 
     Raises:
-        ConfigError: It is of an architecture that is not read, or says something of it that no
-            config.json here says.
+        ConfigError: Its architecture is not supported, or has metadata without a counterpart in
+            config.json.
     """
     path, header = next(iter(parts.items()))
     tensors = {
@@ -133,12 +133,12 @@ def _common(file: _GgufParts) -> Json:
 
 
 def _rounded(number: float) -> float:
-    """A 32-bit number in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
+    """A 32-bit float in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
     return float(f"{number:.6g}")
 
 
 def _dtype(file: _GgufParts) -> str:
-    """What rounded weights are widened to, or the format of those that are not."""
+    """The dtype that quantized weights are dequantized to, or that of unquantized ones."""
     return _PLAIN.get(file.tensors[_layer_weight(file)][1].kind, "bfloat16")
 
 
@@ -168,7 +168,7 @@ _TURNS = ("eot_token_id", "eom_token_id")
 
 
 def _scaling(file: _GgufParts) -> Json:
-    """How positions beyond the trained ones are turned."""
+    """RoPE scaling."""
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file)
     kind = file.text("rope.scaling.type")
@@ -187,7 +187,7 @@ def _scaling(file: _GgufParts) -> Json:
 
 
 def _llama3_scaling(file: _GgufParts) -> Json:
-    """Find the numbers that give the factors of the tensor."""
+    """Find the parameters that yield the factors in the tensor."""
     path, tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != 0:
         raise file.refuse(f"{ROPE_FACTORS} is not in float32")
@@ -254,7 +254,7 @@ def _qwen(number: int) -> Callable[[_GgufParts], Json]:
 
 
 def _experts(file: _GgufParts) -> Json:
-    """How many a layer has and a token meets; their tensors tell how wide they are."""
+    """Experts per layer and per token; their width follows from their tensors."""
     if _EXPERTS not in file.tensors:
         raise file.refuse(f"tensor {_EXPERTS} is missing: unstacked experts are not supported")
     return {
@@ -299,7 +299,7 @@ def _gemma(_: _GgufParts) -> Json:
 
 
 def _gemma2(file: _GgufParts) -> Json:
-    """Files from before its settings had keys are read by the numbers of the published models."""
+    """Older files lack some keys; the values of the published models are used for them."""
     window = file.number("attention.sliding_window")
     return {
         "architectures": ["Gemma2ForCausalLM"],
@@ -313,7 +313,7 @@ def _gemma2(file: _GgufParts) -> Json:
 
 
 def _query_scalar(file: _GgufParts, largest: int) -> int:
-    """Only of the largest one, scores are scaled otherwise than by the size of a head."""
+    """Only the largest model scales attention scores by something else than the head size."""
     hidden, heads = file.whole("embedding_length"), file.whole("attention.head_count")
     if file.whole("block_count") == largest:
         return hidden // heads
@@ -346,10 +346,10 @@ _ARCHITECTURES: Mapping[str, Callable[[_GgufParts], Json]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-"""By `general.architecture`: those whose tensors are read."""
+"""Supported architectures, by `general.architecture`."""
 _WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
 
 
 def described_architectures() -> Sequence[str]:
-    """The architectures of GGUF files that need no folder beside them."""
+    """The architectures of GGUF files that need no folder with a config.json."""
     return tuple(_ARCHITECTURES)

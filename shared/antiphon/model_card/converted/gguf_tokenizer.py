@@ -1,7 +1,7 @@
-"""The vocabulary and the chat template of a GGUF file, as tokenizer.json and its card.
+"""Converts the vocabulary and chat template of a GGUF file to tokenizer.json and its config.
 
-Two kinds are read: byte-level pairs (`gpt2`), cut as `tokenizer.ggml.pre` says, and SentencePiece's
-pairs (`llama`), whose merges follow from the scores.
+Two kinds are supported: byte-level BPE (`gpt2`), split by `tokenizer.ggml.pre`, and SentencePiece
+BPE (`llama`), whose merges follow from the scores.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _OWN = 3, 4
-"""Kinds of tokens: special ones, and those that a user added."""
+"""Token types: control tokens and user-defined ones."""
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
-"""The settings' names of special tokens, with the specification's own spelling."""
+"""Names of special tokens in the metadata, in the specification's own spelling."""
 _BY_POSITION = ("gemma", "gemma2", "gemma3")
-"""Architectures whose scores are not the order of their merges: the tokens' order is."""
+"""Architectures whose merge order is the order of tokens, not of scores."""
 
 
 class _GgufVocabulary(msgspec.Struct, frozen=True):
@@ -57,28 +57,28 @@ class _GgufVocabulary(msgspec.Struct, frozen=True):
         )
 
     def named(self, name: str) -> Added | None:
-        """A special token by the name that it has among the settings."""
+        """A special token by its name in the metadata."""
         index = self.setting(f"{name}_token_id")
         if not isinstance(index, int) or not 0 <= index < len(self.tokens):
             return None
         return Added(index, self.tokens[index], special=True)
 
     def adds(self, name: str, *, otherwise: bool) -> Sequence[Added]:
-        """The token that is written before or behind plain text, if one is."""
-        said = self.setting(f"add_{name}_token")
+        """The token that is added before or after plain text, if any."""
+        configured = self.setting(f"add_{name}_token")
         token = self.named(name)
-        return (token,) if token and (otherwise if said is None else said) else ()
+        return (token,) if token and (otherwise if configured is None else configured) else ()
 
 
 def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
-    """Make a tokenizer.json and a tokenizer_config.json.
+    """Build a tokenizer.json and a tokenizer_config.json.
 
     Args:
         path: The file.
         header: Its header, with lists.
 
     Raises:
-        ConfigError: It holds no tokenizer, or one of a kind that is not read.
+        ConfigError: It has no tokenizer, or one of an unsupported kind.
     """
     tokens = header.lists.get(_PREFIX + "tokens", ())
     kinds = header.lists.get(_PREFIX + "token_type", (1,) * len(tokens))
@@ -104,7 +104,7 @@ def _byte_level(words: _GgufVocabulary) -> Json:
     return tokenizer_json(
         model=bpe(
             {token: index for index, token in enumerate(words.tokens)},
-            # A token may hold the space that parts the two: never as its first character.
+            # A token may contain the separating space, but never as its first character.
             [_pair(merge) for merge in merges],
             whole_words=whole,
         ),
@@ -156,7 +156,7 @@ def _sentence_pieces(words: _GgufVocabulary) -> Json:
 
 
 def _respelled(token: str) -> str:
-    """Tokens of spaces alone are written with spaces, all others with their mark."""
+    """Write tokens that consist of spaces with spaces, and others with SentencePiece's marker."""
     return token if token.strip(" ") else SPACE * len(token)
 
 
@@ -189,4 +189,4 @@ def _card(words: _GgufVocabulary) -> Json:
 
 
 _MODELS = {"gpt2": _byte_level, "llama": _sentence_pieces}
-"""By `tokenizer.ggml.model`."""
+"""Builders by `tokenizer.ggml.model`."""

@@ -1,7 +1,7 @@
-"""SentencePiece's `tokenizer.model` as a tokenizer.json.
+"""Converts SentencePiece's `tokenizer.model` to tokenizer.json.
 
-It is one protobuf message of few fields, so it is read here: the packages that would read it bring
-either torch's friends or a C++ library of their own to services that need neither.
+It is one protobuf message with few fields, so it is parsed here: the packages that parse it would
+add large dependencies or a C++ library to services that need neither.
 
 Source: sentencepiece_model.proto of the sentencepiece project.
 """
@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BYTES_MAX = 10
 _NO_ID = (1 << 64) - 1
-"""-1: the model has no such piece."""
+"""-1: the model has no such token."""
 
 
 class SentencePieceToken(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class SentencePieceToken(msgspec.Struct, frozen=True):
 
 
 class SentencePieceModel(msgspec.Struct, frozen=True):
-    """What the file says, with the defaults of its format."""
+    """The contents of the file, with the defaults of its format."""
 
     pieces: Sequence[SentencePieceToken]
     model: int = _UNIGRAM
@@ -63,76 +63,78 @@ class SentencePieceModel(msgspec.Struct, frozen=True):
     byte_fallback: bool = False
     adds_space: bool = True
     characters: bytes = b""
-    """How characters are normalized, in the format of its own library."""
+    """The character normalization map, in SentencePiece's own format."""
 
 
 def piece_tokenizer(file: Path) -> tuple[Json, Json]:
-    """Make a tokenizer.json and what it says for tokenizer_config.json.
+    """Build a tokenizer.json and the fields of tokenizer_config.json.
 
     Raises:
-        ConfigError: The file is missing, broken, or neither of pairs nor of likelihoods.
+        ConfigError: The file is missing or broken, or neither a BPE nor a unigram model.
     """
-    said = read_pieces(file)
-    texts = [piece.text for piece in said.pieces]
+    parsed = read_pieces(file)
+    texts = [piece.text for piece in parsed.pieces]
     ids = {text: index for index, text in enumerate(texts)}
-    if said.model == _BPE:
-        # Of pieces that are whole from the beginning nothing is merged.
-        whole = {piece.text for piece in said.pieces if piece.kind != _NORMAL}
+    if parsed.model == _BPE:
+        # User-defined tokens are matched as a whole and take no part in merges.
+        whole = {piece.text for piece in parsed.pieces if piece.kind != _NORMAL}
         model = bpe(
             ids,
-            merges_by_rank(ids, lambda text: -said.pieces[ids[text]].score, frozenset(whole)),
-            unknown=texts[said.unknown],
-            bytes_for_unknown=said.byte_fallback,
+            merges_by_rank(ids, lambda text: -parsed.pieces[ids[text]].score, frozenset(whole)),
+            unknown=texts[parsed.unknown],
+            bytes_for_unknown=parsed.byte_fallback,
         )
-    elif said.model == _UNIGRAM:
-        scores = [(piece.text, piece.score) for piece in said.pieces]
-        model = unigram(scores, said.unknown, bytes_for_unknown=said.byte_fallback)
+    elif parsed.model == _UNIGRAM:
+        scores = [(piece.text, piece.score) for piece in parsed.pieces]
+        model = unigram(scores, parsed.unknown, bytes_for_unknown=parsed.byte_fallback)
     else:
-        raise ConfigError(f"{file}: SentencePiece type {said.model}; only unigram and BPE")
+        raise ConfigError(f"{file}: SentencePiece type {parsed.model}; only unigram and BPE")
     tokenizer = tokenizer_json(
         model=model,
-        added=_added(said),
-        normalizer=_normalizer(said),
-        pre_tokenizer=metaspace(adds_space=True) if said.adds_space else None,
-        decoder=pieces_decoder(drops_first_space=said.adds_space),
-        before=[Added(said.begin, texts[said.begin], special=True)] if said.begin >= 0 else [],
+        added=_added(parsed),
+        normalizer=_normalizer(parsed),
+        pre_tokenizer=metaspace(adds_space=True) if parsed.adds_space else None,
+        decoder=pieces_decoder(drops_first_space=parsed.adds_space),
+        before=[Added(parsed.begin, texts[parsed.begin], special=True)]
+        if parsed.begin >= 0
+        else [],
     )
-    return tokenizer, _card(said)
+    return tokenizer, _card(parsed)
 
 
-def _normalizer(said: SentencePieceModel) -> Json | None:
+def _normalizer(parsed: SentencePieceModel) -> Json | None:
     steps: list[Json] = []
-    if said.characters:
-        encoded = base64.b64encode(said.characters).decode()
+    if parsed.characters:
+        encoded = base64.b64encode(parsed.characters).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": encoded})
-    if not said.adds_space:
+    if not parsed.adds_space:
         steps.append(replaced_spaces())
     return {"type": "Sequence", "normalizers": steps} if steps else None
 
 
-def _added(said: SentencePieceModel) -> list[Added]:
+def _added(parsed: SentencePieceModel) -> list[Added]:
     return [
         Added(index, piece.text, special=piece.kind != _OWN)
-        for index, piece in enumerate(said.pieces)
-        if piece.kind in (_CONTROL, _OWN) or index == said.unknown
+        for index, piece in enumerate(parsed.pieces)
+        if piece.kind in (_CONTROL, _OWN) or index == parsed.unknown
     ]
 
 
-def _card(said: SentencePieceModel) -> Json:
+def _card(parsed: SentencePieceModel) -> Json:
     named = {
-        "unk_token": said.unknown,
-        "bos_token": said.begin,
-        "eos_token": said.end,
-        "pad_token": said.padding,
+        "unk_token": parsed.unknown,
+        "bos_token": parsed.begin,
+        "eos_token": parsed.end,
+        "pad_token": parsed.padding,
     }
-    return {name: said.pieces[index].text for name, index in named.items() if index >= 0}
+    return {name: parsed.pieces[index].text for name, index in named.items() if index >= 0}
 
 
 def read_pieces(file: Path) -> SentencePieceModel:
-    """Read the message.
+    """Parse the file.
 
     Raises:
-        ConfigError: The file is missing, or is none.
+        ConfigError: The file is missing, or not a SentencePiece model.
     """
     try:
         if file.stat().st_size > FILE_BYTES_MAX:
@@ -156,7 +158,7 @@ def _pieces(content: bytes) -> SentencePieceModel:
         elif field == 3 and isinstance(value, bytes):
             normalizer = dict(_fields(value))
     characters = normalizer.get(2, b"")
-    said = SentencePieceModel(
+    parsed = SentencePieceModel(
         pieces=pieces,
         model=_number(trainer, 3, _UNIGRAM),
         unknown=_id(trainer, 40, 0),
@@ -167,9 +169,12 @@ def _pieces(content: bytes) -> SentencePieceModel:
         adds_space=bool(_number(normalizer, 3, 1)),
         characters=characters if isinstance(characters, bytes) else b"",
     )
-    if max(said.unknown, said.begin, said.end, said.padding) >= len(pieces) or said.unknown < 0:
+    if (
+        max(parsed.unknown, parsed.begin, parsed.end, parsed.padding) >= len(pieces)
+        or parsed.unknown < 0
+    ):
         raise ValueError(f"{len(pieces)} pieces, and a special one beyond them")
-    return said
+    return parsed
 
 
 def _piece(fields: dict[int, int | bytes]) -> SentencePieceToken:
@@ -194,7 +199,7 @@ def _id(fields: dict[int, int | bytes], field: int, otherwise: int) -> int:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message, numbers as they are, all else as bytes."""
+    """The fields of a protobuf message: varints as integers, all others as bytes."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)

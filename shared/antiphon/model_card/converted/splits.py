@@ -1,6 +1,6 @@
-"""How byte-level vocabularies cut text before they merge, by llama.cpp's names.
+"""Pre-tokenization patterns of byte-level vocabularies, by llama.cpp's names.
 
-Facts of the published tokenizers, as llama.cpp's `llama-vocab.cpp` and their own files have them.
+Taken from the published tokenizers' files and from llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BY_PATTERNS: Final = {
     DEEPSEEK_V3: ("deepseek-v3", "hunyuan-dense"),
 }
 SPLITS: Final = {name: patterns for patterns, names in _BY_PATTERNS.items() for name in names}
-"""By `tokenizer.ggml.pre`: each pattern cuts what the ones before it left."""
+"""Patterns by `tokenizer.ggml.pre`: each one splits the pieces that earlier ones left."""
 
 WHOLE_WORDS: Final = frozenset(_BY_PATTERNS[(LLAMA3,)]) | frozenset({"gpt-4o", "llama4", "tekken"})
-"""Vocabularies of tiktoken: a word that is a token is one, whatever the merges make of it."""
+"""tiktoken vocabularies: a word that is a token stays one token, regardless of the merges."""

@@ -1,7 +1,7 @@
-"""Mistral's `tekken.json` as a tokenizer.json.
+"""Converts Mistral's `tekken.json` to tokenizer.json.
 
-Its vocabulary is tiktoken's: byte strings by rank. The special tokens come first, then as many of
-the vocabulary as are left.
+Its vocabulary is in tiktoken's form: byte strings by rank. The special tokens come first, and the
+vocabulary fills the remaining ids.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ class _Tekken(msgspec.Struct, frozen=True):
 
 
 def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
-    """Make a tokenizer.json and what it says for tokenizer_config.json.
+    """Build a tokenizer.json and the fields of tokenizer_config.json.
 
     Raises:
         ConfigError: The file is missing or broken.
     """
     try:
-        said = msgspec.json.decode(file.read_bytes(), type=_Tekken)
-        plain = _plain(said)
+        parsed = msgspec.json.decode(file.read_bytes(), type=_Tekken)
+        plain = _plain(parsed)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except (msgspec.DecodeError, binascii.Error) as error:
         raise ConfigError(f"{file}: {error}") from error
-    special = _special(said)
-    first = said.config.default_num_special_tokens
+    special = _special(parsed)
+    first = parsed.config.default_num_special_tokens
     ranks = {text: rank for rank, text in enumerate(plain)}
     tokens = special | {text: first + rank for text, rank in ranks.items()}
     begin = [Added(special[_BEGIN], _BEGIN, special=True)] if _BEGIN in special else []
@@ -81,7 +81,7 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
         model=bpe(tokens, merges_by_rank(ranks, ranks.__getitem__), whole_words=True),
         added=[Added(index, text, special=True) for text, index in special.items()],
         normalizer=None,
-        pre_tokenizer=byte_level_split([said.config.pattern]),
+        pre_tokenizer=byte_level_split([parsed.config.pattern]),
         decoder=byte_level_decoder(),
         before=begin,
     )
@@ -89,21 +89,21 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
     return tokenizer, {f"{name}_token": text for name, text in names.items() if text in special}
 
 
-def _special(said: _Tekken) -> dict[str, int]:
-    """The special tokens, and fillers for the places that are left."""
-    count = said.config.default_num_special_tokens
+def _special(parsed: _Tekken) -> dict[str, int]:
+    """The special tokens, and fillers for unused ids."""
+    count = parsed.config.default_num_special_tokens
     named = (
         dict(enumerate(_OLDER))
-        if said.special_tokens is None
-        else {token.rank: token.token_str for token in said.special_tokens}
+        if parsed.special_tokens is None
+        else {token.rank: token.token_str for token in parsed.special_tokens}
     )
     return {named.get(index, f"<SPECIAL_{index}>"): index for index in range(count)}
 
 
-def _plain(said: _Tekken) -> list[str]:
-    """The tokens by rank, a character a byte."""
-    count = said.config.default_vocab_size - said.config.default_num_special_tokens
-    in_order = sorted(said.vocab, key=lambda token: token.rank)[:count]
+def _plain(parsed: _Tekken) -> list[str]:
+    """The tokens by rank, with one character per byte."""
+    count = parsed.config.default_vocab_size - parsed.config.default_num_special_tokens
+    in_order = sorted(parsed.vocab, key=lambda token: token.rank)[:count]
     letters = byte_letters()
     return [
         "".join(letters[byte] for byte in base64.b64decode(token.token_bytes, validate=True))

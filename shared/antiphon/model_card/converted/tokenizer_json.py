@@ -1,4 +1,4 @@
-"""The parts of a tokenizer.json, as the `tokenizers` package reads it."""
+"""Builders for the parts of a tokenizer.json, in the format of the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Json = dict[str, object]
 Merge = tuple[str, str]
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's marker for a space."""
 
 
 class Added(msgspec.Struct, frozen=True):
-    """A token that text is never cut within."""
+    """An added token: text is never split within it."""
 
     id: int
     content: str
@@ -34,7 +34,7 @@ def tokenizer_json(
     before: Sequence[Added] = (),
     after: Sequence[Added] = (),
 ) -> Json:
-    """Put a tokenizer together; `before` and `after` are written around plain text."""
+    """Assemble a tokenizer; `before` and `after` are added around plain text."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -67,7 +67,7 @@ def bpe(
     unknown: str | None = None,
     bytes_for_unknown: bool = False,
 ) -> Json:
-    """A model that merges pairs, the first ones first."""
+    """A BPE model; earlier merges take precedence."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -85,7 +85,7 @@ def bpe(
 def unigram(
     pieces: Sequence[tuple[str, float]], unknown: int, *, bytes_for_unknown: bool = False
 ) -> Json:
-    """A model that finds the likeliest way to cut a text."""
+    """A unigram model."""
     return {
         "type": "Unigram",
         "unk_id": unknown,
@@ -95,7 +95,7 @@ def unigram(
 
 
 def byte_level_split(patterns: Sequence[str]) -> Json:
-    """Cut by each pattern in turn, then write every byte as a character."""
+    """Split by each pattern in turn, then map every byte to a character."""
     cuts: list[Json] = [
         {
             "type": "Split",
@@ -109,12 +109,12 @@ def byte_level_split(patterns: Sequence[str]) -> Json:
 
 
 def byte_level_decoder() -> Json:
-    """The opposite of `byte_level_split`."""
+    """The inverse of `byte_level_split`."""
     return _byte_level()
 
 
 def pieces_decoder(*, drops_first_space: bool) -> Json:
-    """Of SentencePiece: its mark is a space, `<0x0A>` a byte."""
+    """SentencePiece's decoder: its marker is a space, `<0x0A>` a byte."""
     decoders: list[Json] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -126,7 +126,7 @@ def pieces_decoder(*, drops_first_space: bool) -> Json:
 
 
 def metaspace(*, adds_space: bool) -> Json:
-    """Write spaces as SentencePiece does, one more before a text that begins without."""
+    """Replace spaces by SentencePiece's marker, and add one before a text that lacks one."""
     return {
         "type": "Metaspace",
         "replacement": SPACE,
@@ -136,17 +136,17 @@ def metaspace(*, adds_space: bool) -> Json:
 
 
 def replaced_spaces() -> Json:
-    """A normalizer that writes spaces as SentencePiece does, and none more."""
+    """A normalizer that replaces spaces by SentencePiece's marker, without adding one."""
     return {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 
 
 def merges_by_rank(
     tokens: Mapping[str, int], rank: Callable[[str], float], skipped: frozenset[str] = frozenset()
 ) -> list[Merge]:
-    """The pairs of tokens that make a token, those of the least rank first.
+    """The pairs of tokens that merge to a token, lowest rank first.
 
-    Of a vocabulary without merges: SentencePiece merges the pair whose token has the best score,
-    tiktoken the one whose token came first.
+    For vocabularies without merges: SentencePiece merges the pair whose token has the best score,
+    tiktoken the one whose token comes first.
     """
     found: list[tuple[float, int, int, Merge]] = []
     for token in tokens:
@@ -161,10 +161,10 @@ def merges_by_rank(
 
 
 def byte_letters() -> list[str]:
-    """The character that byte-level tokenizers write each byte with.
+    """The character that byte-level tokenizers use for each byte.
 
-    A byte that shows in Latin-1 is its own character; the others follow from U+0100 on, in order.
-    Source: Radford et al. 2019, the tokenizer of GPT-2.
+    A byte that is printable in Latin-1 is its own character; the others follow from U+0100 on, in
+    order. Source: Radford et al. 2019, the tokenizer of GPT-2.
     """
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
