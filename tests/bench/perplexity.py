@@ -90,9 +90,9 @@ class WholeSequence:
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
         """(T, Q + 2 H, D)  ->  (T, Q, D)."""
-        assert manner.norms is None, "the embedded model has no norms of heads"
+        assert params.norms is None, "the embedded model has no norms of heads"
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = apply_rotary(q, self.cos, self.sin), apply_rotary(k, self.cos, self.sin)
         mixed = F.scaled_dot_product_attention(

@@ -151,13 +151,13 @@ def _dense_activation(part: DenseSpec) -> Found:
 def _scale(part: AttentionSpec) -> Found:
     plain = part.head_size**-0.5
     if not math.isclose(part.scale, plain):
-        yield "scale of scores", plain
+        yield "attention scale", plain
 
 
 def _latent_scale(part: LatentSpec) -> Found:
     plain = (part.sizes.content + part.sizes.position) ** -0.5
     if not math.isclose(part.scale, plain):
-        yield "grown scores", plain
+        yield "mscale", plain
 
 
 def _rotary(part: AttentionSpec | LatentSpec) -> Found:
@@ -171,7 +171,7 @@ def _rotary(part: AttentionSpec | LatentSpec) -> Found:
             factors = (scaling.factors * part.head_size)[: part.head_size // 2]
             scaling = dataclasses.replace(scaling, factors=factors)
         whole = dataclasses.replace(rotary, size=part.head_size, scaling=scaling)
-        yield "partial rotation", whole
+        yield "partial RoPE", whole
 
 
 def _window(part: AttentionSpec) -> Found:
@@ -181,19 +181,19 @@ def _window(part: AttentionSpec) -> Found:
 
 def _routed(part: RoutingSpec) -> Found:
     if part.top_k > 1:
-        feature = "renormalised routing" if part.renormalised else "plain shares"
+        feature = "normalised top-k weights" if part.renormalised else "unnormalised top-k weights"
         yield feature, not part.renormalised
 
 
 def _shared_gate(part: MoeSpec) -> Found:
     if part.shared_gate is not None:
         yield "shared gate", None
-        yield "shared block", None
+        yield "shared expert", None
 
 
 def _names_of_experts(part: ExpertsSpec) -> Found:
     if getattr(part.names, "interleaved", False):
-        yield "gates and ups in turn", dataclasses.replace(part.names, interleaved=False)
+        yield "interleaved gate and up", dataclasses.replace(part.names, interleaved=False)
 
 
 def _gate_first(part: Mamba2Spec) -> Found:
@@ -204,7 +204,7 @@ def _gate_first(part: Mamba2Spec) -> Found:
 
 def _kind(part: NormSpec) -> Found:
     if part.kind == "rms_one_plus":
-        yield "norms of one and a weight", "rms_wide"
+        yield "norms of 1 + weight", "rms_wide"
     if part.kind == "layer":
         yield "layer norms", "rms_wide"
 
@@ -213,10 +213,10 @@ def _norms(part: LayerSpec) -> Found:
     norms = part.norms
     after, stream = norms.after_mixer, norms.with_mixer
     if after is not None:
-        feature = "sandwich norms" if norms.before_mixer else "norms after parts only"
+        feature = "sandwich norms" if norms.before_mixer else "output norms only"
         yield feature, _norms_without(norms, "after")
     if stream is not None:
-        yield "norms of the stream", _norms_without(norms, "with")
+        yield "post-norms", _norms_without(norms, "with")
 
 
 def _norms_without(norms: Norms, where: str) -> Norms:
@@ -231,10 +231,10 @@ def _layers(part: ModelSpec) -> Found:
     far = next((mixer.rotary for mixer in mixers if mixer.window is None and mixer.rotary), None)
     turned = {way for way in ways if way is not None}
     if len(turned) > 1:
-        yield "local rotation", _all_rotated(part, far)
+        yield "local RoPE", _all_rotated(part, far)
     # A recurrent layer has nothing to rotate.
     if turned and any(mixer.rotary is None for mixer in mixers):
-        yield "unrotated layers", _all_rotated(part, next(iter(turned)))
+        yield "NoPE layers", _all_rotated(part, next(iter(turned)))
 
 
 def _all_rotated(spec: ModelSpec, rotary: object) -> tuple[LayerSpec, ...]:
@@ -267,7 +267,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "scale": _off("scale", "scaled embedding", 1.0),
         "positions": _off("positions", "learned positions", None),
         "positions_first": _off("positions_first", "positions after padding", 0),
-        "types": _off("types", "types of tokens", None),
+        "types": _off("types", "token types", None),
         "norm": _off("norm", "norm of the embedding", None),
     },
     HeadSpec: {
@@ -287,17 +287,17 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     LayerSpec: {
         "norms": _norms,
         "feed_forward": _nothing,
-        "parallel": _off("parallel", "parallel parts", plain=False),
-        "multiplier": _off("multiplier", "scaled parts", 1.0),
+        "parallel": _off("parallel", "parallel blocks", plain=False),
+        "multiplier": _off("multiplier", "residual multiplier", 1.0),
     },
     NormSpec: {"kind": _kind},
     AttentionSpec: {
         "scale": _scale,
         "rotary": _rotary,
-        "causal": _off("causal", "attention both ways", plain=True),
-        "interleaved_rope": _off("interleaved_rope", "neighbouring pairs", plain=False),
+        "causal": _off("causal", "bidirectional attention", plain=True),
+        "interleaved_rope": _off("interleaved_rope", "interleaved RoPE", plain=False),
         "window": _window,
-        "chunked": _off("chunked", "runs of tokens", plain=False),
+        "chunked": _off("chunked", "chunked attention", plain=False),
         "temperature": _off("temperature", "temperature", None),
         "qk_norm": _off("qk_norm", "qk-norm", None),
         "softcap": _off("softcap", "capped scores", None),
@@ -308,7 +308,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     LatentSpec: {
         "scale": _latent_scale,
         "rotary": _rotary,
-        "interleaved_rope": _off("interleaved_rope", "neighbouring pairs", plain=False),
+        "interleaved_rope": _off("interleaved_rope", "interleaved RoPE", plain=False),
         **_biases("bias"),
     },
     ParallelMixersSpec: {},
@@ -334,7 +334,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     MoeSpec: {
         "router_bias": _off("router_bias", "router bias", plain=False),
         "correction": _off("correction", "correction", None),
-        "shared": _off("shared", "shared block", None),
+        "shared": _off("shared", "shared expert", None),
         "shared_gate": _shared_gate,
     },
     RoutingSpec: {
@@ -350,12 +350,12 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "activation": _activation,
         "bias": _off("bias", "expert biases", plain=False),
         "apply_router_weight_on_input": _off(
-            "apply_router_weight_on_input", "weighed input", plain=False
+            "apply_router_weight_on_input", "router weight on the input", plain=False
         ),
     },
     ClampedSwish: {
         "limit": _off("limit", "clamped gate", 1e9),
-        "alpha": _off("alpha", "sharpened gate", 1.0),
+        "alpha": _off("alpha", "gate alpha", 1.0),
     },
 }
 """Fields that switch something on."""

@@ -111,14 +111,14 @@ def long_rope(trained: int, partial: float = 0.75) -> Mapping[str, object]:
 
 
 GEMMA_MUTANTS: Mapping[str, Mutant] = {
-    "norms of one and a weight": no.one_plus,
+    "norms of 1 + weight": no.one_plus,
     "tanh GELU": no.tanh,
     "scaled embedding": no.scaled_embedding,
 }
 SANDWICH_MUTANTS: Mapping[str, Mutant] = {
     **GEMMA_MUTANTS,
     "sandwich norms": no.norms_after,
-    "scale of scores": no.scale_of_scores,
+    "attention scale": no.scale_of_scores,
     "window": no.windows,
 }
 
@@ -211,7 +211,7 @@ ROWS = (
             "mlp_bias": True,
         },
         mutants={
-            "unrotated layers": no.unrotated_layers,
+            "NoPE layers": no.unrotated_layers,
             "biases": no.biases,
             "window": no.windows,
         },
@@ -257,7 +257,7 @@ ROWS = (
         mutants={
             **SANDWICH_MUTANTS,
             "qk-norm": no.qk_norm,
-            "local rotation": no.local_rotation,
+            "local RoPE": no.local_rotation,
         },
         # Norms of norms: in float32 the reference itself is 2.4e-5 off its own logits in float64,
         # and we are 2.9e-5 off those, and up to 2.2e-5 off the reference.
@@ -271,8 +271,8 @@ ROWS = (
         mutants={
             "biases": no.biases,
             "biased head": no.biased_head,
-            "parallel parts": no.parallel_parts,
-            "partial rotation": no.partial_rotation,
+            "parallel blocks": no.parallel_parts,
+            "partial RoPE": no.partial_rotation,
             "qk-norm": no.qk_norm,
         },
     ),
@@ -282,7 +282,7 @@ ROWS = (
         config=transformers.Phi3Config,
         fields={**long_rope(trained=8), "sliding_window": 20},
         mutants={
-            "partial rotation": no.partial_rotation,
+            "partial RoPE": no.partial_rotation,
             "rope scaling": no.rope_scaling,
             "window": no.windows,
         },
@@ -301,8 +301,8 @@ ROWS = (
         fields={"head_dim": 32, "rms_norm_eps": 1e-5},
         mutants={
             "biases": no.biases,
-            "neighbouring pairs": no.neighbouring_pairs,
-            "partial rotation": no.partial_rotation,
+            "interleaved RoPE": no.neighbouring_pairs,
+            "partial RoPE": no.partial_rotation,
             "sandwich norms": no.norms_after,
         },
     ),
@@ -314,7 +314,7 @@ ROWS = (
         mutants={
             "biases": no.biases,
             "qk-norm": no.qk_norm,
-            "norms after parts only": no.norms_after,
+            "output norms only": no.norms_after,
         },
     ),
     Row(
@@ -331,8 +331,8 @@ ROWS = (
         },
         mutants={
             "biases": no.biases,
-            "scale of scores": no.scale_of_scores,
-            "scaled parts": no.scaled_parts,
+            "attention scale": no.scale_of_scores,
+            "residual multiplier": no.scaled_parts,
             "scaled embedding": no.scaled_embedding,
             "scaled logits": no.scaled_logits,
         },
@@ -356,8 +356,8 @@ ROWS = (
         mutants={
             "biases": no.biases,
             "layer norms": no.layer_norms,
-            "parallel parts": no.parallel_parts,
-            "partial rotation": no.partial_rotation,
+            "parallel blocks": no.parallel_parts,
+            "partial RoPE": no.partial_rotation,
         },
     ),
     Row(

@@ -28,15 +28,15 @@ PADDING = VOCABULARY + 2
 PADDED: Mapping[str, object] = {"vocab_size": VOCABULARY + 3, "pad_token_id": PADDING}
 CLASSIFIER: Mapping[str, Mutant] = {"last token": no_judge.last_token}
 ENCODER: Mapping[str, Mutant] = {
-    "attention both ways": no_judge.both_ways,
+    "bidirectional attention": no_judge.both_ways,
     "norm of the embedding": no_judge.norm_of_embedding,
 }
 BERT: Mapping[str, Mutant] = {
     **ENCODER,
     "biases": no.biases,
-    "norms of the stream": no_judge.norms_of_stream,
+    "post-norms": no_judge.norms_of_stream,
     "learned positions": no.learned_positions,
-    "types of tokens": no_judge.types_of_tokens,
+    "token types": no_judge.types_of_tokens,
 }
 ROBERTA: Mapping[str, Mutant] = {
     **BERT,
@@ -64,7 +64,7 @@ MODERN: Mapping[str, object] = {
 MODERN_MUTANTS: Mapping[str, Mutant] = {
     **ENCODER,
     "window": no.windows,
-    "local rotation": no.local_rotation,
+    "local RoPE": no.local_rotation,
     "exact GELU": no_judge.gelu,
     "biases": no.biases,
     "layer norms": no.layer_norms,
@@ -190,7 +190,7 @@ ROWS = (
             "layer_types": WINDOWS_IN_TURN,
             "use_bidirectional_attention": True,
         },
-        mutants={"attention both ways": no_judge.both_ways},
+        mutants={"bidirectional attention": no_judge.both_ways},
     ),
     base(transformers.LlamaModel, transformers.LlamaConfig),
     base(transformers.MistralModel, transformers.MistralConfig, sliding_window=20),

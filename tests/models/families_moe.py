@@ -26,13 +26,13 @@ GROUPED: Mapping[str, object] = {
     "routed_scaling_factor": 2.5,
 }
 CORRECTED: Mapping[str, Mutant] = {
-    "shared block": no_moe.shared_block,
+    "shared expert": no_moe.shared_block,
     "scaling": no_moe.scaling,
     "groups": no_moe.groups,
     "sigmoid scores": no_moe.sigmoid_scores,
     "correction": no_moe.correction,
     "groups by their two best": no_moe.two_best,
-    "renormalised routing": no_moe.renormalised,
+    "normalised top-k weights": no_moe.renormalised,
 }
 LLAMA4: Mapping[str, object] = {
     "head_dim": 16,
@@ -58,8 +58,8 @@ LATENT: Mapping[str, object] = {
 }
 LATENT_MUTANTS: Mapping[str, Mutant] = {
     "rope scaling": no.rope_scaling,
-    "grown scores": no_moe.grown_scores,
-    "neighbouring pairs": no.neighbouring_pairs,
+    "mscale": no_moe.grown_scores,
+    "interleaved RoPE": no.neighbouring_pairs,
 }
 
 ROWS = (
@@ -68,7 +68,7 @@ ROWS = (
         architecture=transformers.MixtralForCausalLM,
         config=transformers.MixtralConfig,
         fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
-        mutants={"renormalised routing": no_moe.renormalised, "window": no.windows},
+        mutants={"normalised top-k weights": no_moe.renormalised, "window": no.windows},
     ),
     Row(
         name="qwen2-moe",
@@ -87,9 +87,9 @@ ROWS = (
         mutants={
             "biases": no_moe.biases,
             "window": no.windows,
-            "shared block": no_moe.shared_block,
+            "shared expert": no_moe.shared_block,
             "shared gate": no_moe.shared_gate,
-            "plain shares": no_moe.plain_shares,
+            "unnormalised top-k weights": no_moe.plain_shares,
         },
     ),
     Row(
@@ -103,7 +103,7 @@ ROWS = (
             "shared_expert_intermediate_size": 48,
             "norm_topk_prob": True,
         },
-        mutants={"renormalised routing": no_moe.renormalised},
+        mutants={"normalised top-k weights": no_moe.renormalised},
     ),
     Row(
         name="qwen3-moe",
@@ -124,7 +124,7 @@ ROWS = (
             "qk-norm": no.qk_norm,
             "biases": no_moe.biases,
             "window": no.windows,
-            "renormalised routing": no_moe.renormalised,
+            "normalised top-k weights": no_moe.renormalised,
         },
     ),
     Row(
@@ -141,9 +141,9 @@ ROWS = (
             "mlp_only_layers": [0],
         },
         mutants={
-            "shared block": no_moe.shared_block,
+            "shared expert": no_moe.shared_block,
             "shared gate": no_moe.shared_gate,
-            "renormalised routing": no_moe.renormalised,
+            "normalised top-k weights": no_moe.renormalised,
         },
         limit=states.LIMIT,
     ),
@@ -165,7 +165,7 @@ ROWS = (
         mutants={
             "biases": no_moe.biases,
             "qk-norm": no.qk_norm,
-            "partial rotation": no.partial_rotation,
+            "partial RoPE": no.partial_rotation,
             **CORRECTED,
         },
     ),
@@ -188,10 +188,10 @@ ROWS = (
             "rope scaling": no.rope_scaling,
             "expert biases": no_moe.expert_biases,
             "router bias": no_moe.router_bias,
-            "renormalised routing": no_moe.renormalised,
+            "normalised top-k weights": no_moe.renormalised,
             "clamped gate": no_moe.clamped_gate,
-            "sharpened gate": no_moe.sharpened_gate,
-            "gates and ups in turn": no_moe.in_turn,
+            "gate alpha": no_moe.sharpened_gate,
+            "interleaved gate and up": no_moe.in_turn,
         },
     ),
     Row(
@@ -209,16 +209,16 @@ ROWS = (
             ),
         },
         mutants={
-            "unrotated layers": no.unrotated_layers,
-            "runs of tokens": no.runs_of_tokens,
+            "NoPE layers": no.unrotated_layers,
+            "chunked attention": no.runs_of_tokens,
             "temperature": no.temperature,
             "qk-norm": no.qk_norm,
-            "neighbouring pairs": no.neighbouring_pairs,
+            "interleaved RoPE": no.neighbouring_pairs,
             "rope scaling": no.rope_scaling,
             "biases": no_moe.biases,
             "sigmoid scores": no_moe.sigmoid_scores,
-            "weighed input": no_moe.weighed_input,
-            "shared block": no_moe.shared_block,
+            "router weight on the input": no_moe.weighed_input,
+            "shared expert": no_moe.shared_block,
         },
     ),
     Row(
@@ -233,7 +233,7 @@ ROWS = (
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
         },
-        mutants={"runs of tokens": no.runs_of_tokens},
+        mutants={"chunked attention": no.runs_of_tokens},
     ),
     Row(
         name="deepseek-v2",
@@ -242,7 +242,7 @@ ROWS = (
         fields={**GROUPED, **LATENT, "topk_method": "group_limited_greedy"},
         mutants={
             **LATENT_MUTANTS,
-            "shared block": no_moe.shared_block,
+            "shared expert": no_moe.shared_block,
             "scaling": no_moe.scaling,
             "groups": no_moe.groups,
         },

@@ -126,7 +126,7 @@ FALCON_MUTANTS: dict[str, Mutant] = {
     "step limits": no_step_limits,
     "scaled inputs": no_input_scales,
     "scaled branches": no_branch_scales,
-    "scale of scores": no_key_scale,
+    "attention scale": no_key_scale,
     "scaled feed-forward": no_feed_forward_scales,
     "scaled embedding": no_embedding_scale,
     "scaled logits": no_logit_scale,
@@ -184,7 +184,7 @@ QWEN_MUTANTS: dict[str, Mutant] = {
     "biases": no_biases,
     "gated norm": other_epsilon,
     "gated attention": no_attention_gate,
-    "partial rotation": whole_rotation,
+    "partial RoPE": whole_rotation,
     "qk-norm": no_qk_norm,
-    "norms of one and a weight": plain_norms,
+    "norms of 1 + weight": plain_norms,
 }

@@ -245,7 +245,7 @@ def test_a_family_of_ours_may_be_borrowed_too(tmp_path: Path, name: str) -> None
     model = opened(saved, "transformers")
     ours = logits_of(model, texts()[-1], chunk=23)
     assert error(ours, saved.of_prompt) < saved.row.limit
-    assert model.runner.choices[0].refused == (("cpu", "the layers are those of transformers"),)
+    assert model.runner.choices[0].refused == (("cpu", "the model uses the transformers backend"),)
 
 
 def test_a_line_in_the_log_says_whose_layers_run(
@@ -312,7 +312,7 @@ REFUSED = {
                 "max_position_embeddings": 256,
             },
         ),
-        "0 of its 3 layers attend as others do",
+        "0 of its 3 layers use standard attention",
     ),
     "state beside keys and values": (
         Row(

@@ -231,7 +231,7 @@ def test_a_file_of_scales_goes_before_the_checkpoint(llama: Saved, tmp_path: Pat
     scales = {layer: KvScales(*[factors[str(layer)]] * 2) for layer in range(3)}
     assert model.kv_scales == scales_digest(scales)
     file.write_bytes(msgspec.json.encode({"kv_cache": {"scaling_factor": {"0": {"0": 1.0}}}}))
-    with pytest.raises(ModelLoadError, match="layer 1 has none"):
+    with pytest.raises(ModelLoadError, match="layer 1 has no scale"):
         opened_at(folder, cache_dtype="fp8_e4m3", scales=str(file))
     with pytest.raises(ModelLoadError, match="No such file"):
         opened_at(folder, cache_dtype="fp8_e4m3", scales=str(tmp_path / "none"))
@@ -240,9 +240,9 @@ def test_a_file_of_scales_goes_before_the_checkpoint(llama: Saved, tmp_path: Pat
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.tensor(0.0), "is 0.0: no scale"),
-        (torch.tensor(torch.nan), "is nan: no scale"),
-        (torch.ones(2, 2), "has 2 numbers: one a layer is read"),
+        (torch.tensor(0.0), "is 0.0; it must be positive"),
+        (torch.tensor(torch.nan), "is nan; it must be positive"),
+        (torch.ones(2, 2), "has 2 elements instead of one"),
     ],
     ids=["zero", "nan", "many"],
 )

@@ -68,8 +68,8 @@ class Rank(SingleRank):
         self.rank, self.ranks = rank, ranks
 
 
-def unspoken(layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
-    raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {manner}")
+def unspoken(layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+    raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {params}")
 
 
 CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), attend=unspoken)

@@ -133,7 +133,7 @@ def test_code_in_a_file_of_torch_is_named_and_not_run(llama: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.ones(1)], "it holds a list"),
+        ([torch.ones(1)], "contains a list"),
         ({"state_dict": {"a": torch.ones(1)}}, "state_dict is a dict"),
         ({"a": torch.ones(1, dtype=torch.float64)}, "a is float64: only float32, bfloat16"),
         ({}, "files hold no tensors"),

@@ -80,7 +80,7 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     ("said", "reason"),
     [
         ({"linear": "plain"}, "the linears are not packed"),
-        ({"fused": False}, "layers are kept apart"),
+        ({"fused": False}, "the fused decoder is disabled"),
         ({"forced": {"attention.paged": "torch"}}, "attention.paged runs on torch"),
         ({"dtype": "float16", "linear": "plain"}, "norm.rmsnorm runs on torch"),
     ],

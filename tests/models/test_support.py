@@ -48,7 +48,7 @@ def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: s
         ("DeepseekV3ForCausalLM", "latent"),
         ("FalconH1ForCausalLM", "grouped-query, Mamba 2"),
         ("Qwen3NextForCausalLM", "grouped-query, gated delta net"),
-        ("BertModel", "grouped-query, both ways"),
+        ("BertModel", "grouped-query, bidirectional"),
     ],
 )
 def test_the_kind_of_attention_is_that_of_the_declaration(architecture: str, kind: str) -> None:

@@ -1,1 +1,1 @@
-"""Operations on tensors: each is its torch reference, with faster backends attached as rows."""
+"""Tensor operations: each is defined by its torch reference and may have faster backends."""

@@ -37,7 +37,7 @@ _FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
 
 @kernel("activation.silu_mul", cpu("antiphon.kernels.cpu.elementwise:silu_mul"))
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of both halves of the last dimension.
+    """silu(gate) * up, for the two halves of the last dimension.
 
     gate_up (tokens, 2 * width)  ->  (tokens, width)
 
@@ -49,7 +49,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @kernel("activation.gate")
 def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
-    """activation(gate) * up, of both halves of the last dimension.
+    """activation(gate) * up, for the two halves of the last dimension.
 
     gate_up (tokens, 2 * width)  ->  (tokens, width)
 
@@ -61,15 +61,15 @@ def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
 
 @kernel("activation.plain")
 def activate(x: Tensor, activation: ActivationKind) -> Tensor:
-    """The activation of each number, as x."""
+    """Apply the activation elementwise; shape as x."""
     return _FUNCTIONS[activation](x)
 
 
 @kernel("activation.clamped_swish_mul", invariant=True)
 def clamped_swish_mul(gate_up: Tensor, sharpness: float, limit: float) -> Tensor:
-    """A gate times its sigmoid times (up + 1), of halves that are held within a limit.
+    """Gated SiLU with a clamp: gate * sigmoid(sharpness * gate) * (up + 1).
 
-    The gate is held from above only; its sigmoid is of `sharpness` times the gate.
+    Both halves are clamped to a limit, the gate from above only.
     gate_up (tokens, 2 * width)  ->  (tokens, width), computed in float32
 
     Source: OpenAI 2025, arXiv:2508.10925 (the experts of gpt-oss).
@@ -80,9 +80,9 @@ def clamped_swish_mul(gate_up: Tensor, sharpness: float, limit: float) -> Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), each element with bits of its own.
+    """1 / (1 + exp(-x)), bitwise independent of an element's position in the tensor.
 
-    `torch.sigmoid` computes what does not fill a vector at the end of a tensor in another way: of
-    1,000 rows of 60 elements, 700 had other bits alone than among the others.
+    `torch.sigmoid` computes a tail that does not fill a vector in another way: of 1,000 rows of 60
+    elements, 700 had other bits alone than in a batch.
     """
     return 1 / (1 + (-x).exp())

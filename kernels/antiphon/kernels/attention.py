@@ -1,4 +1,4 @@
-"""Attention over a paged cache, for any mixture of prefill, decode and verify rows.
+"""Attention over a paged KV cache, for any mix of prefill, decode and verify rows.
 
 Axes: R rows, T tokens of all rows, P pages, S tokens a page, H kv heads, G query heads a kv head,
 D head size; in a block: B rows, Q queries a row, K keys a row.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.attention import CompiledMetadata
 
 QUERIES_MAX = 256
-"""Queries of one row in a block: a longer chunk is cut, and its early pieces gather fewer keys."""
+"""Queries of one row in a block: longer chunks are split; their first pieces gather fewer keys."""
 BATCHED_QUERIES_MAX = 8
-"""Rows with more queries run alone: padding them to each other would cost more than it saves."""
+"""Rows with more queries run alone: padding them to one length would cost more than it saves."""
 KEYS_MIN = 64
 """Rows with fewer keys than this share a block; above it, rows within a factor of two do."""
 
@@ -42,17 +42,18 @@ _SEEN, _UNSEEN = np.float32(0), np.float32(-np.inf)
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What attention must know of a cache group, the same in every pass.
+    """The attention parameters of a cache group, the same in every forward pass.
 
     Attributes:
         page_tokens: S.
         heads: H, kv heads on this rank.
         queries_per_head: G.
         head_size: D.
-        dtype: Of queries, and of keys and values when they are not in eight bits.
-        window: A query sees itself and the window - 1 tokens before it; None: all before it.
-        chunk: Texts are cut into runs of so many tokens, whole pages, and a query sees no other run
-            than its own; None: they are not.
+        dtype: Of queries, and of keys and values unless the KV cache is 8-bit.
+        window: A query attends to itself and the window - 1 tokens before it; None: to all before
+            it.
+        chunk: Chunked attention: texts are split into chunks of so many tokens, whole pages, and a
+            query attends only within its chunk; None: no chunks.
     """
 
     page_tokens: int
@@ -66,13 +67,14 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Rows of the same number of queries and about the same number of keys, run as one batch.
+    """Rows with the same number of queries and a similar number of keys, run as one batch.
 
     Attributes:
         queries: (B * Q,) indices into the pass's tokens; None when they are all of them, in order.
-        places: (B * K,) where the keys lie, page * S + offset. A short row's tail repeats its own
+        places: (B * K,) slots of the keys, page * S + offset. The tail of a short row repeats its
+            own
             last key, masked: nothing beyond a row's kv_len is ever read.
-        mask: (B, 1, G * Q or 1, K), 0 or -inf; None when every query sees every key.
+        mask: (B, 1, G * Q or 1, K), 0 or -inf; None when every query attends to every key.
     """
 
     rows: int
@@ -85,15 +87,15 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The rows of one pass, as one cache group sees them. Made once a pass, used by each layer.
+    """The rows of a forward pass for one cache group. Made once a pass, used by each layer.
 
-    Row r's tokens follow those of row r - 1. Token p of row r lies in page
+    Row r's tokens follow those of row r - 1. Token p of row r is in page
     `page_table[r, p // S]` at `p % S`.
 
     Attributes:
         page_table: (R, N), -1 where a row has no page.
         query_len: (R,) tokens of a row in this pass.
-        kv_len: (R,) tokens that the row's last query may see, itself included.
+        kv_len: (R,) tokens that the row's last query may attend to, including itself.
     """
 
     shape: KvShape
@@ -105,9 +107,9 @@ class AttentionMetadata:
     def of(
         cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints
     ) -> AttentionMetadata:
-        """The rows of a pass. Where texts are cut, what a row has in each run is a row by itself.
+        """The rows of a pass. With chunked attention, a row's tokens in each chunk become a row.
 
-        So whoever attends need not know of runs: a query sees all of its row that is before it.
+        Kernels need no support for chunks that way: a query attends to all of its row before it.
         """
         if shape.chunk is None:
             return cls(shape, page_table, query_len, kv_len)
@@ -127,11 +129,11 @@ class AttentionMetadata:
 
     @cached_property
     def compiled(self) -> CompiledMetadata:
-        """The rows as the C++ kernels hold them, made once."""
+        """The rows in the form of the C++ kernels, made once."""
         return self.compile()
 
     def compile(self) -> CompiledMetadata:
-        """Make them for who needs them once: to remember them costs a lock and cold code.
+        """Make `compiled` without caching it: cached_property costs a lock and cold code.
 
         Raises:
             RuntimeError: A row reads or writes a token that has no page.
@@ -149,7 +151,7 @@ class AttentionMetadata:
 
     @cached_property
     def slot_mapping(self) -> Tensor:
-        """Where the pass's own keys go, (T,) int64."""
+        """The slots of the pass's own keys, (T,) int64."""
         row = np.repeat(np.arange(len(self.query_len)), self.query_len)
         ends = np.cumsum(self.query_len, dtype=np.int64)
         position = np.arange(len(row)) + (self.kv_len - ends)[row]
@@ -157,16 +159,16 @@ class AttentionMetadata:
 
     @cached_property
     def blocks(self) -> tuple[AttentionBlock, ...]:
-        """The pass cut into batches that SDPA runs."""
+        """The pass split into batches for SDPA."""
         pieces = _cut(self.query_len.astype(np.int64), self.kv_len.astype(np.int64))
         return tuple(self._block(pieces, chosen) for chosen in _batches(pieces))
 
     @cached_property
     def scratch(self) -> Tensor:
-        """Room for the gathered keys and values of any block, (2, max B * K, H, D).
+        """Scratch memory for the gathered keys and values of any block, (2, max B * K, H, D).
 
-        One a pass and not one a layer: fresh pages from the kernel cost more than the copy
-        (measured: 15 ms against 1 ms for 32 MiB).
+        One a pass, not one a layer: fresh pages from the kernel cost more than the copy (measured:
+        15 ms against 1 ms for 32 MiB).
         """
         keys = max(block.rows * block.keys_per_row for block in self.blocks)
         size = (2, keys, self.shape.heads, self.shape.head_size)
@@ -179,7 +181,7 @@ class AttentionMetadata:
 
     def _block(self, pieces: _Pieces, chosen: Longs) -> AttentionBlock:
         queries_per_row = int(pieces.queries[chosen[0]])
-        end = pieces.end[chosen]  # (B,) keys that the last query may see
+        end = pieces.end[chosen]  # (B,) keys that the last query may attend to
         first = np.zeros_like(end)
         if self.shape.window is not None:
             first = np.maximum(first, end - queries_per_row + 1 - self.shape.window)
@@ -220,8 +222,8 @@ def paged_attention(
 ) -> Tensor:
     """Softmax attention of each query over its row's cached keys, causal and within the window.
 
-    q (T, G * H, D); keys, values (P, S, H, D), this pass's own already stored, and what they are
-    multiples of  ->  (T, G * H, D)
+    q (T, G * H, D); keys, values (P, S, H, D), which already contain those of this pass; their
+    scales  ->  (T, G * H, D)
 
     A block is one SDPA call with the query heads of a kv head as its query axis, (B, H, G * Q, D):
     on CPU, SDPA with `enable_gqa` or repeated keys is 9 to 19 times slower in bfloat16.
@@ -253,18 +255,18 @@ def softcap_sink_attention(
     sinks: Tensor | None,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
-    """`paged_attention` with its scores capped, or with a sink in its softmax, or both.
+    """`paged_attention` with soft-capped scores, attention sinks, or both.
 
     Args:
         q: (T, G * H, D).
-        keys: (P, S, H, D), this pass's own already stored.
+        keys: (P, S, H, D), which already contain those of this pass.
         values: As keys.
         rows: Of the cache group.
         scale: Of the scores.
         softcap: Scores become softcap * tanh(score / softcap).
-        sinks: (G * H,) a score that every query of a head gives to nothing: it takes a share of
-            the softmax and adds no value. Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2.
-        scales: What keys and values are multiples of.
+        sinks: (G * H,) a score in the softmax of every query of a head that takes probability and
+            has no value. Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2.
+        scales: Scales of keys and values.
 
     Returns:
         (T, G * H, D). Scores and softmax are float32.
@@ -288,7 +290,7 @@ def softcap_sink_attention(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None, block: AttentionBlock) -> Tensor:
-    """Softmax of scores (B, H, G * Q, K), with each head's sink among them if there are sinks."""
+    """Softmax of scores (B, H, G * Q, K), with each head's sink, if any, in the denominator."""
     if sinks is None:
         return scores.softmax(dim=-1)
     heads = scores.shape[1]
@@ -330,14 +332,14 @@ def _tokens_first(mixed: Tensor, block: AttentionBlock, shape: KvShape) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Rows cut to at most QUERIES_MAX queries; every array has one entry a piece."""
+    """Rows split into pieces of at most QUERIES_MAX queries; arrays have one entry a piece."""
 
     row: Longs
     start: Longs
     """Index of the first query in the pass's tokens."""
     queries: Longs
     end: Longs
-    """Keys that the last query of the piece may see."""
+    """Keys that the last query of the piece may attend to."""
 
 
 def _cut(query_len: Longs, kv_len: Longs) -> _Pieces:
@@ -351,7 +353,7 @@ def _cut(query_len: Longs, kv_len: Longs) -> _Pieces:
 
 
 def _batches(pieces: _Pieces) -> Iterator[Longs]:
-    """Which pieces share a block: those with as many queries and about as many keys."""
+    """Pieces that share a block: those with as many queries and a similar number of keys."""
     width = np.ceil(np.log2(np.maximum(pieces.end, KEYS_MIN))).astype(np.int64)
     key = pieces.queries * 64 + width
     alone = pieces.queries > BATCHED_QUERIES_MAX

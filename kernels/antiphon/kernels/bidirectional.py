@@ -1,4 +1,4 @@
-"""Attention that looks both ways, of rows whose tokens are all in one pass: nothing is cached.
+"""Bidirectional attention, with all tokens of a row in the same forward pass: no KV cache.
 
 Axes: T tokens of all rows, R rows, Q query heads, H kv heads, G query heads a kv head, D head size,
 N queries and M keys of a piece.
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 QUERIES_MAX = 256
-"""Queries of a row with a window that run at once, over the keys that any of them sees."""
+"""Queries of a windowed row that run at once, over the keys that any of them attends to."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoCache:
-    """What a layer keeps of a token that sees all tokens of its row in the same pass."""
+    """The cache spec of a layer with bidirectional attention, which caches nothing."""
 
 
 @kernel("attention.whole")
 def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
 ) -> Tensor:
-    """Softmax attention of each token over all tokens of its row, or those near it.
+    """Softmax attention of each token over all tokens of its row, or those in its window.
 
     Args:
         q: (T, Q, D).
@@ -39,10 +39,10 @@ def bidirectional_attention(
         v: (T, H, D).
         lengths: (R,) tokens of each row; rows follow each other.
         scale: Of the scores.
-        window: A token sees itself and the window - 1 tokens to each side; None: its whole row.
+        window: A token attends to itself and window - 1 tokens on each side; None: its whole row.
 
     Returns:
-        (T, Q, D). A row runs alone: padding short ones to long ones would cost more than calls.
+        (T, Q, D). Each row runs alone: padding short ones to long ones would cost more than calls.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
@@ -56,15 +56,15 @@ def bidirectional_attention(
 
 
 def _pieces(length: int, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries of a row, the keys that they see, and which see which, (N, M) bool; None: all."""
+    """Queries of a row, the keys in their windows, and the mask, (N, M) bool; None: no mask."""
     if window is None or window >= length:
         yield slice(0, length), slice(0, length), None
         return
     for first in range(0, length, QUERIES_MAX):
         last = min(first + QUERIES_MAX, length)
         begin, end = max(0, first - window + 1), min(length, last + window - 1)
-        apart = torch.arange(first, last)[:, None] - torch.arange(begin, end)
-        yield slice(first, last), slice(begin, end), apart.abs() < window
+        distance = torch.arange(first, last)[:, None] - torch.arange(begin, end)
+        yield slice(first, last), slice(begin, end), distance.abs() < window
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The short convolution in front of a recurrence."""
+"""The short causal convolution before a recurrence."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateMetadata
 ) -> Tensor:
-    """Mix each channel with its own last tokens, and apply SiLU.
+    """Convolve each channel with its last K tokens, and apply SiLU.
 
-    Axes: T tokens, C channels, K taps, S places of states.
+    Axes: T tokens, C channels, K taps, S states.
     x (T, C); weight (C, K), the last tap is the token itself; bias (C,); states (S, K - 1, C), the
     inputs of the last tokens, mutated  ->  (T, C), dtype of x
     """
     taps = weight.t()  # (K, C)
     out = torch.empty_like(x)
-    if (singles := rows.decode_rows) is not None:
+    if (decode_rows := rows.decode_rows) is not None:
         seen = torch.cat(
-            (singles.read_states(states).to(x.dtype), singles.gather(x).unsqueeze(1)), dim=1
+            (decode_rows.read_states(states).to(x.dtype), decode_rows.gather(x).unsqueeze(1)), dim=1
         )
-        singles.write_states(states, seen[:, 1:])
-        singles.scatter(out, _activate((seen * taps).sum(dim=1), bias))
+        decode_rows.write_states(states, seen[:, 1:])
+        decode_rows.scatter(out, _activate((seen * taps).sum(dim=1), bias))
     for run in rows.scan_spans:
         own = x[run.begin : run.end]
         seen = torch.cat((run.initial_state(states).to(x.dtype), own))  # (K - 1 + tokens, C)

@@ -1,6 +1,6 @@
-"""Tokens in the order of their experts, and back: what surrounds the experts' own linears.
+"""Sorting tokens by expert and combining the results, around the experts' linears.
 
-Axes: T tokens, K experts that a token goes to, N = T * K or fewer rows, D hidden size.
+Axes: T tokens, K experts of a token, N = T * K or fewer rows, D hidden size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SortedByExpert:
-    """Where the rows of each expert are, once rows lie in the order of their experts.
+    """Rows sorted by expert.
 
     Attributes:
-        pair: (N,) which of the pairs (token, choice) a row is: token * K + choice. Rows of one
-            expert keep the order of their tokens.
-        bounds: Expert e of those asked for has rows bounds[e] up to bounds[e + 1].
+        pair: (N,) the pair (token, choice) of a row: token * K + choice. Rows of one expert keep
+            the order of their tokens.
+        bounds: Expert e of the range has rows bounds[e] up to bounds[e + 1].
     """
 
     pair: Tensor
@@ -33,23 +33,23 @@ class SortedByExpert:
 
 
 def sort_by_expert(experts: Tensor, first: int, count: int) -> SortedByExpert:
-    """Sort the pairs of a pass whose expert is one of `count` from `first` on.
+    """Sort the (token, expert) pairs whose expert is one of `count` from `first` on.
 
     experts (T, K) int64
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     borders = torch.arange(first, first + count + 1, device=flat.device)
-    found: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
-    return SortedByExpert(order[int(found[0]) : int(found[-1])], (found - found[0]).tolist())
+    bounds: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
+    return SortedByExpert(order[int(bounds[0]) : int(bounds[-1])], (bounds - bounds[0]).tolist())
 
 
 @kernel("moe.combine", invariant=True)
 def combine(rows: Tensor, pair: Tensor, shares: Tensor) -> Tensor:
-    """Sum what a token's experts made of it, each by its share.
+    """Sum the outputs of each token's experts, weighted.
 
-    A pair that has no row counts nothing: another rank has its expert. The sum is taken in float32,
-    in the order of a token's choices, so it does not depend on who else is in the pass.
+    A pair without a row is skipped: another rank has its expert. The sum is taken in float32, in
+    the order of a token's choices, so it does not depend on the rest of the batch.
 
     rows (N, D); pair (N,) int64; shares (T, K) float32  ->  (T, D), dtype of rows
     """

@@ -1,4 +1,4 @@
-"""The paged cache of a layer, and writing into it."""
+"""The paged KV cache of a layer, and writing into it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class KvScales(NamedTuple):
-    """What a layer's keys and values are multiples of, where they are kept in eight bits."""
+    """Scales of a layer's keys and values in an 8-bit KV cache."""
 
     key: float = 1.0
     value: float = 1.0
@@ -24,14 +24,15 @@ UNSCALED = KvScales()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec:
-    """What a layer of attention keeps of each token: keys and values.
+    """The KV cache of an attention layer: keys and values of each token.
 
     Attributes:
         heads: Key-value heads.
-        head_size: Numbers in a head.
-        window: A query sees itself and the window - 1 tokens before it; None: all before it.
-        chunked: Texts are cut into runs of `window` tokens, and a query sees what comes before it
-            in its own run alone.
+        head_size: Elements of a head.
+        window: A query attends to itself and the window - 1 tokens before it; None: to all before
+            it.
+        chunked: Texts are split into chunks of `window` tokens, and a query attends only to earlier
+            tokens of its own chunk.
     """
 
     heads: int
@@ -41,27 +42,27 @@ class KvSpec:
 
     @property
     def tensors(self) -> int:
-        """What a layer has of each token: a key and a value."""
+        """Tensors a layer: keys and values."""
         return 2
 
     def heads_of(self, ranks: int) -> int:
-        """Heads on one of `ranks` ranks; with fewer heads than ranks they are copied."""
+        """Heads on one of `ranks` ranks; replicated if there are fewer heads than ranks."""
         return max(1, self.heads // ranks)
 
     def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Of one token in one layer, on one rank."""
+        """Bytes of one token in one layer, on one rank."""
         return 2 * self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKvCache:
-    """Where one layer keeps its keys and values, each (P, S, H, D).
+    """The KV cache of one layer, keys and values each (P, S, H, D).
 
-    A layer that keeps latents has them in both places.
+    A layer with a latent cache has the latents in both fields.
 
     Attributes:
-        group: Index of its cache group: which rows of a pass it sees.
-        scales: One both, unless they are kept in eight bits.
+        group: Index of its cache group, which selects the rows' metadata.
+        scales: Both 1, unless the KV cache is 8-bit.
     """
 
     group: int
@@ -78,7 +79,7 @@ def store_kv(
     places: Tensor,
     scales: KvScales = UNSCALED,
 ) -> None:
-    """Write this pass's keys and values to their places in the cache, in place.
+    """Write this pass's keys and values to their slots in the cache, in place.
 
     Axes: T tokens, P pages, S tokens a page, H kv heads, D head size.
     k, v (T, H, D); keys, values (P, S, H, D), mutated; places (T,) int64, page * S + offset
@@ -88,6 +89,6 @@ def store_kv(
 
 
 def store_tensor(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> None:
-    """Write new (T, H, D), divided by the scale if it is kept in eight bits, into (P, S, H, D)."""
+    """Write new (T, H, D), divided by the scale if the cache is 8-bit, into (P, S, H, D)."""
     kept = quantize_fp8(new, cache.dtype, scale)
     as_bytes(cache).flatten(0, 1).index_copy_(0, places, as_bytes(kept))

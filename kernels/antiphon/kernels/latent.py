@@ -1,12 +1,13 @@
-"""Attention over a cache of latent vectors, from which every head makes its keys and values.
+"""Multi-head latent attention (MLA), with a cache of latents that heads expand to keys and values.
 
-It has two forms with the same result. *Expanded*, each head's keys and values are made of the
-latents, and attention is as ever: cheaper where many queries meet few keys, as in a prompt.
-*Absorbed*, what would make the keys is applied to the queries instead, so that attention runs over
-the latents themselves, one kv head for all query heads: cheaper where few queries meet many keys,
-as in decoding.
+It has two forms with the same result. *Expanded*, the keys and values of all heads are computed
+from
+the latents, for ordinary attention: cheaper where many queries attend to few keys, as in prefill.
+*Absorbed*, the key projection is applied to the queries instead, so that attention runs over the
+latents themselves, one kv head for all query heads: cheaper where few queries attend to many keys,
+as in decode.
 
-Axes: T tokens, Q query heads, N cached tokens of the rows at hand, P pages, S tokens a page,
+Axes: T tokens, Q query heads, N cached tokens of the selected rows, P pages, S tokens a page,
 R latent size, C content size and O position size of a head's keys, V value size.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
@@ -42,12 +43,12 @@ EXPANDED_BYTES_MAX = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """What a layer of latent attention keeps of each token, and what its heads make of that.
+    """The sizes of a latent attention layer: the cache of a token, and what heads expand it to.
 
     Attributes:
-        heads: Q, of all ranks together; all of them have the whole cache.
+        heads: Q, of all ranks together; each rank has the whole cache.
         latent: R.
-        content: C, the part of a key that is made of the latent.
+        content: C, the part of a key that is computed from the latent.
         position: O, the part of a key that is rotated and shared by all heads.
         value: V.
     """
@@ -60,47 +61,47 @@ class LatentSizes:
 
     @property
     def window(self) -> None:
-        """A query sees all before it."""
+        """No window: a query attends to all tokens before it."""
         return
 
     @property
     def tensors(self) -> int:
-        """What a layer has of each token: keys and values are one."""
+        """Tensors a layer: keys and values are the same."""
         return 1
 
     @property
     def head_size(self) -> int:
-        """Numbers of a token in a layer, the one head of the cache."""
+        """Elements of a token in a layer, the one head of the cache."""
         return self.latent + self.position
 
     @property
     def wide(self) -> int:
-        """Head size of expanded attention, which has one for keys and values."""
+        """Head size of expanded attention, common to keys and values."""
         return max(self.content + self.position, self.value)
 
     def heads_of(self, ranks: int) -> int:
-        """Heads of the cache, on each of any number of ranks."""
+        """Heads of the cache on each rank."""
         del ranks
         return 1
 
     def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Of one token in one layer, on each of any number of ranks."""
+        """Bytes of one token in one layer, on each rank."""
         return self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
 class LatentHeads(Protocol):
-    """What a layer's weights do between latents and heads."""
+    """The projections of a layer between latents and heads."""
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Make contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
+        """Compute contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
         ...
 
     def absorb(self, content: Tensor) -> Tensor:
-        """Queries that meet latents as `content` would meet keys: (T, Q, C)  ->  (T, Q, R)."""
+        """Project queries so that they attend to latents directly: (T, Q, C)  ->  (T, Q, R)."""
         ...
 
     def restore(self, mixed: Tensor) -> Tensor:
-        """Values of mixed latents: (T, Q, R)  ->  (T, Q, V)."""
+        """Compute values from attended latents: (T, Q, R)  ->  (T, Q, V)."""
         ...
 
 
@@ -109,9 +110,9 @@ class LatentPart:
     """Rows of a pass that attend together.
 
     Attributes:
-        rows: Over the cache, or over what is expanded for them alone.
-        tokens: (T',) which of the pass's tokens; None: all, in order.
-        places: (N,) where the latents that are expanded lie, page * S + offset; None: absorbed.
+        rows: Over the cache, or over the keys expanded for these rows alone.
+        tokens: (T',) indices into the pass's tokens; None: all, in order.
+        places: (N,) slots of the latents to expand, page * S + offset; None: absorbed.
     """
 
     rows: AttentionMetadata
@@ -121,10 +122,10 @@ class LatentPart:
 
 @dataclass(frozen=True)
 class LatentMetadata:
-    """The rows of one pass, as a latent cache group sees them. Made once a pass.
+    """The rows of a forward pass for a latent cache group. Made once a pass.
 
-    `absorbed`: no row is expanded. The forms differ in their last bits, so this gives a token its
-    bits however many are computed beside it.
+    `absorbed`: no row is expanded. The forms differ in their last bits, so this makes results
+    independent of the rest of the batch.
     """
 
     rows: AttentionMetadata
@@ -143,7 +144,7 @@ class LatentMetadata:
         return tuple(parts)
 
     def _expanded(self) -> NDArray[np.bool_]:
-        """Which rows are cheaper so, in multiplications a head, and fit."""
+        """Which rows are cheaper expanded, in multiplications a head, and fit."""
         queries, keys = self.rows.query_len.astype(np.int64), self.rows.kv_len.astype(np.int64)
         if self.absorbed:
             return np.zeros(len(queries), np.bool_)
@@ -155,7 +156,7 @@ class LatentMetadata:
 
     @property
     def _heads(self) -> int:
-        """On this rank: all of them see the one head of the cache."""
+        """Query heads on this rank: all of them use the one head of the cache."""
         return self.rows.shape.queries_per_head
 
     @property
@@ -183,7 +184,7 @@ class LatentMetadata:
         return LatentPart(rows, self._tokens(chosen), None)
 
     def _expanded_part(self, chosen: NDArray[np.int64]) -> LatentPart:
-        """The rows over keys that lie one after the other: pages of one token each."""
+        """The rows over expanded, contiguous keys: pages of one token each."""
         kv_len = self.rows.kv_len[chosen]
         starts = np.cumsum(kv_len, dtype=np.int64) - kv_len
         shape = KvShape(1, self._heads, 1, self.sizes.wide, self.rows.shape.dtype)
@@ -200,9 +201,9 @@ class LatentMetadata:
     def _tokens(self, chosen: NDArray[np.int64]) -> Tensor | None:
         if len(chosen) == len(self.rows.query_len):
             return None
-        taken = np.zeros(len(self.rows.query_len), np.bool_)
-        taken[chosen] = True
-        return torch.as_tensor(np.flatnonzero(np.repeat(taken, self.rows.query_len)))
+        selected = np.zeros(len(self.rows.query_len), np.bool_)
+        selected[chosen] = True
+        return torch.as_tensor(np.flatnonzero(np.repeat(selected, self.rows.query_len)))
 
 
 def latent_attention(
@@ -215,8 +216,8 @@ def latent_attention(
 ) -> Tensor:
     """Softmax attention of each query over its row's cached latents, causal.
 
-    q (T, Q, C + O), rotated; the cache's keys (P, S, 1, R + O), this pass's own already stored;
-    `attend` is the op `attention.paged`  ->  (T, Q, V)
+    q (T, Q, C + O), rotated; the cache's keys (P, S, 1, R + O), which already contain those of this
+    pass; `attend` is the op `attention.paged`  ->  (T, Q, V)
     """
     out: Tensor | None = None
     for part in rows.parts:
@@ -243,23 +244,23 @@ def _mix(
     if part.places is None:
         absorbed = heads.absorb(q[..., : sizes.content])  # (T, Q, R)
         queries = torch.cat((absorbed, q[..., sizes.content :]), dim=-1)
-        # Values are the latents: what lies beside them is mixed too, and dropped.
+        # Values are the latents: the position part beside them is averaged too, and dropped.
         scales = KvScales(cache.scales.key, cache.scales.key)
         mixed = attend(queries, cache.keys, cache.keys, part.rows, scale, scales)
         return heads.restore(mixed[..., : sizes.latent])
-    kept = _gathered(cache, part.places, q.dtype)  # (N, R + O)
-    made = heads.expand(kept[:, : sizes.latent])  # (N, Q, C + V)
-    shared = kept[:, None, sizes.latent :].expand(-1, made.shape[1], -1)
-    keys = torch.cat((made[..., : sizes.content], shared), dim=-1)
-    wide = [_padded(x, sizes.wide) for x in (q, keys, made[..., sizes.content :])]
+    latents = _gathered(cache, part.places, q.dtype)  # (N, R + O)
+    expanded = heads.expand(latents[:, : sizes.latent])  # (N, Q, C + V)
+    shared = latents[:, None, sizes.latent :].expand(-1, expanded.shape[1], -1)
+    keys = torch.cat((expanded[..., : sizes.content], shared), dim=-1)
+    wide = [_padded(x, sizes.wide) for x in (q, keys, expanded[..., sizes.content :])]
     mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale, UNSCALED)
     return mixed[..., : sizes.value]
 
 
 def _gathered(cache: LayerKvCache, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the cache has of latents, as numbers that the model computes in."""
-    kept = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
-    numbers = upcast(kept, dtype)
+    """Cached latents in the dtype of the model."""
+    latents = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
+    numbers = upcast(latents, dtype)
     return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key
 
 

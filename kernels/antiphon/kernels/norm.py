@@ -75,7 +75,7 @@ def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
 
 @kernel("norm.squares")
 def squares(x: Tensor) -> Tensor:
-    """The sum of squares of each row, for a norm whose rows are cut over ranks.
+    """The sum of squares of each row, for a norm whose rows are sharded over ranks.
 
     x (tokens, size)  ->  (tokens, 1) float32
     """
@@ -86,18 +86,18 @@ def squares(x: Tensor) -> Tensor:
 def gated_rmsnorm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, gate_first: bool
 ) -> Tensor:
-    """Scale each part of a row to unit root-mean-square, and multiply by silu(gate).
+    """Scale each group of a row to unit root-mean-square, and multiply by silu(gate).
 
     Args:
         x: (tokens, width).
         gate: (tokens, width).
         weight: (width,).
         eps: Added to the mean square, inside the root.
-        groups: Equal parts of a row that are scaled each by itself.
-        gate_first: Whether the gate multiplies what is scaled, and not the result.
+        groups: Equal parts of a row that are scaled separately.
+        gate_first: Whether the gate multiplies the input of the norm, not its result.
 
     Returns:
-        (tokens, width), dtype of gate; everything between is float32.
+        (tokens, width), dtype of gate; intermediate values are float32.
     """
     wide, opening = x.float(), F.silu(gate.float())
     if gate_first:

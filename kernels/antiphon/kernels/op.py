@@ -1,7 +1,7 @@
-"""What an operation is: a torch reference that defines the result, and rows of faster backends.
+"""An operation: a torch reference that defines its result, and a list of faster backends.
 
-A backend is chosen once, at start, by hard facts about the device, and every refusal is kept and
-printed. Nothing is downgraded while it runs.
+The backend is chosen once, at start, by facts about the device, and every rejected backend is
+logged with the reason. There is no fallback at run time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ REFERENCE = "torch"
 
 
 class KernelUnavailable(Exception):
-    """A backend that was asked for by name cannot run here; the message says which fact forbids."""
+    """A backend that was requested by name cannot run here; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapability:
-    """The facts about a device that decide what can run on it.
+    """The facts about a device that determine which backends can run.
 
     Attributes:
         kind: `cpu` or `cuda`.
         sm: Compute capability as major * 10 + minor; None without one.
-        dtype: Number format of the model that it is to run.
+        dtype: Dtype of the model that it runs.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class DeviceCapability:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> DeviceCapability:
-        """The facts of a torch device that runs a model of this number format."""
+        """The capability of a torch device for a model of this dtype."""
         if device.type != "cuda":
             return cls(device.type, dtype=dtype)
         major, minor = torch.cuda.get_device_capability(device)
@@ -53,10 +53,10 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        name: How `forced` and the printed table call it.
+        name: Its name in `forced` and in the printed table.
         target: `module:function`, imported only when chosen.
-        needs: What a device lacks to run it, or None.
-        invariant: Whether a row's bits depend on that row alone, whatever else is in the pass.
+        needs: The requirement that a device lacks, or None.
+        invariant: Whether it is batch-invariant: a row's bits depend on that row alone.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice(Generic[P, R_co]):
-    """What runs, and why the rows before it do not."""
+    """The chosen backend, and why the backends before it were not chosen."""
 
     op: str
     call: Callable[P, R_co]
@@ -77,7 +77,7 @@ class BackendChoice(Generic[P, R_co]):
 
 
 class Op(Generic[P, R_co]):
-    """An operation: the torch reference that defines its result, and faster ways to get it."""
+    """An operation: the torch reference that defines its result, and faster backends."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Op(Generic[P, R_co]):
         self._invariant = invariant
 
     def select(self, device: DeviceCapability, forced: str | None = None) -> BackendChoice[P, R_co]:
-        """The first row, in order, that this device can run; the reference is the last row.
+        """The first backend, in order, that this device can run; the reference is the last.
 
         Raises:
             KernelUnavailable: `forced` cannot run here; names the failed condition.
@@ -124,7 +124,7 @@ def kernel(
 ) -> Callable[[Callable[P, R_co]], Op[P, R_co]]:
     """Make a torch function the reference of the op `name`.
 
-    `invariant`: a row's bits depend on that row alone in the reference, too.
+    `invariant`: the reference is batch-invariant, too.
     """
 
     def wrap(reference: Callable[P, R_co]) -> Op[P, R_co]:
@@ -134,7 +134,7 @@ def kernel(
 
 
 def table(choices: Iterable[BackendChoice[..., object]]) -> str:
-    """One line an op: its name, what runs, and what was refused for which reason."""
+    """One line an op: its name, its backend, and the backends rejected with their reasons."""
     lines: list[str] = []
     for choice in choices:
         refusals = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)

@@ -1,4 +1,4 @@
-"""The operations of a decoder, each chosen once for the device that runs it."""
+"""The operations of a decoder, each with the backend chosen for the device."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REGISTRY: Mapping[str, Op[..., object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """What layers and sampling call. `choices` says which backend each one is, and why."""
+    """The operations that layers and sampling call; `choices` lists their backends with reasons."""
 
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -117,7 +117,7 @@ class Ops:
 
 
 def select(device: DeviceCapability, forced: Mapping[str, str] | None = None) -> Ops:
-    """Choose a backend an op; `forced` names one by op name.
+    """Choose a backend for each op; `forced` names one by op name.
 
     Raises:
         KernelUnavailable: A forced backend cannot run here, or there is no op of that name.

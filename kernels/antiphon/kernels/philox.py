@@ -1,10 +1,10 @@
-"""Random numbers as a function of where they are used, not of what was drawn before.
+"""Random numbers as a function of where they are used, not of earlier samples.
 
 A counter-based generator has no state: the number for (seed, choice, position, purpose) is the
-same whatever else is in the batch, on whichever worker, before and after a migration.
+same whatever else is in the batch, on every worker, before and after a migration.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", Philox 4x32 with ten
-rounds; the tests hold its published vectors.
+rounds; the tests contain its published vectors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = NDArray[np.uint64]
 
 
 class Purpose(IntEnum):
-    """What a number decides. Two decisions at one position never share a number."""
+    """What a number is used for. Two uses at one position never share a number."""
 
     SAMPLE = 0
     DRAFT = 1
@@ -40,8 +40,8 @@ def uniform(
 ) -> NDArray[np.float64]:
     """One number in [0, 1) a row, with 52 random bits.
 
-    seed, choice, position (L,): position is the index in its sequence of the token being drawn.
-    52 bits and not 53: then the product with any sum is below that sum, after rounding too.
+    seed, choice, position (L,): position is the index in its sequence of the token being sampled.
+    52 bits, not 53: then the product with any sum is below that sum, after rounding too.
     """
     bits = seed.view(np.uint64)
     zeros = np.zeros_like(bits)

@@ -1,4 +1,4 @@
-"""What becomes of the heads of a pass between their projection and attention."""
+"""QK norm, RoPE and the KV cache store, between the QKV projection and attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from antiphon.kernels.rotary import apply_rotary
 
 
 class QkNormWeights(NamedTuple):
-    """Weights that normalise each query and key head by itself, (D,) both."""
+    """Weights of QK norms, which normalise each query and key head separately, (D,) both."""
 
     query: Tensor
     key: Tensor
@@ -33,12 +33,11 @@ def qk_norm_rope_store(
     norms: QkNormWeights | None,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, and keep keys and values in the cache.
+    """Apply QK norm and RoPE to queries and keys, and write keys and values to the cache.
 
     Axes: T tokens, Q query heads, P pages, S tokens a page, H kv heads, D head size.
-    heads (T, Q + 2 H, D), queries before keys before values; cos, sin (T, 1, D) as `angles` makes
-    them; keys, values (P, S, H, D), mutated, and what they are multiples of; places (T,) int64,
-    page * S + offset
+    heads (T, Q + 2 H, D), queries before keys before values; cos, sin (T, 1, D) from `cos_sin`;
+    keys, values (P, S, H, D), mutated, and their scales; places (T,) int64, page * S + offset
     ->  the queries (T, Q, D)
     """
     kv_heads = keys.shape[2]

@@ -1,6 +1,6 @@
-"""Rotary position embedding in the layout of halves, and its frequencies.
+"""Rotary position embedding (RoPE) in the layout of halves, with its frequencies.
 
-Source: Su et al. 2021, arXiv:2104.09864. Pairs are (i, i + D / 2), not neighbours.
+Source: Su et al. 2021, arXiv:2104.09864. Pairs are (i, i + D / 2), not interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths divided by a factor, short ones kept, a ramp between them.
+    """Long wavelengths divided by a factor, short ones unchanged, with a ramp between them.
 
     Source: the Llama 3.1 model card's `rope_scaling` of type `llama3`.
     """
@@ -40,12 +40,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow pairs stretched, fast ones kept, a ramp over pairs between them.
+    """YaRN: low frequencies divided by a factor, high ones unchanged, with a ramp between them.
 
     Attributes:
-        fast_turns: Pairs that turn more often than this in the trained text are kept.
-        slow_turns: Those that turn less often are stretched by all of `factor`.
-        amplitude: What cosine and sine are multiplied by.
+        beta_fast: Pairs that make more turns than this in the trained context are unchanged.
+        beta_slow: Pairs that make fewer turns are divided by the whole `factor`.
+        amplitude: Cosine and sine are multiplied by this.
         truncate: Whether the ends of the ramp are whole pairs.
 
     Source: Peng et al. 2023, arXiv:2309.00071, section 3.
@@ -61,11 +61,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """Each pair divided by a factor of its own. Source: Ding et al. 2024, arXiv:2402.13753.
+    """LongRoPE: each pair divided by its own factor. Source: Ding et al. 2024, arXiv:2402.13753.
 
     Attributes:
         factors: One a pair.
-        amplitude: What cosine and sine are multiplied by.
+        amplitude: Cosine and sine are multiplied by this.
     """
 
     factors: tuple[float, ...]
@@ -74,13 +74,13 @@ class LongScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """The base grows with the position of a token that is beyond the trained text.
+    """Dynamic NTK: the base grows with the position of a token beyond the trained context.
 
-    Each token is rotated as if it were the last of its text, whatever follows it: so a key is the
-    same in all texts that begin alike.
+    Each token is rotated as if it were the last of its text, whatever follows it, so that a key is
+    the same in all texts with a common prefix.
 
     Attributes:
-        factor: How many times the trained text a text may be long.
+        factor: Maximum length of a text, relative to the trained context.
 
     Source: the NTK-aware base of Peng et al. 2023, arXiv:2309.00071, section 3.1 and appendix A.
     """
@@ -96,9 +96,9 @@ RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | Dyna
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """A rotation: how many numbers of a head it turns, the base, and how it was stretched.
+    """The RoPE of a layer: rotated elements of a head, base and scaling.
 
-    With a `size` below the head's the rest of each head stays as it is.
+    With a `size` below the head's, the rest of each head is not rotated.
     """
 
     size: int
@@ -107,7 +107,7 @@ class RotarySpec:
 
     @property
     def amplitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Cosine and sine are multiplied by this."""
         match self.scaling:
             case YarnScaling() | LongScaling():
                 return self.scaling.amplitude
@@ -115,10 +115,10 @@ class RotarySpec:
                 return 1.0
 
     def frequencies_at(self, positions: Tensor) -> Tensor:
-        """Radians a position for each of `positions` (T,).
+        """Radians per position for each of `positions` (T,).
 
         Returns:
-            (R / 2,) float32; of a dynamic rotation (T, R / 2).
+            (R / 2,) float32; with dynamic scaling (T, R / 2).
         """
         if not isinstance(self.scaling, DynamicScaling):
             return self.frequencies().to(positions.device)
@@ -130,7 +130,7 @@ class RotarySpec:
         return 1.0 / (base[:, None] ** exponent)
 
     def frequencies(self) -> Tensor:
-        """Radians a position, (R / 2,) float32; of a dynamic rotation in the trained text."""
+        """Radians per position, (R / 2,) float32; with dynamic scaling, in the trained context."""
         exponent = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         frequencies = 1.0 / (self.base**exponent)
         match self.scaling:
@@ -151,7 +151,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of each token's position.
 
-    Axes: T tokens, R rotated numbers of a head. frequencies (R / 2,) or (T, R / 2) float32,
+    Axes: T tokens, R rotated elements of a head. frequencies (R / 2,) or (T, R / 2) float32,
     positions (T,)  ->  (T, 1, R) both. The sine of the first half is negative, so that the rotation
     is one product with the halves swapped.
     """
@@ -165,11 +165,11 @@ def cos_sin(
 
 @dataclass(frozen=True)
 class TokenCosSin:
-    """How each token of a pass is rotated.
+    """Cosine and sine for the tokens of a pass.
 
     Attributes:
-        cos: Of every position up to the last, (P, 1, R).
-        sin: Likewise, signed as in `angles`.
+        cos: For every position up to the last, (P, 1, R).
+        sin: Likewise, signed as in `cos_sin`.
         positions: (T,) int32.
     """
 
@@ -185,9 +185,9 @@ class TokenCosSin:
 
 
 class CosSinCache:
-    """What `angles` gives, kept by position as far as positions have been asked for.
+    """`cos_sin` by position, cached up to the highest position requested so far.
 
-    Computed in every pass they would take longer than the rest of a small pass beside its layers.
+    Computing it in every pass would take longer than the rest of a small pass outside its layers.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class CosSinCache:
         self._cos, self._sin = self._computed(self._known)
 
     def at_positions(self, positions: NDArray[np.int32]) -> TokenCosSin:
-        """The rotation of tokens at these positions, (T,)."""
-        # Plain numbers: a maximum of numpy's and a length of torch's go through Python, cold code.
+        """Cosine and sine of tokens at these positions, (T,)."""
+        # Python integers: numpy's maximum and torch's length go through Python, cold code.
         last = max(positions.tolist())
         if last >= self._known:
             known = 1 << last.bit_length()
@@ -216,29 +216,29 @@ class CosSinCache:
 
 
 class StepCosSin:
-    """The rotations of one pass: each way of rotating at the positions of its tokens."""
+    """Cosine and sine of one forward pass: of each RoPE variant at the positions of its tokens."""
 
     def __init__(self, tables: CosSinCaches, positions: NDArray[np.int32]) -> None:
         self._tables = tables
         self._positions = positions
-        self._made: dict[RotarySpec | None, TokenCosSin] = {}
+        self._by_variant: dict[RotarySpec | None, TokenCosSin] = {}
 
     def of(self, rotary: RotarySpec | None) -> TokenCosSin:
-        """How this way of rotating turns each token; None turns nothing."""
-        if rotary not in self._made:
-            self._made[rotary] = self._tables.of(rotary).at_positions(self._positions)
-        return self._made[rotary]
+        """Cosine and sine for a RoPE variant; None: identity rotation."""
+        if rotary not in self._by_variant:
+            self._by_variant[rotary] = self._tables.of(rotary).at_positions(self._positions)
+        return self._by_variant[rotary]
 
 
 class CosSinCaches:
-    """A table of angles for each way of rotating that layers ask for."""
+    """A cache of cosine and sine for each RoPE variant in use."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._tables: dict[RotarySpec | None, CosSinCache] = {}
 
     def of(self, rotary: RotarySpec | None) -> CosSinCache:
-        """The table of one way, made when it is first asked for; None: of nothing rotated."""
+        """The cache of one variant, made on first use; None: identity rotation."""
         if rotary not in self._tables:
             self._tables[rotary] = CosSinCache(
                 rotary or RotarySpec(0, 1.0), self._dtype, self._device
@@ -247,29 +247,29 @@ class CosSinCaches:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the start of each head by its token's angles.
+    """Rotate the first R elements of each head.
 
-    Axes: T tokens, H heads, D head size, R rotated numbers of a head.
-    x (T, H, D); cos, sin (T, 1, R) in the dtype of x, sin signed as in `angles`
+    Axes: T tokens, H heads, D head size, R rotated elements of a head.
+    x (T, H, D); cos, sin (T, 1, R) in the dtype of x, sin signed as in `cos_sin`
     ->  (T, H, D)
     """
     size = cos.shape[-1]
-    turned = x if size == x.shape[-1] else x[..., :size]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((second, first), dim=-1) * sin
-    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
+    rotated = x if size == x.shape[-1] else x[..., :size]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((second, first), dim=-1) * sin
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 def _stretch_long_waves(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.trained_tokens * frequencies / (2 * math.pi)  # full turns in the trained text
+    turns = scaling.trained_tokens * frequencies / (2 * math.pi)  # turns in the trained context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretched, 1: kept
+    ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: scaled, 1: unchanged
     return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
 
 
 def _stretch_slow_pairs(frequencies: Tensor, rotary: RotarySpec, scaling: YarnScaling) -> Tensor:
     def pair_of(turns: float) -> float:
-        """The pair that makes so many turns in the trained text, counted in numbers of a head."""
+        """The pair that makes so many turns in the trained context, as an index into a head."""
         tokens_a_turn = scaling.trained_tokens / (turns * 2 * math.pi)
         return rotary.size * math.log(tokens_a_turn) / (2 * math.log(rotary.base))
 

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and how much of each it takes.
+"""Top-k routing of tokens to experts, with the weight of each.
 
-Axes: T tokens, E experts, K experts that a token goes to.
+Axes: T tokens, E experts, K experts selected for a token.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from antiphon.kernels.op import kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSpec:
-    """How the scores of experts become a choice of them.
+    """How router logits select experts.
 
     Attributes:
-        chosen: K.
-        scoring: What a logit counts: its share of a softmax over all experts, or its own sigmoid.
-        renormalised: The shares of the chosen add up to one. Of a softmax, that is the softmax over
-            the chosen alone, whether a model takes it before it chooses or after.
-        factor: What all shares are multiplied by.
-        groups: Experts come in so many groups of the same size, neighbours together.
-        groups_kept: A token chooses within so many of them.
-        group_best: A group counts what so many of its best experts count together.
+        top_k: K.
+        scoring: Score of a logit: softmax over all experts, or sigmoid.
+        renormalised: The weights of the selected experts are normalised to sum to one. For a
+            softmax that equals the softmax over the selected alone, taken before or after the
+            selection.
+        factor: All weights are multiplied by this.
+        groups: Number of groups of adjacent experts, of equal size.
+        groups_kept: Number of groups from which a token's experts are selected.
+        group_best: The score of a group is the sum of so many of its best experts.
     """
 
     top_k: int
@@ -40,42 +41,42 @@ class RoutingSpec:
 
 
 _NOTHING = 1e-20
-"""Added to the sum of shares that are made to add up to one: all of them may round to zero."""
+"""Added to the sum that weights are normalised by: all of them may round to zero."""
 
 
 @kernel("moe.route", invariant=True)
 def route(logits: Tensor, correction: Tensor | None, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, the best first.
+    """Select each token's experts, the best first.
 
     Args:
         logits: (T, E) float32.
-        correction: (E,) float32, what balances the load: it counts in the choice and not in the
-            shares. None where a model has none.
+        correction: (E,) float32, the load-balancing bias: it affects the selection, not the
+            weights. None where a model has none.
         routing: Of the model.
 
     Returns:
-        The experts (T, K) int64, and the share of each (T, K) float32.
+        The experts (T, K) int64, and the weight of each (T, K) float32.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538 (top-k gating); DeepSeek-AI 2024,
     arXiv:2405.04434, section 2.2 (groups) and arXiv:2412.19437, section 2.1.2 (correction).
     """
     scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else sigmoid(logits)
-    # The order of logits is that of their scores, without the ties of scores that are all but one.
+    # Logits are ordered like their scores, but without ties between scores that round to one.
     plain = correction is None and routing.groups == 1
-    standing = logits if plain else scores if correction is None else scores + correction
+    ranking = logits if plain else scores if correction is None else scores + correction
     if routing.groups > 1:
-        standing = standing.masked_fill(~_kept(standing, routing), -torch.inf)
-    experts = standing.topk(routing.top_k, dim=-1).indices
+        ranking = ranking.masked_fill(~_in_best_groups(ranking, routing), -torch.inf)
+    experts = ranking.topk(routing.top_k, dim=-1).indices
     shares = scores.gather(1, experts)
     if routing.renormalised:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + _NOTHING)
     return experts, shares * routing.factor
 
 
-def _kept(standing: Tensor, routing: RoutingSpec) -> Tensor:
-    """Which experts lie in the groups that a token chooses from, (T, E) bool."""
-    grouped = standing.view(len(standing), routing.groups, -1)  # (T, groups, E / groups)
-    worth = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)  # (T, groups)
-    best = worth.topk(routing.groups_kept, dim=-1).indices
-    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, value=True)
-    return kept.repeat_interleave(grouped.shape[2], dim=1)
+def _in_best_groups(ranking: Tensor, routing: RoutingSpec) -> Tensor:
+    """Which experts are in the groups selected for a token, (T, E) bool."""
+    grouped = ranking.view(len(ranking), routing.groups, -1)  # (T, groups, E / groups)
+    group_scores = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)  # (T, groups)
+    best = group_scores.topk(routing.groups_kept, dim=-1).indices
+    selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, value=True)
+    return selected.repeat_interleave(grouped.shape[2], dim=1)

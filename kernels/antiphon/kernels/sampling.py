@@ -1,13 +1,13 @@
-"""Drawing a token from logits: one uniform number a token, inverted through the distribution.
+"""Sampling from logits: one uniform number a token, inverted through the distribution.
 
-Before that: what changes single logits by what was drawn before or what is allowed. After: what is
-told of the distribution.
+Also what changes single logits before that (penalties, masks, biases), and the normaliser of
+logprobs.
 
 Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, E single logits.
 
-Gumbel noise would need a random number a vocabulary entry (17 times dearer, measured); here the
-noise is one number and the sum runs in the fixed order of the vocabulary. A row's result depends
-on that row alone.
+Gumbel noise would need a random number for each vocabulary entry (17 times slower, measured); here
+the noise is one number and the sum runs in the fixed order of the vocabulary. A row's result
+depends on that row alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from antiphon.kernels.op import kernel
 
 BLOCK = 256
 CANDIDATES = 256
-"""Enough for almost every row's top-k and top-p; the others are sorted in full."""
+"""Enough for almost every row's top-k and top-p; the other rows are sorted in full."""
 
 
 @kernel("sampling.penalize", invariant=True)
@@ -36,19 +36,19 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Lower tokens that were drawn before, in place: frequency and presence, then repetition.
+    """Penalise tokens that were sampled before, in place: frequency and presence, then repetition.
 
     Args:
         logits: (L, V) float32.
         rows: (E,) int64.
-        token_ids: (E,) int64; no pair of row and token comes twice.
-        counts: (E,) float32, how often each was drawn, at least once.
+        token_ids: (E,) int64; each pair of row and token occurs once.
+        counts: (E,) float32, how often each was sampled, at least once.
         frequency: (E,) float32, subtracted for each time.
         presence: (E,) float32, subtracted once.
-        repetition: (E,) float32, divides what is positive then, and multiplies what is not.
+        repetition: (E,) float32, divides logits that are positive then, and multiplies the others.
 
     Source: the first two as the OpenAI API defines them; Keskar et al. 2019, arXiv:1909.05858,
-    section 4.1, in the form that treats negative logits, too.
+    section 4.1, in the form that covers negative logits, too.
     """
     seen = logits[rows, token_ids] - counts * frequency - presence
     logits[rows, token_ids] = torch.where(seen > 0, seen / repetition, seen * repetition)
@@ -56,15 +56,15 @@ def penalize(
 
 @kernel("sampling.mask", invariant=True)
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Forbid each token whose bit is not set, in place.
+    """Set the logits of tokens whose bit is not set to -inf, in place.
 
     Args:
         logits: (L, V) float32.
-        rows: (G,) int64, one at least, each once.
+        rows: (G,) int64, at least one, each once.
         words: (G, ceil(V / 32)) int32; token i is bit i % 32 of word i // 32.
     """
-    # Eight tokens at once from a table, and a sum: a fill by a mask of single tokens guesses at
-    # each of them whether to write, and took twenty times as long (64 rows of 49,152).
+    # A table lookup for eight tokens at once, and a sum: a masked fill mispredicts the branch of
+    # each token and took twenty times as long (64 rows of 49,152).
     octets = words.view(torch.uint8).flatten().int()  # the low bits first
     added = _octets(words.device).index_select(0, octets).view(len(words), -1)
     logits.index_add_(0, rows, added[:, : logits.shape[-1]])
@@ -72,7 +72,7 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
 @kernel("sampling.bias", invariant=True)
 def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """Add to single logits, in place. No pair of row and token comes twice.
+    """Add to single logits, in place. Each pair of row and token occurs once.
 
     logits (L, V) float32; rows, token_ids (E,) int64; values (E,) float32, finite or -inf
     """
@@ -81,7 +81,7 @@ def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> Non
 
 @kernel("sampling.log_mass", invariant=True)
 def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
-    """The logarithm of what softmax divides by: a scaled logit less it is a log-probability.
+    """The log of the softmax denominator: a scaled logit minus it is a logprob.
 
     logits (L, V) float32; temperature (L,) float32, above 0  ->  (L,) float32
     """
@@ -105,11 +105,11 @@ def sample(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """Draw a token a row: temperature, softmax, then top-k, top-p and min-p on its full mass.
+    """Sample a token a row: temperature, softmax, then top-k, top-p and min-p on its full mass.
 
-    Nothing is renormalised between the filters: top-p cuts a token when the mass before it, in
-    falling order, exceeds p of all mass; min-p when it is less likely than p times the likeliest.
-    Tokens as likely as the last one kept are kept too.
+    Nothing is renormalised between the filters: top-p drops a token when the mass before it, in
+    descending order, exceeds p of all mass; min-p when it is less likely than p times the most
+    likely. Tokens as likely as the last one kept are kept too.
 
     Args:
         logits: (L, V) float32.
@@ -123,58 +123,58 @@ def sample(
         (L,) int64 token ids.
     """
     weights = _weights(logits, logits.amax(dim=-1, keepdim=True), temperature)
-    floor = min_p.clone()  # weights are relative to the likeliest token, so this is min-p
+    floor = min_p.clone()  # weights are relative to the most likely token, so this is min-p
     filtered = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(-1)
     if len(filtered) > 0:
-        kept = _floor(weights[filtered], top_k[filtered], top_p[filtered])
-        floor[filtered] = torch.maximum(floor[filtered], kept)
+        count = _floor(weights[filtered], top_k[filtered], top_p[filtered])
+        floor[filtered] = torch.maximum(floor[filtered], count)
     return _invert(weights.masked_fill_(weights < floor[:, None], 0.0), uniform)
 
 
 @cache
 def _octets(device: torch.device) -> Tensor:
-    """What eight tokens have added, by the octet of their bits, (256, 8): 0 or minus infinity."""
+    """The values to add to eight tokens' logits, by the byte of their bits, (256, 8): 0 or -inf."""
     octet, token = torch.arange(256), torch.arange(8)
     allowed = torch.bitwise_right_shift(octet[:, None], token) & 1
     return torch.where(allowed == 1, 0.0, -torch.inf).to(device)
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-    """What softmax sums up, (L, V), 1 at the likeliest.
+    """The terms of the softmax sum, (L, V), 1 at the most likely token.
 
-    The peak is taken away before the division: a low temperature would make infinities of both.
+    The peak is subtracted before the division: a low temperature would make both infinite.
     """
     return torch.exp((logits - peak) / temperature[:, None])
 
 
 def _floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least weight that top-k and top-p keep, (L,)."""
+    """The smallest weight that top-k and top-p keep, (L,)."""
     vocabulary = weights.shape[-1]
     mass = _block_sums(weights).sum(dim=-1)  # (L,) float64
     mass_max = torch.where(top_p < 1, top_p.double() * mass, torch.inf)
     rank_max = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
-    candidates = weights.topk(min(CANDIDATES, vocabulary), dim=-1).values  # (L, C), falling
-    kept = _kept(candidates, rank_max, mass_max)
-    floor = candidates.gather(-1, kept[:, None] - 1).squeeze(-1)
-    short = ((kept == candidates.shape[-1]) & (kept < rank_max)).nonzero().squeeze(-1)
+    candidates = weights.topk(min(CANDIDATES, vocabulary), dim=-1).values  # (L, C), descending
+    count = _count_passing(candidates, rank_max, mass_max)
+    floor = candidates.gather(-1, count[:, None] - 1).squeeze(-1)
+    short = ((count == candidates.shape[-1]) & (count < rank_max)).nonzero().squeeze(-1)
     if len(short) > 0:
         ordered = weights[short].sort(dim=-1, descending=True).values
-        kept = _kept(ordered, rank_max[short], mass_max[short])
-        floor[short] = ordered.gather(-1, kept[:, None] - 1).squeeze(-1)
+        count = _count_passing(ordered, rank_max[short], mass_max[short])
+        floor[short] = ordered.gather(-1, count[:, None] - 1).squeeze(-1)
     return floor
 
 
-def _kept(falling: Tensor, rank_max: Tensor, mass_max: Tensor) -> Tensor:
-    """How many of the likeliest tokens pass, (L,), at least one."""
+def _count_passing(falling: Tensor, rank_max: Tensor, mass_max: Tensor) -> Tensor:
+    """How many of the most likely tokens pass, (L,), at least one."""
     wide = falling.double()
-    before = wide.cumsum(dim=-1) - wide  # (L, C) mass of the likelier tokens
+    before = wide.cumsum(dim=-1) - wide  # (L, C) mass of more likely tokens
     rank = torch.arange(falling.shape[-1], device=falling.device)
     passes = (before <= mass_max[:, None]) & (rank < rank_max[:, None])
     return passes.sum(dim=-1).clamp(min=1)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token at which the running sum of weights exceeds `uniform` of the whole, (L,)."""
+    """The first token at which the running sum of weights exceeds `uniform` of the total, (L,)."""
     blocks = _blocks(weights)  # (L, N, BLOCK)
     running = _block_sums(weights).cumsum(dim=-1)  # (L, N) float64
     target = uniform * running[:, -1]

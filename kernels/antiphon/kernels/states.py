@@ -1,11 +1,11 @@
-"""The rows of a pass as layers with a recurrent state see them.
+"""The rows of a forward pass for layers with a recurrent state.
 
-A state is never written over: a row reads the one that stands after the tokens before it, and
-writes the one that stands after its own tokens to another place. What a pass writes depends on the
-pass alone, so that one that failed can be run again, and a state that others may still want to go
-on from stays what it was.
+A state is never overwritten: a row reads the state after the tokens before it, and writes the state
+after its own tokens to another place. What a pass writes depends on the pass alone, so that a
+failed pass can be run again, and a cached state that other requests may continue from is not
+changed.
 
-Axes: R rows, T tokens of all rows, B rows of one token, S places of states.
+Axes: R rows, T tokens of all rows, B rows of one token, S states.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHUNK_TOKENS = 64
-"""Scans go in chunks of so many tokens, counted from a sequence's first token and not from a
-row's: a prompt that is cut at a multiple of this is computed in the same pieces as a whole one."""
+"""Chunk size of scans, aligned to a sequence's first token and not to a row's: a prefill split at a
+multiple of this is computed in the same chunks as an unsplit one."""
 SPAN_TOKENS = 8 * CHUNK_TOKENS
-"""Chunks that are computed side by side. More would take memory and no longer less time."""
+"""Chunks that are computed in parallel. More would take memory without saving time."""
 
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """What a recurrent layer keeps of a whole sequence.
+    """The state that a recurrent layer stores for a whole sequence.
 
     Attributes:
-        channels: Inputs of its convolution that are cut over ranks.
-        shared: Inputs of it that `groups` share out; with fewer groups than ranks they are copied.
+        channels: Inputs of its convolution that are sharded over ranks.
+        shared: Inputs of it that are sharded by `groups`; replicated if there are fewer groups than
+            ranks.
         groups: Of the heads.
-        taps: Of the convolution: it keeps one token fewer.
-        heads: Matrices of the recurrence, cut over ranks.
+        taps: Of the convolution: it stores one token fewer.
+        heads: Matrices of the recurrence, sharded over ranks.
         rows, columns: Of one matrix.
     """
 
@@ -55,27 +56,27 @@ class StateSpec:
     columns: int
 
     def convolved(self, ranks: int) -> tuple[int, int]:
-        """The inputs that the convolution keeps, on one of `ranks` ranks: (tokens, channels)."""
+        """The shape of the convolution's state, on one of `ranks` ranks: (tokens, channels)."""
         return self.taps - 1, self.channels // ranks + self.shared // min(ranks, self.groups)
 
     def matrices(self, ranks: int) -> tuple[int, int, int]:
-        """The state of the recurrence, on one of `ranks` ranks."""
+        """The shape of the recurrent state, on one of `ranks` ranks."""
         return self.heads // ranks, self.rows, self.columns
 
     def state_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Of one state in one layer, on one rank; the recurrence is kept in float32."""
+        """Bytes of one state in one layer, on one rank; the recurrent state is float32."""
         kept = math.prod(self.convolved(ranks)) * dtype.itemsize
         return kept + math.prod(self.matrices(ranks)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """Where one layer keeps its states.
+    """The states of one layer.
 
     Attributes:
-        group: Index among the groups of states: which rows of a pass it sees.
-        convolved: (S, K - 1, C) the last inputs of the convolution.
-        matrices: (S, H, I, J) float32, the state of the recurrence.
+        group: Index of its group of recurrent states, which selects the rows' metadata.
+        conv_states: (S, K - 1, C) the last inputs of the convolution.
+        recurrent_states: (S, H, I, J) float32, the state of the recurrence.
     """
 
     group: int
@@ -85,14 +86,14 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of one token, which take one step of the recurrence side by side.
+    """The rows of one token, which each take one step of the recurrence.
 
     Attributes:
         tokens: (B,) indices into the pass's tokens; None when they are all of them, in order.
-        reads: (B,) places; 0 where nothing was computed before.
-        writes: (B,) places.
-        fresh: (B,) bool, whose state is zero; None: nobody's.
-        pairs: The places again, read and written, as the plan has them.
+        reads: (B,) state indices; 0 for rows without earlier tokens.
+        writes: (B,) state indices.
+        fresh: (B,) bool, rows that start from a zero state; None: no row does.
+        pairs: The state indices to read (negative: none) and to write, as in the plan.
     """
 
     tokens: Tensor | None
@@ -106,24 +107,25 @@ class DecodeRows:
         return x if self.tokens is None else x.index_select(0, self.tokens)
 
     def read_states(self, states: Tensor) -> Tensor:
-        """A copy of the states that they go on from: states (S, ...)  ->  (B, ...)."""
+        """A copy of the states that the rows continue from: states (S, ...)  ->  (B, ...)."""
         found = states.index_select(0, self.reads)
         if self.fresh is not None:
-            # Not by a product: what lies at the place of nobody's state may be anything.
+            # Assigned, not multiplied by zero: index 0 stands in here and may contain a NaN.
             found[self.fresh] = 0
         return found
 
     def write_states(self, states: Tensor, after: Tensor) -> None:
-        """Write the states that follow: after (B, ...), states (S, ...), mutated."""
+        """Write the states after the step: after (B, ...), states (S, ...), mutated."""
         states.index_copy_(0, self.writes, after.to(states.dtype))
 
     def decayed_states(self, states: Tensor, factors: Tensor) -> Iterator[Tensor]:
-        """The state of each row in turn, at its new place and already multiplied.
+        """The state of each row in turn, copied to its new index and multiplied by its decay.
 
-        One row after the other, because a state is large: what is done to one finds it in the
-        processor's cache. All rows side by side took three times as long with states of 786 KB.
+        One row after the other, because a state is large: the caller's update finds it in the CPU
+            cache.
+        Doing all rows in parallel took three times as long with states of 786 KB.
 
-        states (S, ...), mutated; factors (B, ...)  ->  B times (...), to be changed in place
+        states (S, ...), mutated; factors (B, ...)  ->  B times (...), to be updated in place
         """
         for (read, write), factor in zip(self.pairs, factors, strict=True):
             after = states[write]
@@ -143,13 +145,13 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class ScanSpan:
-    """A row of several tokens, or a span of it that fits the same chunks.
+    """A row of several tokens, or a span of it that starts at a multiple of `SPAN_TOKENS`.
 
     Attributes:
         begin: Index of its first token in the pass's tokens.
         end: Index after its last one.
-        read: Place of the state before it; negative: it is zero.
-        write: Place of the state after it.
+        read: Index of the state before it; negative: it is zero.
+        write: Index of the state after it.
         offset: Tokens of its first chunk that come before it.
     """
 
@@ -160,13 +162,13 @@ class ScanSpan:
     offset: int
 
     def initial_state(self, states: Tensor) -> Tensor:
-        """The state that it goes on from: states (S, ...)  ->  (...)."""
+        """The state that it continues from: states (S, ...)  ->  (...)."""
         return torch.zeros_like(states[self.write]) if self.read < 0 else states[self.read]
 
     def chunked(self, x: Tensor) -> Tensor:
-        """Bring its entries into chunks: x (T, ...)  ->  (chunks, tokens of a chunk, ...).
+        """Split its entries into chunks: x (T, ...)  ->  (chunks, tokens of a chunk, ...).
 
-        What belongs to no token of the run is zero. A run within one chunk is not filled up.
+        Padding is zero. A span within one chunk is not padded.
         """
         own = x[self.begin : self.end]
         end = self.offset + len(own)
@@ -186,13 +188,13 @@ class ScanSpan:
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """The rows of one pass. Made once a pass, used by each layer.
+    """The rows of one forward pass. Made once a pass, used by each layer.
 
     Row r's tokens follow those of row r - 1.
 
     Attributes:
-        reads: (R,) where the state after the tokens before the row lies; negative: there are none.
-        writes: (R,) where the state after the row's last token goes. Nobody reads it in this pass.
+        reads: (R,) index of the state after the tokens before the row; negative: there are none.
+        writes: (R,) index for the state after the row's last token; no row of this pass reads it.
         query_len: (R,) tokens of a row in this pass.
         kv_len: (R,) tokens of its sequence up to the end of the row.
     """
@@ -221,7 +223,7 @@ class StateMetadata:
 
     @cached_property
     def scan_spans(self) -> tuple[ScanSpan, ...]:
-        """The rows of more tokens, cut into spans that follow each other."""
+        """The rows of several tokens, split into consecutive spans."""
         runs: list[ScanSpan] = []
         begin = 0
         for row, length in enumerate(self.query_len.tolist()):
@@ -233,7 +235,7 @@ class StateMetadata:
 
 
 def _spans(begin: int, length: int, start: int, read: int, write: int) -> list[ScanSpan]:
-    """Cut a row of a sequence's tokens from `start` on where spans of chunks end."""
+    """Split a row that begins at token `start` of its sequence at multiples of `SPAN_TOKENS`."""
     ends = range((start // SPAN_TOKENS + 1) * SPAN_TOKENS, start + length, SPAN_TOKENS)
     cuts = [start, *ends, start + length]
     return [

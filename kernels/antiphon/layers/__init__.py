@@ -1,1 +1,1 @@
-"""Layers of a decoder: they hold weights, and meet the world only through a `ForwardContext`."""
+"""Layers of a decoder: they own weights, and get everything else from a `ForwardContext`."""

@@ -1,4 +1,4 @@
-"""The attention block: project, rotate and attend through the context, project back."""
+"""The attention block: QKV projection, attention through the context, output projection."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
-    """What the checkpoint calls a layer's tensors, after the layer's own name.
+    """Names of a layer's tensors in the checkpoint, relative to the layer.
 
     Attributes:
-        query, key, value: With one name for all three they lie in one tensor.
-        by_head: Whether that tensor has each head's query, key and value together, not all queries
-            before all keys before all values.
+        query, key, value: One name for all three means a fused tensor.
+        by_head: Whether a fused tensor has the query, key and value of each head together, instead
+            of all queries before all keys before all values.
         transposed: Whether weights are (inputs, outputs).
     """
 
@@ -49,30 +49,30 @@ class AttentionNames:
 
     @property
     def fused(self) -> bool:
-        """Whether queries, keys and values lie in one tensor."""
+        """Whether queries, keys and values are one tensor."""
         return self.query == self.key == self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention over cached keys and values, or over a text that is there as a whole.
+    """Grouped-query attention over a KV cache, or bidirectional attention over complete texts.
 
     Attributes:
-        causal: Whether a query sees only what comes before it. If not, it sees what comes after it,
-            too: nothing is cached, and a text is computed in one piece.
+        causal: Whether a query attends only to earlier tokens. If not, attention is bidirectional:
+            nothing is cached, and a text is computed in one forward pass.
         scale: Of scores, `head_size ** -0.5` in most models.
-        rotary: How queries and keys are rotated; None: they are not.
-        neighbours: Whether the pairs that rotate together are neighbours in the checkpoint.
-        window: A query sees itself and the window - 1 tokens before it, and as many after it if it
-            sees any; None: all.
-        chunked: Texts are cut into runs of `window` tokens, and a query sees no other run than its
-            own.
-        temperature: Of the scores of late queries; None: all have the same.
-        qk_norm: Of queries and keys, before the rotation.
-        qk_norm_over: What is normalised together: each head by itself, or all of a token.
+        rotary: RoPE of queries and keys; None: no RoPE (NoPE).
+        interleaved_rope: Whether the checkpoint has interleaved RoPE: pairs are adjacent elements.
+        window: A query attends to itself and the window - 1 tokens before it, and to as many after
+            it if bidirectional; None: to all.
+        chunked: Chunked attention: texts are split into chunks of `window` tokens, and a query
+            attends only within its chunk.
+        temperature: Scale of the scores of late queries; None: none.
+        qk_norm: Of queries and keys, before RoPE.
+        qk_norm_over: What is normalised together: each head, or all heads of a token.
         softcap: Scores become softcap * tanh(score / softcap).
-        sinks: Whether each query head has a learned score that adds no value.
-        gated: Whether what each head gives is multiplied by the sigmoid of a gate of its own, which
+        sinks: Whether each query head has an attention sink: a learned score without a value.
+        gated: Whether the output of each head is multiplied by the sigmoid of its own gate, which
             follows the head's query in the checkpoint's tensor.
     """
 
@@ -97,7 +97,7 @@ class AttentionSpec:
 
     @property
     def cache(self) -> KvSpec | NoCache:
-        """What it keeps of each token."""
+        """The cache of each token."""
         if not self.causal:
             return NoCache()
         chunked = self.chunked and self.window is not None
@@ -110,7 +110,7 @@ class AttentionSpec:
 class Temperature:
     """Scores of the query at position p are multiplied by 1 + scale * ln(1 + (p + 1) // floor).
 
-    Source: Nakanishi 2025, arXiv:2501.19399, as Llama 4 has it.
+    Source: Nakanishi 2025, arXiv:2501.19399, as used by Llama 4.
     """
 
     floor: int
@@ -163,22 +163,22 @@ class Attention:
             kv_heads=max(1, spec.kv_heads // build.tp.ranks),
             window=spec.window,
         )
-        """How it attends."""
+        """The attention parameters, independent of the forward pass."""
         shaped = spec.softcap is not None or spec.sinks or self.params.norms is not None
         assert spec.causal or not shaped, "no kernel has it"
 
     @property
     def operations(self) -> frozenset[str]:
-        """Those of its norms, and the kernels of attention."""
-        manner = self.params
+        """The kernels of attention and of its norms."""
+        params = self.params
         if not self._causal:
             return frozenset({"attention.whole"})
-        shaped = manner.softcap is not None or manner.sinks is not None
+        shaped = params.softcap is not None or params.sinks is not None
         own = frozenset({"attention.heads", "attention.shaped" if shaped else "attention.paged"})
         return own if self._norms is None else own | self._norms.operations
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply attention: x (T, hidden)  ->  (T, hidden)."""
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
         gate = None
         if self._gated:
@@ -194,7 +194,7 @@ class Attention:
         return self._out(ctx, mixed.flatten(1))
 
     def _tempered(self, ctx: ForwardContext, heads: Tensor, temperature: Temperature) -> Tensor:
-        """Heads with their queries, (T, Q) of (T, Q + 2 H), made larger."""
+        """Heads (T, Q + 2 H, D) with their queries scaled by the temperature."""
         assert ctx.positions is not None, "a temperature by position"
         queries = self._share.stop - self._share.start
         factor = temperature.of(ctx.positions)[:, None, None]
@@ -203,21 +203,21 @@ class Attention:
 
     @property
     def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
-        """Its projections there and back as the CPU's own kernels know them, if they do."""
+        """Both projections in packed form for the CPU kernels, if they are packed."""
         qkv, out = self._qkv.packed, self._out.packed
         return None if qkv is None or out is None else (qkv, out)
 
     @property
     def fusable(self) -> bool:
-        """Whether all that it does is in its manner, and the scores are neither capped nor sunk."""
-        manner = self.params
+        """Whether the fused decoder supports it: neither soft cap, sinks nor further operations."""
+        params = self.params
         own_norms = self._norms is not None and self._norms.kernel is None
-        shaped = manner.softcap is not None or manner.sinks is not None
+        shaped = params.softcap is not None or params.sinks is not None
         other = self._gated or self._chunked or self._temperature is not None
         return self._causal and not (shaped or own_norms or other)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of the four linears, of norms and sinks."""
+        """The tensors of the four linears, of norms and sinks."""
         yield from self._qkv.sources()
         yield from self._out.sources()
         if self._norms is not None:
@@ -230,15 +230,15 @@ class Attention:
             )
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._qkv.pack()
         self._out.pack()
 
 
 def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ...]:
-    """Queries, keys, values and gates: their names, sizes and places in the checkpoint."""
+    """Queries, keys, values and gates: their names, sizes and layouts in the checkpoint."""
     names, ranks = spec.names, site.build.tp.ranks
-    # Fewer kv heads than ranks: neighbours hold copies of the same head.
+    # With fewer kv heads than ranks, adjacent ranks have copies of the same head.
     shards = min(ranks, spec.kv_heads)
     heads = (spec.query_heads, spec.kv_heads, spec.kv_heads, spec.query_heads)
     tensors = (names.query, names.key, names.value) + ((names.query,) if spec.gated else ())
@@ -261,7 +261,7 @@ def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ..
 
 
 def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]:
-    """Where queries (0), keys (1), values (2) or gates (3) lie in a tensor: run, first and runs."""
+    """Layout of queries (0), keys (1), values (2) or gates (3) in a tensor: run, first and runs."""
     size = spec.head_size
     if spec.gated and place in (0, 3):
         assert not spec.names.fused, "a gate lies beside its query alone"

@@ -1,4 +1,4 @@
-"""The head of a model that judges whole texts: scores of labels, or one reward.
+"""The head of a classifier or reward model: scores of labels, or a single reward.
 
 Axes: R texts, D hidden size, N labels.
 """
@@ -29,7 +29,7 @@ class DenseSpec:
 
     Attributes:
         name: Of the linear in the checkpoint.
-        norm: None: what the activation gives is left as it is.
+        norm: None: no norm.
         norm_name: Of that norm.
     """
 
@@ -42,13 +42,13 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationHeadSpec:
-    """Scores of what a text was pooled to.
+    """Class scores of pooled texts.
 
     Attributes:
-        labels: N; a reward is the score of one.
-        name: Of the linear that gives them.
-        bias: Whether that has one.
-        dense: What comes before it; None: nothing.
+        labels: N; a reward model has one.
+        name: Of the linear that computes them.
+        bias: Whether it has a bias.
+        dense: A dense layer before it; None: no such layer.
     """
 
     labels: int
@@ -58,9 +58,9 @@ class ClassificationHeadSpec:
 
 
 class ClassificationHead:
-    """Scores of texts. It is small, and kept as it comes whatever the layers' linears are kept as.
+    """Scores of pooled texts. It is small, and unquantized whatever the layers' weight format.
 
-    Every rank has all of it.
+    Replicated on every rank.
     """
 
     def __init__(
@@ -74,30 +74,30 @@ class ClassificationHead:
 
     @property
     def operations(self) -> frozenset[str]:
-        """Those of what comes before the scores."""
+        """Names of the kernels that it calls."""
         return frozenset[str]() if self._dense is None else self._dense.operations
 
     def __call__(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
-        """Judge pooled (R, D)  ->  (R, N) float32, as the model was trained to give them."""
+        """Score pooled (R, D)  ->  (R, N) float32 raw logits."""
         if self._dense is not None:
             pooled = self._dense(ctx, pooled)
         return self._linear(ctx, pooled).float()
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all its linears and norms."""
+        """The tensors of all its linears and norms."""
         if self._dense is not None:
             yield from self._dense.sources()
         yield from self._linear.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         if self._dense is not None:
             self._dense.pack()
         self._linear.pack()
 
 
 class _Dense:
-    """One layer between a text's vector and its scores."""
+    """The dense layer between a pooled vector and its scores."""
 
     def __init__(
         self, spec: DenseSpec, hidden: int, build: BuildContext, method: LinearMethod

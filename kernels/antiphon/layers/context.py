@@ -1,8 +1,8 @@
-"""What a layer may know of the pass it runs in.
+"""The context of a forward pass, as layers access it.
 
-Layers hold weights and nothing else. The cache, the other ranks, the adapters of the rows and the
-chosen kernels reach them through a `ForwardContext`, so that the same layer serves prefill, decode
-and verification, one rank or many, with or without adapters.
+Layers own weights and nothing else. The KV cache, the other ranks, adapters and the chosen kernels
+come through a `ForwardContext`, so that the same layer serves prefill, decode and verification, one
+rank or many, with or without adapters.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """How a layer attends: what does not change from pass to pass.
+    """The attention parameters of a layer, the same in every forward pass.
 
     Attributes:
         scale: Of scores.
-        rotary: How queries and keys are rotated; None: they are not.
-        norms: Of each query and key head, before the rotation.
+        rotary: RoPE of queries and keys; None: no RoPE.
+        norms: Of each query and key head, before RoPE.
         softcap: Scores become softcap * tanh(score / softcap).
-        sinks: (Q,) a score of each query head that takes part in the softmax and adds no value.
+        sinks: (Q,) a score of each query head that takes part in the softmax and has no value.
         kv_heads: H on this rank.
-        window: A query sees itself and the window - 1 tokens before it, and as many after it if it
-            sees any; None: all. A cache knows it by itself.
+        window: A query attends to itself and the window - 1 tokens before it, and to as many after
+            it if bidirectional; None: to all. A KV cache takes it from its cache group instead.
     """
 
     scale: float
@@ -46,10 +46,10 @@ class AttentionParams:
 
 
 class AttentionBackend(Protocol):
-    """The cache as a layer meets it. Axes: T tokens, Q query heads, H kv heads, D head size."""
+    """Attention for a layer. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
-        """Rotate queries and keys, keep this pass's keys and values, and attend over all of a row.
+    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+        """Apply RoPE, write this pass's keys and values, and attend to all of a row.
 
         heads (T, Q + 2 H, D), queries before keys before values  ->  (T, Q, D)
         """
@@ -57,21 +57,21 @@ class AttentionBackend(Protocol):
 
 
 class StateLookup(Protocol):
-    """The states of a pass as a layer meets them."""
+    """The recurrent states of a forward pass for a layer."""
 
     def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
-        """Where a layer's states lie, and which of them each row of the pass reads and writes."""
+        """A layer's states, and which of them each row of the pass reads and writes."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionParams:
-    """How a layer attends over latents.
+    """The parameters of latent attention in a layer.
 
     Attributes:
         scale: Of scores.
-        rotary: How the rotated part of queries and keys is.
-        heads: What the layer's weights do between latents and heads.
+        rotary: RoPE of the position part of queries and keys.
+        heads: The layer's projections between latents and heads.
     """
 
     scale: float
@@ -80,12 +80,12 @@ class LatentAttentionParams:
 
 
 class LatentAttentionBackend(Protocol):
-    """A cache of latents as a layer meets it; axes as in `antiphon.kernels.latent`."""
+    """Latent attention for a layer; axes as in `antiphon.kernels.latent`."""
 
     def __call__(
-        self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams
+        self, layer: int, q: Tensor, latents: Tensor, params: LatentAttentionParams
     ) -> Tensor:
-        """Rotate, keep this pass's latents, and attend over all of a row.
+        """Apply RoPE, write this pass's latents, and attend to all of a row.
 
         q (T, Q, C + O) and latents (T, R + O), of which the last O are rotated  ->  (T, Q, V)
         """
@@ -93,44 +93,44 @@ class LatentAttentionBackend(Protocol):
 
 
 class FusedForward(Protocol):
-    """All layers of one pass and the final norm at once, where the layers allow it."""
+    """The fused decoder: all layers of a forward pass and the final norm in one call."""
 
     def __call__(self, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run a pass with the bits that the layers would give one by one.
+        """Run a forward pass with the same bits as layer by layer.
 
         residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
-        of a token's numbers are finite; None: all of all are
+        of a token's elements are finite; None: all of all tokens are
         """
         ...
 
 
 class Adapters(Protocol):
-    """Low-rank additions to linears, each token with its row's own."""
+    """LoRA adapters of linears, selected for each token."""
 
     def add(self, linear: str, x: Tensor, y: Tensor, token_adapter: Tensor) -> Tensor:
-        """What the linear gives once adapters are counted in, before ranks are summed.
+        """The output of a linear with adapters added, before ranks are summed.
 
-        linear: its name; x (T, I) what went in; y (T, O) what came out; token_adapter (T,) the
-        index of each token's adapter, -1 without one  ->  (T, O)
+        linear: its name; x (T, I) its input; y (T, O) its output; token_adapter (T,) the index of
+        each token's adapter, -1 without one  ->  (T, O)
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """One pass.
+    """One forward pass.
 
     Attributes:
         ops: The kernels chosen for this device.
-        tp: The ranks that share each layer.
-        attend: The paged cache, and the rotation of each token.
-        recur: The recurrent states; unset: no layer has one.
-        attend_latent: The same of layers that keep latents; unset: there are none.
+        tp: The tensor-parallel group.
+        attend: Attention over the paged KV cache, with RoPE.
+        states_of: The recurrent states; unset: no layer has one.
+        attend_latent: Attention over the latent cache; unset: no layer has one.
         positions: (T,) int32, of each token in its sequence.
         token_types: (T,) int32, the type of each token; unset: all are of type 0.
-        token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
-        adapters: Unset: no row of this pass has one.
-        fused: Unset: this pass goes layer by layer.
+        token_adapter: (T,) index of each token's adapter, -1 without one; used with `adapters`.
+        adapters: Unset: no row of this pass has an adapter.
+        fused: Unset: this pass runs layer by layer.
     """
 
     ops: Ops
@@ -145,7 +145,7 @@ class ForwardContext:
     fused: FusedForward | None = None
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> Tensor:
-        """The output of a linear with its rows' adapters counted in."""
+        """The output of a linear with its rows' adapters added."""
         if self.adapters is None:
             return y
         assert self.token_adapter is not None, "adapters of unknown tokens"

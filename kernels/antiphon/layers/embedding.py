@@ -1,4 +1,4 @@
-"""Token ids to vectors and back, the vocabulary cut over ranks."""
+"""Token embedding and output head, with the vocabulary sharded over ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class VocabParallelEmbedding:
-    """A vector a token: the input embedding, the output head, or both when they are tied.
+    """A vector for each token: the input embedding, the output head, or both when they are tied.
 
-    Each rank holds an equal run of the vocabulary; the last may have room to spare, whose logits
-    are cut off.
+    Each rank has an equal range of the vocabulary; the last range may be padded, and the logits of
+    the padding are cut off.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VocabParallelEmbedding:
         return ctx.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
-        """Score hidden (L, hidden)  ->  (L, V) float32, on every rank."""
+        """Logits of hidden states (L, hidden)  ->  (L, V) float32, on every rank."""
         local = self._method.apply_wide(self._weights, hidden)
         if ctx.tp.ranks == 1:
             return local
@@ -62,18 +62,18 @@ class VocabParallelEmbedding:
 
     @property
     def packed(self) -> CompiledLinear | None:
-        """The linear that it multiplies with, if it is packed whole on one rank."""
+        """The linear that computes logits, if it is packed and on a single rank."""
         if self._weights.packed is None or self._build.tp.ranks > 1:
             return None
         return self._weights.packed.linear
 
     @property
     def table(self) -> Tensor | None:
-        """A row a token, if it is kept so, whole on one rank."""
+        """The unpacked table, one row a token, if on a single rank."""
         return self._weights.tensors.get("weight") if self._build.tp.ranks == 1 else None
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight, and the bias of a head that has one."""
+        """The weight, and the bias of a head that has one."""
         part = LinearPart(self.name, self._vocabulary, shards=1)
         cut = RankSlice(slice(self._first, self._first + self._share), slice(None), into=0)
         yield from weight_sources(part, self._hidden, cut, self._build, self._method, self._weights)
@@ -85,14 +85,14 @@ class VocabParallelEmbedding:
             )
 
     def pack(self) -> None:
-        """Called once the weight is loaded."""
+        """Prepare the weight for computing; called once it is loaded."""
         self._method.pack(self._weights)
 
 
 class LearnedPositions:
-    """A vector a position, added to the token's; whole on every rank.
+    """Learned position embeddings, added to those of tokens; replicated on every rank.
 
-    A text begins at row `first` of the table.
+    The first token of a text has row `first` of the table.
     """
 
     def __init__(
@@ -102,28 +102,28 @@ class LearnedPositions:
         self._weight = build.empty(first + positions, hidden)
 
     def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        """Add each token's position to its embedding: (T, hidden)  ->  (T, hidden)."""
+        """Add position embeddings: (T, hidden)  ->  (T, hidden)."""
         assert ctx.positions is not None, "a model with learned positions"
         return embedded + self._weight[self._first :].index_select(0, ctx.positions)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
+        """The weight."""
         return replicated_source(f"{self._name}.weight", self._weight)
 
 
 class TokenTypes:
-    """A vector a type of token, as the first and the second of two texts; whole on every rank."""
+    """Token-type embeddings, such as for the first and second text; replicated on every rank."""
 
     def __init__(self, name: str, types: int, hidden: int, build: BuildContext) -> None:
         self._name = name
         self._weight = build.empty(types, hidden)
 
     def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        """Add each token's type to its embedding: (T, hidden)  ->  (T, hidden)."""
+        """Add token-type embeddings: (T, hidden)  ->  (T, hidden)."""
         if ctx.token_types is None:
             return embedded + self._weight[0]
         return embedded + self._weight.index_select(0, ctx.token_types)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
+        """The weight."""
         return replicated_source(f"{self._name}.weight", self._weight)

@@ -1,7 +1,7 @@
-"""The experts of a layer: many gated blocks of which each token meets a few.
+"""The experts of a layer: gated blocks, of which each token uses a few.
 
-Axes: T tokens, E experts, K experts that a token goes to, N rows in the order of their experts,
-D hidden size, W width of an expert.
+Axes: T tokens, E experts, K experts of a token, N rows sorted by expert, D hidden size, W width of
+an expert.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateExperts:
-    """A checkpoint that has three linears an expert; `{}` in their names is its number."""
+    """A checkpoint with three linears for each expert; `{}` in their names is its index."""
 
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
@@ -44,13 +44,13 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedExperts:
-    """A checkpoint that has all experts in one tensor, inputs before outputs.
+    """A checkpoint with all experts in one tensor, inputs before outputs.
 
     Attributes:
         gate_up: (E, D, 2 W).
         down: (E, W, D).
-        interleaved: Outputs of gate and up take turns; otherwise the gate's come first.
-        bias: What the names of their biases, (E, 2 W) and (E, D), end in.
+        interleaved: Whether outputs of gate and up alternate; else the gate's come first.
+        bias: Suffix of the names of their biases, (E, 2 W) and (E, D).
     """
 
     gate_up: str = "mlp.experts.gate_up_proj"
@@ -69,12 +69,13 @@ class ClampedSwish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The experts of a layer; names of tensors follow the layer's.
+    """The experts of a layer; names of tensors are relative to the layer.
 
     Attributes:
         bias: Of all three linears.
-        weighs_input: A token's share multiplies what goes into an expert, not what comes out.
-        spread: What ranks share out: every expert's `width`, or whole `experts`.
+        apply_router_weight_on_input: The router weight multiplies the input of an expert, not its
+            output.
+        sharded_axis: What is sharded over ranks: every expert's `width`, or whole `experts`.
     """
 
     count: int
@@ -88,7 +89,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertLinear:
-    """A linear of an expert: what keeps it, and where."""
+    """A linear of an expert: its method and weights."""
 
     method: LinearMethod
     weights: LinearWeights
@@ -101,7 +102,7 @@ class _ExpertLinear:
         return self.method.apply(self.weights, x)
 
     def load(self, tensor: Tensor, cut: RankSlice) -> None:
-        """Put a part of a weight (O, I) or of a bias (O,) into place."""
+        """Load a part of a weight (O, I) or of a bias (O,)."""
         field = "weight" if tensor.dim() > 1 else "bias"
         self.method.load(self.weights, field, tensor, cut)
 
@@ -113,7 +114,7 @@ class _Expert:
 
 
 class Experts:
-    """The experts that this rank has a part of; each is two linears of the method by itself."""
+    """The experts, or parts of experts, of this rank; each is two linears of its own."""
 
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
         build, name = site.build, f"{site.name}.experts"
@@ -124,13 +125,13 @@ class Experts:
         else:
             count, self._width = spec.count, build.share(spec.width, name)
             self._first, self._start = 0, build.tp.rank * self._width
-        # What is summed over ranks has its bias once.
+        # The outputs are summed over ranks, so only one rank adds the bias.
         self._down_bias = spec.bias and (spec.sharded_axis == "experts" or build.tp.rank == 0)
         self._experts = [self._expert(self._first + index) for index in range(count)]
 
     @property
     def operations(self) -> frozenset[str]:
-        """The gate's, and the sum's."""
+        """The kernels of the gate and of the weighted sum."""
         activation = self._spec.activation
         if isinstance(activation, ClampedSwish):
             return frozenset({"activation.clamped_swish_mul", "moe.combine"})
@@ -138,7 +139,7 @@ class Experts:
         return frozenset({gate, "moe.combine"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """What this rank's experts make of each token: x (T, D)  ->  (T, D), to be summed.
+        """This rank's part of the experts' output: x (T, D)  ->  (T, D), to be summed over ranks.
 
         chosen (T, K) int64, shares (T, K) float32
         """
@@ -157,7 +158,7 @@ class Experts:
         return ctx.ops.combine(torch.cat(made) if made else rows, found.pair, shares)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all experts."""
+        """The tensors of all experts."""
         names = self._spec.names
         if isinstance(names, SeparateExperts):
             yield from self._separate(names)
@@ -165,7 +166,7 @@ class Experts:
             yield from self._stacked(names)
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for expert in self._experts:
             for linear in (expert.gate_up, expert.down):
                 linear.method.pack(linear.weights)
@@ -199,7 +200,7 @@ class Experts:
         return ctx.ops.gate(gate_up, activation)
 
     def _cut(self, into: int) -> RankSlice:
-        """Of a gate or an up (W, D): the rows of this rank."""
+        """The slice of a gate or an up (W, D): the rows of this rank."""
         return RankSlice(slice(self._start, self._start + self._width), slice(None), into)
 
     @property
@@ -207,7 +208,7 @@ class Experts:
         return RankSlice(slice(None), slice(self._start, self._start + self._width), 0)
 
     def _separate(self, names: SeparateExperts) -> Iterator[WeightSource]:
-        """Of every expert in the checkpoint: those of other ranks are passed over."""
+        """For every expert in the checkpoint; tensors of other ranks' experts are not loaded."""
         hidden, width = self._site.hidden, self._spec.width
         for number in range(self._spec.count):
             index = number - self._first
@@ -229,7 +230,7 @@ class Experts:
     def _weight(
         self, part: LinearPart, inputs: int, cut: RankSlice, kept: _ExpertLinear | None
     ) -> Iterator[WeightSource]:
-        """However the checkpoint stores it; None: nothing of it is kept."""
+        """The sources of a weight in any storage layout; None: not loaded on this rank."""
         into = kept or self._experts[0].down
         found = weight_sources(part, inputs, cut, self._site.build, into.method, into.weights)
         for source in found:
@@ -258,9 +259,9 @@ class Experts:
     def _stored(
         self, name: str, storage: StorageLayout, shape: tuple[int, int], take: Take
     ) -> Iterator[WeightSource]:
-        """Tensors that hold all experts' weights, outputs before inputs, one after the other.
+        """Quantized tensors with the weights of all experts, outputs before inputs.
 
-        The last to come is the largest; those before it are kept until then.
+        The largest is loaded last; the others are kept until then.
         """
         fields = storage.fields(*shape)
         held: dict[str, Tensor] = {}
@@ -282,7 +283,7 @@ class Experts:
             )
 
     def _each(self, take: Take) -> Callable[[Tensor], None]:
-        """Take what is each expert's of weights (E, I, O) or biases (E, O)."""
+        """Pass each expert its part of weights (E, I, O) or biases (E, O)."""
 
         def load(tensor: Tensor) -> None:
             for number, expert in enumerate(self._experts, self._first):
@@ -307,5 +308,5 @@ class Experts:
 
 
 def _into(kept: _ExpertLinear | None, cut: RankSlice) -> Callable[[Tensor], None]:
-    """Loads a tensor, or does nothing with it."""
+    """Loads a tensor, or ignores it."""
     return void if kept is None else lambda tensor: kept.load(tensor, cut)

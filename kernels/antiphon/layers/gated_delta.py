@@ -1,4 +1,4 @@
-"""Gated delta net: attention without a cache of tokens, by a state that corrects itself."""
+"""Gated delta net: linear attention with a recurrent state instead of a KV cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNames:
-    """What the checkpoint calls a layer's tensors, after the layer's own name.
+    """Names of a layer's tensors in the checkpoint, relative to the layer.
 
-    `inputs` holds query, key, values and gates of each key head in turn, `rates` how much its value
-    heads learn and forget; `conv` all queries, then all keys, then all values.
+    `inputs` has query, key, values and gates of each key head in turn, `rates` the beta and decay
+    of its value heads; `conv` has all queries, then all keys, then all values.
     """
 
     inputs: str = "linear_attn.in_proj_qkvz"
@@ -42,10 +42,10 @@ class GatedDeltaNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
-    """A gated delta net, as Qwen3-Next has it (arXiv:2412.06464).
+    """A gated delta net, as in Qwen3-Next (arXiv:2412.06464).
 
     Attributes:
-        key_heads: Each serves as many neighbouring value heads.
+        key_heads: Each serves the same number of adjacent value heads.
         taps: Of the convolution.
         norm_eps: Of the norm of each value head.
     """
@@ -60,7 +60,7 @@ class GatedDeltaSpec:
 
     @property
     def cache(self) -> StateSpec:
-        """What it keeps of a sequence."""
+        """The state of each sequence."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         return StateSpec(
             channels=2 * keys + values,
@@ -74,7 +74,7 @@ class GatedDeltaSpec:
 class GatedDelta:
     """One layer. Axes: T tokens, Y key heads, H value heads, K key size, V value size.
 
-    Ranks share out key heads, with the value heads that each serves.
+    Key heads are sharded over ranks, each with the value heads that it serves.
     """
 
     def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
@@ -109,7 +109,7 @@ class GatedDelta:
     operations = frozenset({"recurrent.conv", "recurrent.gated_delta", "norm.gated_rmsnorm"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply the layer: x (T, hidden)  ->  (T, hidden)."""
         assert ctx.states_of is not None, "a pass without states"
         states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
@@ -130,20 +130,20 @@ class GatedDelta:
         return self._out(ctx, normed.view(len(x), -1))
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of the projections, the convolution, the recurrence and the norm."""
+        """The tensors of the projections, the convolution, the recurrence and the norm."""
         for part in (self._inputs, self._conv, self._decay, self._step_bias, self._out):
             yield from part.sources()
         yield from replicated_source(f"{self._norm_name}.weight", self._norm)
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._inputs.pack()
         self._out.pack()
 
     def _recurrence(
         self, mixed: Tensor, rates: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence takes: q, k, v, decay, beta."""
+        """The inputs of the recurrence: q, k, v, decay, beta."""
         keys = self._key_heads * self._spec.key_size
         q, k = mixed[:, :keys], mixed[:, keys : 2 * keys]
         heads = (len(mixed), self._key_heads, -1)
@@ -154,7 +154,7 @@ class GatedDelta:
 
 
 def _parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:
-    """Queries, keys, values, gates, and both rates: their places in two tensors, by key head."""
+    """Queries, keys, values, gates, and both rates: their layouts in two tensors, by key head."""
     ranks, shared = site.build.tp.ranks, spec.value_heads // spec.key_heads
     values = shared * spec.value_size
     tensors = (

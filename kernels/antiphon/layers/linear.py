@@ -1,4 +1,4 @@
-"""Linear layers: how they are cut over ranks, apart from how their weights are kept (`methods`).
+"""Linear layers: their sharding over ranks, apart from their weight format (`methods`).
 
 Axes: T tokens, I inputs, O outputs.
 """
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLayout:
-    """How a linear lies in its checkpoint's tensor, where it is not the whole of it as it comes.
+    """The layout of a linear in its checkpoint's tensor, if not the whole tensor unchanged.
 
     Attributes:
-        run: Outputs of the tensor are runs of so many, and the linear has the same part of each;
-            None: all outputs are the linear's.
-        first: Where the part begins in a run.
-        runs: How many runs there are.
+        run: The outputs of the tensor are runs of this length, and the linear has the same part of
+            each; None: all outputs are the linear's.
+        first: Offset of the part in a run.
+        runs: Number of runs.
         transposed: Whether the tensor is (inputs, outputs).
-        neighbours: Numbers at the start of each head of which neighbours rotate together; they
-            come to lie in halves, as the rotation here has them.
+        interleaved_size: Elements of each head with interleaved RoPE; they are permuted to the
+            layout of halves that RoPE has here.
         head_size: Of those heads.
     """
 
@@ -50,14 +50,14 @@ class CheckpointLayout:
     head_size: int = 0
 
     def shape(self, field: str, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the checkpoint's `weight` or `bias`."""
+        """The shape of the checkpoint's `weight` or `bias`."""
         outputs = outputs if self.run is None else self.runs * self.run
         if field == "bias":
             return (outputs,)
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def extract(self, field: str, outputs: int, tensor: Tensor) -> Tensor:
-        """The linear's own `weight` (O, I) or `bias` (O,) of the checkpoint's tensor."""
+        """The linear's own `weight` (O, I) or `bias` (O,) from the checkpoint's tensor."""
         if self.transposed and field == "weight":
             tensor = tensor.T
         if self.run is not None:
@@ -85,9 +85,9 @@ class LinearPart:
     Attributes:
         name: Of the checkpoint's linear.
         outputs: Of the whole linear.
-        shards: Equal pieces that it is cut into; fewer than ranks means that neighbours share a
-            piece, as key and value heads do when there are fewer of them than ranks.
-        stored: How it lies in the tensor of that name.
+        shards: Number of equal shards; if fewer than ranks, adjacent ranks have copies of a shard,
+            as with fewer key-value heads than ranks.
+        stored: Its layout in the tensor of that name.
     """
 
     name: str
@@ -100,7 +100,7 @@ class LinearPart:
         return self.outputs // self.shards
 
     def start(self, rank: int, ranks: int) -> int:
-        """First output that a rank keeps."""
+        """The first output that a rank has."""
         return rank * self.shards // ranks * self.piece()
 
 
@@ -112,18 +112,18 @@ def weight_sources(
     method: LinearMethod,
     weights: LinearWeights,
 ) -> Iterator[WeightSource]:
-    """The tensors that a checkpoint keeps the weight of one of its linears in, however it does.
+    """The checkpoint tensors of a linear's weight, in whatever layout it is stored.
 
     Args:
         part: The checkpoint's linear.
         inputs: Of it.
-        cut: What of it goes where.
-        build: Knows how it is stored.
-        method: Puts it into place,
-        weights: here.
+        cut: The slice of it to load, and where to.
+        build: Gives the storage layout.
+        method: Loads the slice
+        weights: into these weights.
 
     Raises:
-        ValueError: A weight of that shape cannot be stored so.
+        ValueError: A weight of that shape cannot be stored in that layout.
     """
     storage = build.storage(part.name)
     if storage is not None:
@@ -194,9 +194,9 @@ def _bounds(part: slice, total: int) -> slice:
 
 
 class ColumnLinear:
-    """Outputs cut over ranks; several of the checkpoint's linears with one input run as one.
+    """A column-parallel linear: outputs are sharded over ranks; may fuse linears of one input.
 
-    `halves`: the parts are a gate and what it gates.
+    `halves`: the parts are a gate and an up projection.
     """
 
     def __init__(
@@ -226,12 +226,12 @@ class ColumnLinear:
         self._weights = method.create(LinearShape(inputs, outputs, bias, halves), build)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O / ranks), the parts side by side."""
+        """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
         return ctx.adapt(self.name, x, self._method.apply(self._weights, x))
 
     @property
     def packed(self) -> CompiledLinear | None:
-        """The whole linear as the CPU's own kernels know it, if they do."""
+        """The whole linear in packed form for the CPU kernels, if it is packed."""
         return None if self._weights.packed is None else self._weights.packed.linear
 
     def sources(self) -> Iterator[WeightSource]:
@@ -248,14 +248,14 @@ class ColumnLinear:
             into += part.piece()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._method.pack(self._weights)
 
 
 class RowLinear:
-    """Inputs cut over ranks; the partial outputs are summed, then the bias is added once.
+    """A row-parallel linear: inputs are sharded over ranks, outputs summed, then the bias added.
 
-    One rank has nothing to sum, so its bias is part of the multiplication.
+    On a single rank there is no sum, and the bias is part of the multiplication.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class RowLinear:
 
     @property
     def packed(self) -> CompiledLinear | None:
-        """The whole linear as the CPU's own kernels know it, if they do; not of several ranks."""
+        """The whole linear in packed form for the CPU kernels, if packed and on a single rank."""
         if self._weights.packed is None or self._tp.ranks > 1:
             return None
         return self._weights.packed.linear
@@ -307,12 +307,12 @@ class RowLinear:
             yield from replicated_source(f"{self.name}.bias", self._bias)
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._method.pack(self._weights)
 
 
 class ReplicatedLinear(ColumnLinear):
-    """Whole on every rank, for small linears whose cut would cost a collective."""
+    """A linear replicated on every rank: for small ones whose sharding would need a collective."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Mamba 2: a short convolution, then a state that decays and takes in each token."""
+"""Mamba 2: a short convolution, then a recurrence with a decaying state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Scales = tuple[float, float, float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Names:
-    """What the checkpoint calls a layer's tensors, after the layer's own name.
+    """Names of a layer's tensors in the checkpoint, relative to the layer.
 
-    `inputs` holds gate, x, B, C and step of each token, in this order; `conv` x, B and C.
+    `inputs` has gate, x, B, C and step of each token, in this order; `conv` x, B and C.
     """
 
     inputs: str = "mamba.in_proj"
@@ -42,18 +42,18 @@ class Mamba2Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
-    """Mamba 2, as Dao and Gu have it (arXiv:2405.21060).
+    """Mamba 2, as by Dao and Gu (arXiv:2405.21060).
 
     Attributes:
-        heads: Each with a decay of its own and `head_size` channels.
+        heads: Each with its own decay and `head_size` channels.
         groups: Of heads that share B and C.
-        state_size: Numbers that a channel keeps.
+        state_size: State elements of a channel.
         taps: Of the convolution.
         input_bias: Of the projection to gate, x, B, C and step.
-        norm_eps: Of the norm of what leaves the recurrence; None: there is none, only the gate.
-        gate_first: Whether the gate multiplies what the norm scales, and not its result.
-        step_limits: Steps are kept within these.
-        scales: Of gate, x, B, C and step as they are projected.
+        norm_eps: Of the norm after the recurrence; None: no norm, only the gate.
+        gate_first: Whether the gate multiplies the input of the norm, not its result.
+        step_limits: Step sizes are clamped to these.
+        scales: Multipliers of the projected gate, x, B, C and step.
     """
 
     heads: int
@@ -77,7 +77,7 @@ class Mamba2Spec:
 
     @property
     def cache(self) -> StateSpec:
-        """What it keeps of a sequence."""
+        """The state of each sequence."""
         return StateSpec(
             channels=self.width,
             shared=2 * self.groups * self.state_size,
@@ -92,7 +92,7 @@ class Mamba2Spec:
 class Mamba2:
     """One layer. Axes: T tokens, H heads, P channels of a head, G groups, N state size.
 
-    Ranks share out heads; B and C of a group are on each rank that has heads of it.
+    Heads are sharded over ranks; B and C of a group are on each rank with heads of the group.
     """
 
     def __init__(self, site: LayerBuildContext, spec: Mamba2Spec) -> None:
@@ -131,12 +131,12 @@ class Mamba2:
 
     @property
     def operations(self) -> frozenset[str]:
-        """The convolution, the recurrence, and the norm if there is one."""
+        """The kernels of the convolution, the recurrence, and the norm if there is one."""
         own = frozenset({"recurrent.conv", "recurrent.ssd"})
         return own if self._norm is None else own | {"norm.gated_rmsnorm"}
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply the layer: x (T, hidden)  ->  (T, hidden)."""
         assert ctx.states_of is not None, "a pass without states"
         states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
@@ -155,7 +155,7 @@ class Mamba2:
         return self._out(ctx, self._leave(ctx, y, gate))
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of the projections, the convolution, the recurrence and the norm."""
+        """The tensors of the projections, the convolution, the recurrence and the norm."""
         parts = (self._inputs, self._conv, self._decay, self._skip, self._step_bias, self._out)
         for part in parts:
             yield from part.sources()
@@ -168,14 +168,14 @@ class Mamba2:
             )
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._inputs.pack()
         self._out.pack()
 
     def _recurrence(
         self, mixed: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence takes: x, dt, a, b, c, d."""
+        """The inputs of the recurrence: x, dt, a, b, c, d."""
         tokens, width = len(mixed), self._heads * self._spec.head_size
         shared = self._groups * self._spec.state_size
         x = mixed[:, :width].view(tokens, self._heads, -1)
@@ -185,7 +185,7 @@ class Mamba2:
         return x, dt, -torch.exp(self._decay.value), b, c, self._skip.value
 
     def _leave(self, ctx: ForwardContext, y: Tensor, gate: Tensor) -> Tensor:
-        """Gate and normalise: y (T, H * P) float32  ->  the same in the model's number format."""
+        """Gate and normalise: y (T, H * P) float32  ->  the same shape in the model's dtype."""
         if self._norm is None:
             return (y * F.silu(gate.float())).to(gate.dtype)
         assert self._spec.norm_eps is not None, "a norm has it"
@@ -195,7 +195,7 @@ class Mamba2:
 
 
 def _parts(site: LayerBuildContext, spec: Mamba2Spec) -> tuple[LinearPart, ...]:
-    """Gate, x, B, C and step: their sizes and places in the one tensor of the checkpoint."""
+    """Gate, x, B, C and step: their sizes and offsets in the checkpoint's tensor."""
     ranks, name = site.build.tp.ranks, site.tensor_name(spec.names.inputs)
     shared = spec.groups * spec.state_size
     sizes = (spec.width, spec.width, shared, shared, spec.heads)

@@ -1,6 +1,6 @@
-"""How a linear's weights are kept and multiplied: each way is a row of `METHODS`.
+"""Weight formats of linears in memory: each is a row of `METHODS`.
 
-The layers own the cut over ranks, a `LinearMethod` owns the representation. Axes: T tokens,
+Layers define the sharding over ranks, a `LinearMethod` the representation. Axes: T tokens,
 I inputs, O outputs.
 """
 
@@ -30,7 +30,7 @@ class LinearShape:
 
     Attributes:
         bias: Whether it has one.
-        halves: Its outputs are a gate and what it gates, as many of each.
+        halves: Its outputs are a gate and an up projection of equal width.
     """
 
     inputs: int
@@ -41,10 +41,10 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """Which part of a whole checkpoint tensor goes where on this rank.
+    """A slice of a checkpoint tensor and its target on this rank.
 
     Attributes:
-        outputs: Rows of the whole tensor that this rank takes.
+        outputs: Rows of the whole tensor that this rank has.
         inputs: Columns of it; a bias has none.
         into: First row of this rank's weight that they fill.
     """
@@ -54,7 +54,7 @@ class RankSlice:
     into: int
 
     def of(self, field: str, tensor: LoadedWeight) -> LoadedWeight:
-        """The part of a `weight` or a `bias`."""
+        """The slice of a `weight` or a `bias`."""
         if field == "weight":
             return slice_weight(tensor, self.outputs, self.inputs)
         return dequantized(tensor)[self.outputs]
@@ -62,32 +62,32 @@ class RankSlice:
 
 @dataclass(slots=True)
 class LinearWeights:
-    """What one linear keeps: tensors as its method names them, or a packed copy."""
+    """The weights of one linear: tensors as its method names them, or a packed copy."""
 
     tensors: dict[str, Tensor]
     packed: PackedWeight | None = None
 
 
 class LinearMethod(Protocol):
-    """How a linear's weights are kept and multiplied."""
+    """How the weights of a linear are stored in memory and multiplied."""
 
     @property
     def invariant(self) -> bool:
-        """Whether a row's bits depend on that row alone, however many are multiplied."""
+        """Whether multiplication is batch-invariant: a row's bits depend on that row alone."""
         ...
 
     def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
-        """Room for the weights of a linear."""
+        """Allocate the weights of a linear."""
         ...
 
     def load(
         self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
     ) -> None:
-        """Put a part of the checkpoint's `weight` or `bias` into place."""
+        """Load a slice of the checkpoint's `weight` or `bias`."""
         ...
 
     def pack(self, weights: LinearWeights) -> None:
-        """Bring loaded weights into the form that `apply` reads; called once, after loading."""
+        """Convert loaded weights to the form that `apply` reads; called once, after loading."""
         ...
 
     def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
@@ -103,19 +103,19 @@ class LinearMethod(Protocol):
         ...
 
     def for_table(self) -> LinearMethod:
-        """The method of a table that is looked up as well as multiplied."""
+        """The method of an embedding table that is multiplied, too."""
         ...
 
     def exact(self) -> LinearMethod:
-        """The method that multiplies as this one does, of weights that are kept as they come."""
+        """The unquantized method that multiplies like this one."""
         ...
 
 
 class PlainLinearMethod:
-    """Weights in the model's own number format, multiplied by torch."""
+    """Weights in the model's dtype, multiplied by torch."""
 
     invariant = False
-    """Measured: in float32, rows fall into classes by their number: 1, 2 and 3, 4 and more."""
+    """Measured: in float32, bits depend on the number of rows: 1, 2 and 3, or 4 and more."""
 
     def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
         """A weight (O, I), and a bias (O,) if there is one."""
@@ -127,19 +127,19 @@ class PlainLinearMethod:
     def load(
         self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
     ) -> None:
-        """Copy the part, converted to the model's number format."""
+        """Copy the slice, converted to the model's dtype."""
         part = dequantized(cut.of(field, tensor))
         weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
 
     def pack(self, weights: LinearWeights) -> None:
-        """Nothing: they are multiplied as they are."""
+        """Do nothing: weights are multiplied as they are."""
 
     def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O)."""
         return F.linear(x, weights.tensors["weight"], weights.tensors.get("bias"))
 
     def apply_wide(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply, rounding to the model's number format on the way."""
+        """Multiply, with an intermediate rounding to the model's dtype."""
         return self.apply(weights, x).float()
 
     def rows(self, weights: LinearWeights, outputs: Tensor) -> Tensor:
@@ -147,27 +147,27 @@ class PlainLinearMethod:
         return F.embedding(outputs, weights.tensors["weight"])
 
     def for_table(self) -> PlainLinearMethod:
-        """The same."""
+        """The same method."""
         return self
 
     def exact(self) -> PlainLinearMethod:
-        """The same."""
+        """The same method."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearMethod:
-    """Weights packed for the CPU's own kernels, in one of their formats."""
+    """Weights packed for the CPU kernels, in one of their formats."""
 
     format: Format
 
     @property
     def invariant(self) -> bool:
-        """They are: the sum of an output runs in one order."""
+        """True: the sum of an output runs in one order."""
         return True
 
     def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
-        """Panels of zeros; the weights are packed as they come, so there is never a second copy."""
+        """Allocate zero panels; weights are packed while loading, so there is no second copy."""
         packed = PackedWeight(
             shape.inputs,
             shape.outputs,
@@ -181,7 +181,7 @@ class PackedLinearMethod:
     def load(
         self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
     ) -> None:
-        """Write the part into the panels, in the model's number format or quantized."""
+        """Write the slice into the panels, in the model's dtype or quantized."""
         assert weights.packed is not None, "created by this method"
         part = cut.of(field, tensor)
         if field != "weight":
@@ -192,14 +192,14 @@ class PackedLinearMethod:
             weights.packed.write(cut.into, dequantized(part))
 
     def pack(self, weights: LinearWeights) -> None:
-        """Nothing: they came packed."""
+        """Do nothing: weights are packed while loading."""
 
     def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O)."""
         return _linear(weights).multiply(x)
 
     def apply_wide(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O) float32, as it was summed."""
+        """Multiply: x (T, I)  ->  (T, O) float32, the unrounded sums."""
         return _linear(weights).multiply_wide(x)
 
     def rows(self, weights: LinearWeights, outputs: Tensor) -> Tensor:
@@ -207,11 +207,11 @@ class PackedLinearMethod:
         return _linear(weights).rows(outputs)
 
     def for_table(self) -> PackedLinearMethod:
-        """Hidden states that are scored keep their precision: only the table is rounded."""
+        """Activations are not quantized when computing logits: only the table is."""
         return PackedLinearMethod("int8") if self.format == "int8_dynamic" else self
 
     def exact(self) -> PackedLinearMethod:
-        """Packed, and not rounded."""
+        """Packed, without quantization."""
         return PackedLinearMethod("packed")
 
 
@@ -221,11 +221,11 @@ METHODS: Mapping[str, LinearMethod] = {
     "int8": PackedLinearMethod("int8"),
     "int8_dynamic": PackedLinearMethod("int8_dynamic"),
 }
-"""Every way, as `model.linear` names them."""
+"""All methods, by their name in `model.linear`."""
 
 
 def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a method of `METHODS` cannot run there, or None."""
+    """Why a method of `METHODS` is not supported there, or None."""
     if name == "plain":
         return None
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries through a bottleneck, keys and values from one latent.
+"""Multi-head latent attention (MLA): low-rank queries, keys and values from one latent.
 
 Axes: T tokens, Q query heads on this rank; the sizes C, O, R and V as in `antiphon.kernels.latent`.
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentNames:
-    """What the checkpoint calls a layer's tensors, after the layer's own name.
+    """Names of a layer's tensors in the checkpoint, relative to the layer.
 
     Attributes:
-        query: From the hidden size to the heads, where queries have no bottleneck.
-        query_down, query_norm, query_up: By way of it, where they have.
+        query: From the hidden size to the heads, where queries are not low-rank.
+        query_down, query_norm, query_up: Through the queries' latent, where they are.
         down, norm, up: To the latent and the rotated key, of the latent, and to the heads.
     """
 
@@ -61,13 +61,13 @@ class LatentSpec:
     """Multi-head latent attention.
 
     Attributes:
-        sizes: Of the whole layer: all its heads.
+        sizes: Of the whole layer with all its heads.
         scale: Of scores.
-        rotary: How the rotated part of queries and keys is.
-        neighbours: Whether the pairs that rotate together are neighbours, not in two halves.
-        query_latent: Size of the queries' bottleneck; None without one.
+        rotary: RoPE of the position part of queries and keys.
+        interleaved_rope: Whether RoPE pairs are adjacent elements, not in two halves.
+        query_latent: Size of the queries' latent; None: queries are not low-rank.
         norm: Of latents.
-        bias: Of the linears that lead down to latents, and of the way out.
+        bias: Of the projections to latents, and of the output projection.
     """
 
     sizes: LatentSizes
@@ -86,12 +86,12 @@ class LatentSpec:
 
     @property
     def cache(self) -> LatentSizes:
-        """What it keeps of each token."""
+        """The cache of each token."""
         return self.sizes
 
 
 class LatentQueries:
-    """Queries of all heads, by way of a bottleneck if there is one."""
+    """Queries of all heads, through a latent if they are low-rank."""
 
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, method, names = site.build, site.method, spec.names
@@ -115,23 +115,23 @@ class LatentQueries:
         return self._up(ctx, x)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of its linears."""
+        """The tensors of its linears."""
         for part in (self._down, self._norm, self._up):
             if part is not None:
                 yield from part.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._up.pack()
         if self._down is not None:
             self._down.pack()
 
 
 class LatentUpProjection:
-    """From a latent to the heads' keys and values, in both forms; a `LatentHeads`.
+    """The projection from a latent to the heads' keys and values, in both forms; a `LatentHeads`.
 
-    The absorbed form multiplies by parts of the same weight, one head at a time and, for keys, the
-    other way round; it keeps a copy of them.
+    The absorbed form multiplies by parts of the same weight, one head at a time and, for keys,
+    transposed; it has a copy of them.
     """
 
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
@@ -144,7 +144,7 @@ class LatentUpProjection:
         self._per_head = sizes.content + sizes.value
         outputs = self._heads * self._per_head
         self._weights = method.create(LinearShape(sizes.latent, outputs, bias=False), build)
-        # What is read back from the weights is rounded already, if the method rounds at all.
+        # Weights that are read back are already quantized, if the method quantizes.
         self._exact = method.exact()
         absorb = LinearShape(sizes.content, sizes.latent, bias=False)
         restore = LinearShape(sizes.latent, sizes.value, bias=False)
@@ -152,19 +152,19 @@ class LatentUpProjection:
         self._restore = [self._exact.create(restore, build) for _ in range(self._heads)]
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Make contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
+        """Compute contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
         return self._method.apply(self._weights, latents).view(len(latents), self._heads, -1)
 
     def absorb(self, content: Tensor) -> Tensor:
-        """Queries that meet latents as `content` would meet keys: (T, Q, C)  ->  (T, Q, R)."""
+        """Project queries so that they attend to latents directly: (T, Q, C)  ->  (T, Q, R)."""
         return self._by_head(self._absorb, content)
 
     def restore(self, mixed: Tensor) -> Tensor:
-        """Values of mixed latents: (T, Q, R)  ->  (T, Q, V)."""
+        """Compute values from attended latents: (T, Q, R)  ->  (T, Q, V)."""
         return self._by_head(self._restore, mixed)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
+        """The weight."""
         outputs = self._heads * self._per_head
         first = self._tp.rank * outputs
         cut = RankSlice(slice(first, first + outputs), slice(None), into=0)
@@ -174,7 +174,7 @@ class LatentUpProjection:
         )
 
     def pack(self) -> None:
-        """Called once the weight is loaded."""
+        """Prepare the weight for both forms; called once it is loaded."""
         self._method.pack(self._weights)
         outputs = torch.arange(self._per_head, device=self._device)
         for head in range(self._heads):
@@ -196,7 +196,7 @@ class LatentUpProjection:
 
 
 class LatentAttention:
-    """Attention whose cache holds one latent and one rotated key a token, for all heads."""
+    """Attention whose cache has one latent and one rotated key a token, for all heads."""
 
     operations = frozenset({"norm.rmsnorm", "attention.paged"})
 
@@ -223,10 +223,10 @@ class LatentAttention:
             build=build,
             method=site.method,
         )
-        self._manner = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
+        self._params = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply attention: x (T, hidden)  ->  (T, hidden)."""
         sizes = self._spec.sizes
         q = self._query(ctx, x).view(len(x), self._heads, -1)  # (T, Q, C + O)
         content, turned = q[..., : sizes.content], q[..., sizes.content :]
@@ -237,24 +237,24 @@ class LatentAttention:
             self._layer,
             torch.cat((content, self._halves(turned)), dim=2),
             torch.cat((self._norm(ctx, latents.contiguous()), self._halves(shared)), dim=1),
-            self._manner,
+            self._params,
         )
         return self._out(ctx, mixed.flatten(1))
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all parts."""
+        """The tensors of all parts."""
         for part in (self._query, self._down, self._norm, self._up, self._out):
             yield from part.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for part in (self._query, self._down, self._up, self._out):
             part.pack()
 
     def _halves(self, turned: Tensor) -> Tensor:
-        """Firsts of all pairs, then seconds: queries and keys alike, so their products stay.
+        """Permute interleaved pairs to halves, in queries and keys alike: their products are equal.
 
-        Of the outputs and not of the weights: those may be rounded in blocks.
+        Of the outputs and not of the weights: those may be quantized in blocks.
         """
         if not self._spec.interleaved_rope:
             return turned

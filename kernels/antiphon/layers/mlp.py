@@ -26,10 +26,10 @@ class GatedMlpSpec:
     Attributes:
         width: Outputs of the gate.
         bias: Whether the three linears have one.
-        gate, up, down: The checkpoint's names, after the layer's; with one name for gate and up
-            they lie in one tensor, the gate first.
-        scale_gate: What the gate is multiplied by before its activation.
-        scale_out: What the result is multiplied by.
+        gate, up, down: Names in the checkpoint, relative to the layer; one name for gate and up
+            means a fused tensor, the gate first.
+        scale_gate: Multiplier of the gate before its activation.
+        scale_out: Multiplier of the result.
     """
 
     width: int
@@ -43,7 +43,7 @@ class GatedMlpSpec:
 
 
 class GatedMlp:
-    """A gated block, gate and up as one linear."""
+    """A gated block, with gate and up as one linear."""
 
     def __init__(self, site: LayerBuildContext, spec: GatedMlpSpec) -> None:
         build = site.build
@@ -83,17 +83,17 @@ class GatedMlp:
 
     @property
     def operations(self) -> frozenset[str]:
-        """The gate's."""
+        """The kernel of the gate."""
         silu = self._activation == "silu"
         return frozenset({"activation.silu_mul" if silu else "activation.gate"})
 
     @property
     def fusable(self) -> bool:
-        """Whether its gate is the one that the CPU's own kernels know."""
+        """Whether the CPU kernels support its gate."""
         return self._activation == "silu" and self._scales == (1.0, 1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply the block: x (T, hidden)  ->  (T, hidden)."""
         both = self._gate_up(ctx, x)
         if self.fusable:
             return self._down(ctx, ctx.ops.silu_mul(both))
@@ -108,17 +108,17 @@ class GatedMlp:
 
     @property
     def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
-        """Gate and up, and down, as the CPU's own kernels know them, if they do."""
+        """Gate and up, and down, in packed form for the CPU kernels, if they are packed."""
         gate_up, down = self._gate_up.packed, self._down.packed
         return None if gate_up is None or down is None else (gate_up, down)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of the three linears."""
+        """The tensors of the three linears."""
         yield from self._gate_up.sources()
         yield from self._down.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._gate_up.pack()
         self._down.pack()
 
@@ -130,8 +130,8 @@ class PlainMlpSpec:
     Attributes:
         width: Outputs of the first linear.
         bias: Whether both linears have one.
-        transposed: Whether the checkpoint keeps weights as (inputs, outputs).
-        up, down: The checkpoint's names, after the layer's.
+        transposed: Whether weights in the checkpoint are (inputs, outputs).
+        up, down: Names in the checkpoint, relative to the layer.
     """
 
     width: int
@@ -171,15 +171,15 @@ class PlainMlp:
     operations = frozenset({"activation.plain"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply the block: x (T, hidden)  ->  (T, hidden)."""
         return self._down(ctx, ctx.ops.activate(self._up(ctx, x), self._activation))
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of both linears."""
+        """The tensors of both linears."""
         yield from self._up.sources()
         yield from self._down.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         self._up.pack()
         self._down.pack()

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, the experts that it sends a token to, and what all share."""
+"""Mixture of experts: a router, the routed experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A router, the experts that it chooses from, and what all tokens share.
+    """A router, its experts and an optional shared expert.
 
-    Names of tensors follow the layer's.
+    Names of tensors are relative to the layer.
 
     Attributes:
         router: Name of the linear that scores the experts.
-        router_bias: Whether that has one.
-        correction: Name of the bias that counts in the choice alone; None without one.
-        shared: The block that every token goes through besides; None without one.
-        shared_gate: Name of the linear whose sigmoid says how much of that counts; None: all.
+        router_bias: Whether it has a bias.
+        correction: Name of the bias that affects only the selection; None without one.
+        shared: The shared expert, which processes every token; None without one.
+        shared_gate: Name of the linear whose sigmoid scales the shared expert's output; None: no
+            scaling.
     """
 
     routing: RoutingSpec
@@ -48,7 +49,7 @@ class MoeSpec:
 
 
 class Router:
-    """Scores the experts, in float32: a near tie that is rounded sends a token elsewhere."""
+    """Scores the experts, in float32: rounding could send a token elsewhere on a near tie."""
 
     operations = frozenset({"moe.route"})
 
@@ -65,12 +66,12 @@ class Router:
             self._correction_name = site.tensor_name(spec.correction)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose: x (T, D)  ->  experts (T, K) int64 and their shares (T, K) float32."""
+        """Route: x (T, D)  ->  experts (T, K) int64 and their weights (T, K) float32."""
         logits = self._method.apply(self._weights, x.float())
         return ctx.ops.route(logits, self._correction, self._spec.routing)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight and biases."""
+        """The weight and the biases."""
         yield self._source("weight", self._size)
         if self._spec.router_bias:
             yield self._source("bias", self._size[:1])
@@ -79,7 +80,7 @@ class Router:
             yield WeightSource(name, self._size[:1], lambda tensor: void(kept.copy_(tensor)))
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Do nothing: the weight is multiplied as loaded."""
         self._method.pack(self._weights)
 
     def _source(self, field: str, size: tuple[int, ...]) -> WeightSource:
@@ -92,7 +93,7 @@ class Router:
 
 
 class MixtureOfExperts:
-    """A feed-forward part of many, of which each token meets a few. Axes: T tokens, D hidden."""
+    """A mixture of experts. Axes: T tokens, D hidden size."""
 
     def __init__(self, site: LayerBuildContext, spec: MoeSpec) -> None:
         self._router = Router(site, spec)
@@ -111,12 +112,12 @@ class MixtureOfExperts:
 
     @property
     def operations(self) -> frozenset[str]:
-        """Those of all parts."""
+        """The kernels of all parts."""
         shared = frozenset[str]() if self._shared is None else self._shared.operations
         return self._router.operations | self._experts.operations | shared
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, D)  ->  (T, D)."""
+        """Apply the block: x (T, D)  ->  (T, D)."""
         chosen, shares = self._router(ctx, x)
         routed = ctx.tp.all_reduce(self._experts(ctx, x, chosen, shares))
         if self._shared is None:
@@ -127,13 +128,13 @@ class MixtureOfExperts:
         return routed + shared
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all parts."""
+        """The tensors of all parts."""
         for part in (self._router, self._experts, self._shared, self._gate):
             if part is not None:
                 yield from part.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for part in (self._router, self._experts, self._shared, self._gate):
             if part is not None:
                 part.pack()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from antiphon.layers.context import ForwardContext
 
 NormKind = Literal["rms", "rms_wide", "rms_one_plus", "layer"]
-"""`rms` rounds to the model's number format before its weight multiplies, `rms_wide` after it;
-`rms_one_plus` is wide and multiplies by one and the weight; `layer` subtracts the mean as well."""
+"""`rms` rounds to the model's dtype before multiplying by its weight, `rms_wide` after that;
+`rms_one_plus` is wide and multiplies by 1 + weight; `layer` subtracts the mean as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class NormSpec:
 
     Attributes:
         eps: Added inside the root.
-        bias: Whether a `layer` norm adds one.
+        bias: Whether a `layer` norm has a bias.
         affine: Whether it has a weight at all.
     """
 
@@ -38,7 +38,7 @@ class NormSpec:
 
 
 class Norm(Protocol):
-    """A normalisation of rows, whole on every rank."""
+    """A normalisation of rows, replicated on every rank."""
 
     @property
     def operations(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Norm(Protocol):
         ...
 
     def sources(self) -> Iterator[WeightSource]:
-        """The checkpoint's tensors that it takes."""
+        """The checkpoint's tensors that it loads."""
         ...
 
 
@@ -70,7 +70,7 @@ def build_norm(spec: NormSpec, name: str, size: int, build: BuildContext) -> Nor
 
 
 class RmsNorm:
-    """Root-mean-square norm, rounded before the weight multiplies."""
+    """RMSNorm, rounded before multiplying by the weight."""
 
     operations = frozenset({"norm.rmsnorm", "norm.add_rmsnorm"})
 
@@ -82,7 +82,7 @@ class RmsNorm:
 
     @property
     def weight(self) -> Tensor:
-        """What it multiplies by, (size,)."""
+        """The weight, (size,)."""
         return self._weight
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
@@ -94,13 +94,13 @@ class RmsNorm:
         return ctx.ops.add_rmsnorm(x, residual, self._weight, self.eps)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
+        """The weight."""
         if self._affine:
             yield from replicated_source(f"{self.name}.weight", self._weight)
 
 
 class WideRmsNorm:
-    """Root-mean-square norm that is rounded once, after the weight multiplied."""
+    """RMSNorm, rounded once, after multiplying by the weight."""
 
     operations = frozenset({"norm.rmsnorm_wide"})
 
@@ -108,7 +108,7 @@ class WideRmsNorm:
         self.name = name
         self._eps = spec.eps
         self._plus = 1.0 if spec.kind == "rms_one_plus" else 0.0
-        # One plus a small weight has more digits than the weight has.
+        # In float32: one plus a small weight needs more digits than the weight.
         self._weight = torch.ones(size, dtype=torch.float32, device=build.device)
         self._affine = spec.affine
 
@@ -122,7 +122,7 @@ class WideRmsNorm:
         return self(ctx, total), total
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
+        """The weight."""
         if self._affine:
             yield WeightSource(f"{self.name}.weight", tuple(self._weight.shape), self._load)
 
@@ -131,7 +131,7 @@ class WideRmsNorm:
 
 
 class LayerNorm:
-    """Norm of mean and variance."""
+    """LayerNorm over mean and variance."""
 
     operations = frozenset({"norm.layernorm"})
 
@@ -151,7 +151,7 @@ class LayerNorm:
         return self(ctx, total), total
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight and its bias."""
+        """The weight and the bias."""
         for field, tensor in (("weight", self._weight), ("bias", self._bias)):
             if tensor is not None:
                 yield from replicated_source(f"{self.name}.{field}", tensor)

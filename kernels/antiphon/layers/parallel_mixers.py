@@ -1,4 +1,4 @@
-"""Several mixers that see the same stream, and whose results are added."""
+"""Parallel mixers: several mixers read the same stream, and their outputs are added."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import WeightSource
 
 BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
-"""What may be a branch."""
+"""A mixer that may be a branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerBranch:
-    """A mixer, what the stream is multiplied by before it, and what its result is."""
+    """A mixer with multipliers of its input and output."""
 
     mixer: BranchSpec
     scale_in: float = 1.0
@@ -33,7 +33,7 @@ class MixerBranch:
 
 @dataclass(frozen=True, slots=True)
 class ParallelMixersSpec:
-    """Mixers that each keep another kind of thing."""
+    """Parallel mixers, each with its own kind of cache."""
 
     branches: tuple[MixerBranch, ...]
 
@@ -51,11 +51,11 @@ class ParallelMixers:
 
     @property
     def operations(self) -> frozenset[str]:
-        """Those of all branches."""
+        """The kernels of all branches."""
         return frozenset[str]().union(*(block.operations for _, block in self._branches))
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
+        """Apply all branches: x (T, hidden)  ->  (T, hidden)."""
         total: Tensor | None = None
         for branch, block in self._branches:
             y = block(ctx, x if branch.scale_in == 1.0 else x * branch.scale_in)
@@ -65,11 +65,11 @@ class ParallelMixers:
         return total
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all branches."""
+        """The tensors of all branches."""
         for _, block in self._branches:
             yield from block.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for _, block in self._branches:
             block.pack()

@@ -1,4 +1,4 @@
-"""Norms of queries and keys."""
+"""QK norms: norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class QkNorm(Protocol):
-    """Norms of queries and keys. Axes: T tokens, Q query heads, H kv heads, D head size."""
+    """QK norms. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
     @property
     def kernel(self) -> QkNormWeights | None:
-        """What the kernel that rotates the heads normalises them with; None: this layer does."""
+        """Weights for the fused QK norm and RoPE kernel; None: this layer normalises."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class QkNorm(Protocol):
         ...
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
-        """Normalise what the kernel does not: (T, Q + 2 H, D)  ->  (T, Q + 2 H, D)."""
+        """Normalise, unless the kernel does: (T, Q + 2 H, D)  ->  (T, Q + 2 H, D)."""
         ...
 
     def sources(self) -> Iterator[WeightSource]:
@@ -44,7 +44,7 @@ class QkNorm(Protocol):
 
 
 def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> QkNorm:
-    """The norms that a spec of attention asks for."""
+    """The QK norms of an attention spec."""
     if spec.qk_norm_over == "token":
         return PerTokenQkNorm(site, spec, norm)
     if norm.kind == "rms":
@@ -53,7 +53,7 @@ def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) 
 
 
 class FusedQkNorm:
-    """Root-mean-square norms of each head, which the kernel knows."""
+    """RMSNorm of each head, applied by the fused kernel."""
 
     operations: frozenset[str] = frozenset()
 
@@ -66,7 +66,7 @@ class FusedQkNorm:
         self.kernel = QkNormWeights(query.weight, key.weight, norm.eps)
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
-        """Nothing: the kernel does it."""
+        """Do nothing: the fused kernel normalises."""
         return heads
 
     def sources(self) -> Iterator[WeightSource]:
@@ -89,7 +89,7 @@ class PerHeadQkNorm:
         self.operations = self._query.operations
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
-        """Normalise each head by itself."""
+        """Normalise each head separately."""
         q, k, v = _parted(heads, self._groups)
         return torch.cat((self._query(ctx, q), self._key(ctx, k), v), dim=1)
 
@@ -100,9 +100,9 @@ class PerHeadQkNorm:
 
 
 class PerTokenQkNorm:
-    """Root-mean-square norms of all queries of a token, and of all its keys.
+    """RMSNorm over all queries of a token, and over all its keys.
 
-    Each rank has a part of the heads, so that the mean square is summed over ranks.
+    Heads are sharded over ranks, so the mean square is summed over ranks.
     """
 
     kernel = None
@@ -112,7 +112,7 @@ class PerTokenQkNorm:
         assert norm.kind in ("rms", "rms_wide"), "no other kind is cut over ranks"
         build, ranks = site.build, site.build.tp.ranks
         if spec.kv_heads % ranks:
-            # Copied heads would be counted twice.
+            # Replicated heads would be counted twice.
             raise ValueError(f"{site.name}: {spec.kv_heads} normalised key heads on {ranks} ranks")
         self._eps = norm.eps
         self._wide = norm.kind == "rms_wide"

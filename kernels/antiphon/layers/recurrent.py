@@ -1,4 +1,4 @@
-"""What layers with a recurrent state have in common: small weights, cut by head."""
+"""Shared parts of layers with a recurrent state: small weights, sharded by head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HeadVector:
-    """A number of each head, kept in float32: this rank's heads."""
+    """A float32 scalar for each head of this rank."""
 
     def __init__(self, site: LayerBuildContext, tensor: str, heads: int) -> None:
         tp = site.build.tp
@@ -36,7 +36,7 @@ class HeadVector:
 
 
 class ShortConv:
-    """The taps of a causal convolution whose channels are outputs of linears, side by side."""
+    """The weight of a causal convolution whose channels are concatenated outputs of linears."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the parts of a decoder layer have in common: where one is built, and what it can do.
+"""The common interface of a layer's parts, and the context in which they are built.
 
 A kind of sublayer is a frozen spec beside the class that computes it; the class is built from a
 `LayerBuildContext` and its spec, and is a `Sublayer`.
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBuildContext:
-    """Where in a model a part is built.
+    """The position of a part in the model that is being built.
 
     Attributes:
         layer: Index of its layer.
-        name: Of its layer in the checkpoint; specs name their tensors after it.
+        name: Of its layer in the checkpoint; names in specs are relative to it.
         hidden: Width of the residual stream.
-        method: How its linears are kept.
+        method: Weight format of its linears.
     """
 
     layer: int
@@ -37,12 +37,12 @@ class LayerBuildContext:
     method: LinearMethod
 
     def tensor_name(self, tensor: str) -> str:
-        """The checkpoint's name of one of the layer's tensors."""
+        """The full name in the checkpoint of one of the layer's tensors."""
         return f"{self.name}.{tensor}"
 
 
 class Sublayer(Protocol):
-    """A mixer or a feed-forward part: it transforms the stream, and what it gives is added."""
+    """A mixer or a feed-forward block, whose output is added to the residual stream."""
 
     @property
     def operations(self) -> frozenset[str]:
@@ -50,13 +50,13 @@ class Sublayer(Protocol):
         ...
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden), the same on every rank."""
+        """Apply the block: x (T, hidden)  ->  (T, hidden), the same on every rank."""
         ...
 
     def sources(self) -> Iterator[WeightSource]:
-        """The checkpoint's tensors that it takes."""
+        """The checkpoint's tensors that it loads."""
         ...
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         ...

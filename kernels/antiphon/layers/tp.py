@@ -1,4 +1,4 @@
-"""Tensor parallelism as a layer sees it: who I am, and two collectives."""
+"""Tensor parallelism for layers: the rank, and two collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tp(Protocol):
-    """The ranks that hold one layer together."""
+    """The tensor-parallel group that shards a layer."""
 
     @property
     def rank(self) -> int:
@@ -21,7 +21,7 @@ class Tp(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class Tp(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, side by side along the last dimension."""
+        """All ranks' `x`, concatenated along the last dimension."""
         ...
 
 
@@ -62,7 +62,7 @@ class GroupRank:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, side by side along the last dimension."""
+        """All ranks' `x`, concatenated along the last dimension."""
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         self._group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=-1)

@@ -1,4 +1,4 @@
-"""What a layer wants from a checkpoint, said before anything is read."""
+"""The checkpoint tensors that a layer loads, declared before anything is read."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from antiphon.layers.tp import Tp
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What weights are in that are stored as they are."""
+"""Dtypes of weights that are not quantized."""
 ANY = -1
-"""A length of an axis that nobody knows before."""
+"""A length that is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """One tensor of a checkpoint and the layer that takes it.
+    """One tensor of a checkpoint and the layer that loads it.
 
     Attributes:
-        name: As the checkpoint calls it.
-        shape: Of the whole tensor, whatever part of it this rank keeps; a length may be `ANY`.
-        load: Copies this rank's part of the whole tensor into place.
-        dtypes: Number formats that it may have.
+        name: In the checkpoint.
+        shape: Of the whole tensor, whatever part of it this rank has; a length may be `ANY`.
+        load: Copies this rank's part of the whole tensor.
+        dtypes: Allowed dtypes.
     """
 
     name: str
@@ -39,7 +39,7 @@ class WeightSource:
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape is one; a single number may have no axis."""
+        """Whether a tensor of this shape matches; a scalar may have no axis."""
         found = shape or (1,)
         pairs = zip(found, self.shape, strict=False)
         return len(found) == len(self.shape) and all(want in (have, ANY) for have, want in pairs)
@@ -47,10 +47,10 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What every layer is built with: where its weights live, and which part of them.
+    """The context in which every layer is built: the rank, dtype and device of its weights.
 
-    `quantization` says which linears the checkpoint stores otherwise than in plain numbers; unset:
-    none. `cache_dtype` is what keys and values are kept in; unset: what the model computes in.
+    `quantization` gives the linears that the checkpoint quantizes; unset: none. `cache_dtype` is
+    the dtype of the KV cache; unset: that of the model.
     """
 
     tp: Tp
@@ -61,36 +61,36 @@ class BuildContext:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Number format of keys and values in the cache."""
+        """Dtype of keys and values in the cache."""
         return self.cache_dtype or self.dtype
 
     def storage(self, name: str) -> StorageLayout | None:
-        """How a linear of the checkpoint is stored; None: in plain numbers."""
+        """The storage layout of a linear of the checkpoint; None: not quantized."""
         return None if self.quantization is None else self.quantization.storage(name)
 
     def method(self, names: Iterable[str], plain: LinearMethod) -> LinearMethod:
-        """What keeps a linear made of the checkpoint's: `plain` if one of them is stored so."""
+        """The method of a linear made of these: `plain`, unless all of them are quantized."""
         if self.quantization is None or any(self.storage(name) is None for name in names):
             return plain
         return self.quantization.method
 
     def empty(self, *size: int) -> Tensor:
-        """Room for a weight, not yet loaded."""
+        """Allocate a weight, uninitialised."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def share(self, size: int, what: str) -> int:
-        """This rank's part of a dimension.
+        """This rank's share of a dimension.
 
         Raises:
-            ValueError: The ranks cannot cut it evenly.
+            ValueError: It is not divisible by the number of ranks.
         """
         if size % self.tp.ranks:
-            raise ValueError(f"{what}: {size} cannot be cut evenly over {self.tp.ranks} ranks")
+            raise ValueError(f"{what}: {size} is not divisible by {self.tp.ranks} ranks")
         return size // self.tp.ranks
 
 
 def replicated_source(name: str, weight: Tensor) -> Iterator[WeightSource]:
-    """The source of a weight that every rank keeps whole."""
+    """The source of a weight that is replicated on every rank."""
     yield WeightSource(name, tuple(weight.shape), lambda tensor: void(weight.copy_(tensor)))
 
 

@@ -1,1 +1,1 @@
-"""Kernels for the CPU in C++, built once per installation; without them the references run."""
+"""CPU kernels in C++, built once per installation; without them the torch references run."""

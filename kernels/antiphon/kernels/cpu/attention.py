@@ -1,4 +1,4 @@
-"""Attention over the paged cache, in C++: csrc/attention.h."""
+"""Paged attention in C++: csrc/attention.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.attention import AttentionMetadata
 
 CompiledMetadata = NewType("CompiledMetadata", object)
-"""`Rows` of the library: checked, and cut into the tasks of its threads."""
+"""`Rows` of the CPU extension: validated, and split into tasks for its threads."""
 
 
 def paged_attention(

@@ -1,4 +1,4 @@
-"""The `cpu` rows of operations."""
+"""The `cpu` backend of operations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from antiphon.kernels.op import Backend
 
 
 def cpu(target: str) -> Backend:
-    """A row that runs `target`, a `module:function`.
+    """A backend that runs `target`, a `module:function`.
 
-    All of them are invariant: a row is computed in an order that depends on that row alone.
+    All CPU kernels are batch-invariant: the order of computing a row depends on that row alone.
     """
     return Backend("cpu", target, extension.unsupported_reason, invariant=True)

@@ -1,7 +1,7 @@
-"""Compile the C++ kernels for this Python, this torch and this machine.
+"""Compiles the C++ kernels for this Python, this torch and this machine.
 
 `python -m antiphon.kernels.cpu.build`, run by `make setup` and when an image is built, never by a
-serving process. The library lies in the environment that torch is installed in, under a name made
+serving process. The library is stored in the environment that torch is installed in, under a hash
 of everything that it depends on, so that a stale one is never loaded.
 """
 
@@ -30,13 +30,13 @@ KEPT_S = 3600.0
 MODULE = "antiphon_cpu_kernels"
 ARITHMETIC_FLAGS = (
     *("-std=c++20", "-O3"),
-    # A product is added unrounded where the source says so, and nowhere else.
+    # Fused multiply-add only where the source asks for it.
     "-ffp-contract=off",
 )
 FLAGS = (
     *ARITHMETIC_FLAGS,
     *("-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"),
-    # https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593: intrinsics of GCC 12 warn of themselves.
+    # https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593: GCC 12 warns about its own intrinsics.
     *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
     f"-DTORCH_EXTENSION_NAME={MODULE}",
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
@@ -47,25 +47,25 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 class CannotBuild(Exception):
-    """The kernels cannot be compiled here; the message says what is missing."""
+    """The kernels cannot be compiled here; the message names what is missing."""
 
 
 def library() -> Path:
-    """Where the library of these very sources is, once it is built."""
+    """The path of the library of these sources, once it is built."""
     return CACHE_FOLDER / f"kernels-{_digest(*map(_object_key, _units()))}.so"
 
 
 def version() -> str:
-    """Name the arithmetic of these sources: equal on all machines that were given the same."""
+    """A hash of the sources, equal on all machines that have the same."""
     texts = (path.read_text("utf-8") for path in sorted(SOURCES.iterdir()))
     return _digest(*ARITHMETIC_FLAGS, *texts)[:_VERSION_DIGITS]
 
 
 def build() -> Path:
-    """Compile what is not there yet, and return the library. Files appear whole or not at all.
+    """Compile what is missing, and return the library. Files are written atomically.
 
     Raises:
-        CannotBuild: No compiler, no Python headers, or the compiler refused.
+        CannotBuild: There is no compiler, there are no Python headers, or compiling failed.
     """
     if (built := library()).exists():
         return built
@@ -81,7 +81,7 @@ def build() -> Path:
 
 
 def main() -> int:
-    """Build, or say in one line why not. Returns the exit status."""
+    """Build, or print in one line why not. Returns the exit status."""
     try:
         built = build()
     except CannotBuild as error:
@@ -96,13 +96,13 @@ def _units() -> list[Path]:
 
 
 def _object_key(unit: Path) -> str:
-    """Name everything that an object depends on but the compiler, any of which will do."""
+    """A hash of everything that an object depends on, except for the compiler."""
     about = (torch.__version__, sysconfig.get_config_var("SOABI"), *FLAGS)
     return _digest(*about, *(path.read_text("utf-8") for path in sorted(_closure(unit))))
 
 
 def _closure(path: Path, seen: frozenset[Path] = frozenset()) -> frozenset[Path]:
-    """A source and all of ours that it includes."""
+    """A source and all our headers that it includes, directly or not."""
     seen |= {path}
     for name in _INCLUDE.findall(path.read_text("utf-8")):
         if (included := SOURCES / name) not in seen:
@@ -111,7 +111,7 @@ def _closure(path: Path, seen: frozenset[Path] = frozenset()) -> frozenset[Path]
 
 
 def _forget_old(used: set[Path]) -> None:
-    """Delete what nobody built of late; younger files may be of a build that is still going on."""
+    """Delete old unused files; younger ones may belong to a concurrent build."""
     for path in CACHE_FOLDER.glob("*-*.*o"):
         if path not in used and time.time() - path.stat().st_mtime > KEPT_S:
             path.unlink(missing_ok=True)

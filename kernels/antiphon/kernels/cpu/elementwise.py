@@ -1,6 +1,6 @@
 """The small operations between linears and attention, in C++: csrc/elementwise.h.
 
-Each rounds where its reference rounds, and differs from it in the order in which a norm sums the
+Each rounds where its reference rounds; they differ from it in the order in which a norm sums
 squares and in the last bits of an exponential.
 """
 

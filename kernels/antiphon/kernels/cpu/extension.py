@@ -1,4 +1,4 @@
-"""The compiled kernels, loaded once, or one sentence that says why there are none."""
+"""Loads the CPU extension once, or gives the reason why there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @cache
 def load() -> ModuleType:
-    """The module of the kernels. Nothing is compiled here.
+    """The compiled extension module. Nothing is compiled here.
 
     Raises:
         ImportError: There is none for these sources, this torch and this processor.
@@ -45,18 +45,18 @@ def unavailable_reason() -> str | None:
 
 
 def kernel_cpu_s() -> float:
-    """Processor time that threads which call kernels have spent in them, in seconds.
+    """CPU time that threads calling kernels have spent in them, in seconds.
 
-    The other threads of torch's pool, which help them, are not counted.
+    The threads of torch's pool that help them are not counted.
     """
     return load().kernel_cpu_s() if unavailable_reason() is None else 0.0
 
 
 def numerics_info() -> dict[str, str]:
-    """What the bits of a result depend on in this process, beside its operands.
+    """What determines the bits of a result in this process, apart from its operands.
 
-    Sums are as wide as an instruction set's registers, and some of its products round otherwise;
-    what has no kernel of ours, torch computes by an instruction set of its own choice.
+    Sums are as wide as an instruction set's registers, and some of its products round differently;
+    where there is no kernel of ours, torch chooses an instruction set itself.
     """
     ours = unavailable_reason() is None
     return {
@@ -67,7 +67,7 @@ def numerics_info() -> dict[str, str]:
 
 
 def unsupported_reason(device: DeviceCapability) -> str | None:
-    """What a device lacks to run them: the `needs` of every `cpu` row."""
+    """The requirement that a device lacks, or None: the `needs` of every `cpu` backend."""
     if device.kind != "cpu":
         return "it runs on the CPU only"
     if device.dtype not in (torch.bfloat16, torch.float32):

@@ -1,6 +1,6 @@
-"""A decoder as one call a step, in C++: csrc/stack.h.
+"""The fused decoder: one C++ call for all layers of a forward pass: csrc/stack.h.
 
-Axes: T tokens, L tokens whose logits are wanted, V vocabulary.
+Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedDecoderLayer:
-    """What one layer computes with: packed linears, and norms (hidden,).
+    """The weights of one layer: packed linears, and norms (hidden,).
 
     Attributes:
-        qkv: hidden -> queries, keys and values side by side.
+        qkv: hidden -> queries, keys and values, concatenated.
         gate_up: hidden -> gate and up, packed in halves.
     """
 
@@ -45,10 +45,10 @@ class FusedDecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingAndHead:
-    """What comes before the layers and after them.
+    """The embedding before the layers and the head after them.
 
     Attributes:
-        embedding: A linear whose outputs' weights are the embeddings, or a table (V, hidden).
+        embedding: A packed linear whose weights are the embeddings, or a table (V, hidden).
         head: hidden -> logits.
     """
 
@@ -57,15 +57,16 @@ class EmbeddingAndHead:
 
 
 class FusedDecoderOutput(NamedTuple):
-    """What a pass with logits leaves.
+    """The output of a forward pass with logits.
 
     Attributes:
-        hidden: (T, hidden), normalised. A bare result has neither this nor logits, if all is
-            finite.
-        finite: (T,) bool, whether all of a token's numbers are; None: all of all are.
+        hidden: (T, hidden), normalised. With `argmax_only` neither this nor logits are set, if all
+            is finite.
+        finite: (T,) bool, whether all of a token's elements are finite; None: all of all tokens
+            are.
         logits: (L, V) float32.
         logits_finite: (L,) bool, as `finite`.
-        likeliest: (L,) int32, the first of the highest logits; None: nobody has looked.
+        argmax: (L,) int32, the first of the highest logits; None: not computed.
     """
 
     hidden: Tensor
@@ -76,10 +77,11 @@ class FusedDecoderOutput(NamedTuple):
 
 
 class FusedDecoder:
-    """Layers and the final norm, and with `ends` all that lies between ids and logits.
+    """Layers and the final norm, and with `ends` everything between ids and logits.
 
-    A row's bits are those of the single `cpu` operations. A step's weights drive all else out of
-    the caches, so that a call costs many times its work: the fewer, the better.
+    The bits of a row equal those of the separate `cpu` operations. The weights of a step evict all
+    else from the CPU caches, so that a Python call costs many times its work: the fewer, the
+        better.
     """
 
     def __init__(
@@ -120,10 +122,10 @@ class FusedDecoder:
     def __call__(
         self, residual: Tensor, turns: TokenCosSin, groups: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a pass.
+        """Run a forward pass.
 
         residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
-        of a token's numbers are finite; None: all of all are
+        of a token's elements are finite; None: all of all tokens are
         """
         compiled = [rows.compile() for rows in groups]
         return self._compiled.forward(residual, turns.cos, turns.sin, turns.positions, compiled)
@@ -137,12 +139,12 @@ class FusedDecoder:
         *,
         argmax_only: bool = False,
     ) -> FusedDecoderOutput:
-        """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising.
+        """Run a forward pass from ids (T,) to logits of the tokens `logit_indices` (L,), ascending.
 
-        Who wants the likeliest tokens alone asks for a `bare` result, and is spared the tensors.
+        With `argmax_only` the result need not contain hidden states and logits.
         """
         assert self.scores, "made with ends"
-        # Made for this pass: the stack keeps them, and moves them on.
+        # Not cached: the C++ decoder keeps them, and advances them in `decode_next`.
         compiled = [rows.compile() for rows in groups]
         turned = turns.cos, turns.sin, turns.positions
         return FusedDecoderOutput(
@@ -155,10 +157,10 @@ class FusedDecoder:
         tables: tuple[NDArray[np.int32], ...],
         argmax_only: bool = False,  # by name it would cost more
     ) -> FusedDecoderOutput | None:
-        """Run the pass before once more, each row one token further.
+        """Run the next decode step of the previous pass, each row one token further.
 
-        The rows, their rotation and all room are still there, so that nothing is made anew.
-        Nothing that a pass has given changes by this.
+        Rows, positions and scratch memory of the previous pass are reused. Earlier results do not
+        change.
 
         Args:
             ids: (T,)
@@ -166,12 +168,12 @@ class FusedDecoder:
             argmax_only: As in `score`.
 
         Returns:
-            What `score` would give; None where only that can tell: after another pass than one of
-            rows of one token each with logits of all, after one that raised, with another number
-            of ids, or beyond the known angles.
+            The result of `score`; None where only `score` can compute it: if the previous pass had
+            rows of several tokens or without logits, or raised, if the number of ids differs, or
+            beyond the computed cosines and sines.
 
         Raises:
-            IndexError: An id is none.
+            IndexError: An id is out of range.
             RuntimeError: A row reads or writes a token that has no page.
         """
         scored = self._compiled.decode_next(ids, tables, argmax_only)

@@ -1,6 +1,6 @@
-"""Packed linears: one copy of the weights, read at the speed of memory by any number of rows.
+"""Packed linears: one copy of the weights, read at memory bandwidth for any number of rows.
 
-A weight is cut into panels of 32 outputs, each with its inputs in the order in which the kernel
+A weight is split into panels of 32 outputs, each with its inputs in the order in which the kernel
 reads them (csrc/packed.h). The sums of a row have the same bits however many rows there are.
 Axes: T rows, I inputs, O outputs.
 """
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Format = Literal["packed", "int8", "int8_dynamic"]
-"""`packed` keeps the weight's own numbers; `int8` rounds each output's weights to 255 steps, and on
-AMX each row of activations to 65,025; `int8_dynamic` rounds these to 255 everywhere."""
+"""`packed` keeps the weight's own dtype; `int8` quantizes each output's weights to 255 levels, and
+on AMX each row of activations to 65,025; `int8_dynamic` quantizes these to 255 everywhere."""
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-"""What activations can be, as the library calls it."""
+"""The dtypes of activations, as the CPU extension names them."""
 
 LANES = 16
 PANEL = 2 * LANES
 PIECE_NUMBERS = 1 << 19
-"""Weights that are written at once, about: enough for long copies, few enough for a cache."""
+"""Approximate number of weights written at once: large for copying, small enough for the cache."""
 INT8_MAX = 127
-"""Greatest magnitude of a quantized weight or activation."""
+"""Maximum magnitude of a quantized weight or activation."""
 
 
 class CompiledLinear(Protocol):
-    """A linear of the library: it multiplies, and knows nothing of how it was filled."""
+    """A linear of the CPU extension, whatever its weights were packed from."""
 
     def multiply(self, x: Tensor) -> Tensor:
         """(T, I)  ->  (T, O), bias added, rounded once to the dtype of x."""
         ...
 
     def multiply_wide(self, x: Tensor) -> Tensor:
-        """(T, I)  ->  (T, O) float32, as it was summed."""
+        """(T, I)  ->  (T, O) float32, the unrounded sums."""
         ...
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """(T, I)  ->  (T, O / 2): silu of the first half times the second.
 
-        Of a linear packed in halves only; the same bits as `multiply` and the op `silu_mul`.
+        Only for a linear packed in halves; the same bits as `multiply` and the op `silu_mul`.
         """
         ...
 
@@ -57,14 +57,14 @@ class CompiledLinear(Protocol):
         ...
 
     def write(self, rows: Tensor, *, panel: int, lane: int, lanes: int) -> None:
-        """Put rows (P * lanes, I) into `lanes` lanes, from `lane` on, of P panels."""
+        """Write rows (P * lanes, I) to `lanes` lanes, from `lane` on, of P panels."""
         ...
 
 
 class PackedWeight:
     """The packed copy of a weight (O, I) and its bias (O,), zero until written.
 
-    Written in place: `linear` reads the same memory from the first call to the last.
+    Written in place: `linear` always reads the same memory.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """What one multiplication reads."""
+        """Bytes that one multiplication reads."""
         kept = (self._panels, self._scales, self._bias)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def write(self, first: int, weight: Tensor) -> None:
-        """Put the weights of outputs `first` and on, (N, I), in place, rounded if they are to be.
+        """Write the weights (N, I) of outputs `first` and on, in place, quantized if the format is.
 
-        What has to be converted is, a piece at a time: what that makes is as small as a piece.
+        Weights are converted chunk by chunk where necessary, so that temporaries are small.
         """
         rows = max(PIECE_NUMBERS // weight.shape[1] // PANEL, 1) * PANEL
         if self._writable(weight):
@@ -122,7 +122,7 @@ class PackedWeight:
                 self.linear.write(piece[part], panel=panels.start, lane=lanes.start, lanes=width)
 
     def write_int8(self, first: int, steps: Tensor, scales: Tensor) -> None:
-        """Put weights that are rounded already in place, in a format that keeps such.
+        """Write weights that are already quantized, in place, if the format is quantized.
 
         steps (N, I) int8, scales (N,) float32
         """
@@ -132,20 +132,20 @@ class PackedWeight:
             self._put(first + at, steps[at : at + rows], scales[at : at + rows])
 
     def write_bias(self, first: int, bias: Tensor) -> None:
-        """Put the biases of outputs `first` and on, (N,), in place."""
+        """Write the biases of outputs `first` and on, (N,), in place."""
         assert self._bias is not None, "a linear without bias"
         for panels, lanes, part in self._places(first, len(bias)):
             into = self._bias[panels, lanes]
             into.copy_(bias[part].view(into.shape))
 
     def _writable(self, weight: Tensor) -> bool:
-        """Whether the library takes a weight as it lies."""
+        """Whether the CPU extension takes a weight without conversion."""
         known = DTYPE_NAMES if self._scales is not None else (self._panels.dtype,)
         whole = self._scales is not None or weight.shape[1] % self._group == 0
         return weight.dtype in known and whole and weight.is_contiguous()
 
     def _converted(self, weight: Tensor) -> Tensor:
-        """A weight as the library takes it."""
+        """A weight in the form that the CPU extension takes."""
         if self._writable(weight):
             return weight
         if self._scales is not None:
@@ -155,11 +155,11 @@ class PackedWeight:
 
     def _put(self, first: int, weight: Tensor, scales: Tensor) -> None:
         if self._format == "int8_dynamic":
-            # The product of bytes takes one unsigned factor.
+            # The byte dot product takes one unsigned factor.
             weight = (weight.short() + INT8_MAX + 1).byte()
         short = -weight.shape[1] % self._group
         padded = torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype).contiguous()
-        # A group moves as one word, which is several times faster than its numbers one by one.
+        # A group is copied as one word, which is several times faster than element by element.
         word = _WORDS[self._group * padded.itemsize]
         rows = padded.view(word)  # (N, groups)
         kept = self._panels.view(word)[..., 0]  # (panels, groups, lanes)
@@ -170,7 +170,7 @@ class PackedWeight:
             self._scales[panels, lanes] = scales[part].reshape(len(into), -1)
 
     def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Panels and lanes of each run of outputs, and which they are: whole panels, or in one."""
+        """Panels and lanes of each output range, and that range: whole panels, or a part of one."""
         width = LANES if self._halves else PANEL
         done = 0
         while done < count:
@@ -189,7 +189,7 @@ class PackedWeight:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each output's weights to multiples of a 127th of the greatest.
+    """Quantize each output's weights to multiples of a 127th of their absmax.
 
     weight (O, I)  ->  int8 (O, I), scales (O,) float32
     """
@@ -201,11 +201,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _WORDS = {2: torch.int16, 4: torch.int32}
-"""By size in bytes: what holds a group."""
+"""The integer type that contains a group, by size in bytes."""
 _KINDS = {
     "bf16": ("bf16", 2, torch.bfloat16),
     "f32": ("f32", 1, torch.float32),
     "int8": ("int8", 4, torch.int8),
     "int8_dynamic": ("int8_dynamic", 4, torch.uint8),
 }
-"""By number format or by ours: the library's name, inputs side by side, and what is kept."""
+"""By dtype or quantized format: the extension's name, adjacent inputs, and the stored dtype."""

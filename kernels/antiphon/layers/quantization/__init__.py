@@ -1,6 +1,6 @@
-"""How checkpoints store the weights of linears in fewer bits: a file a layout.
+"""Storage layouts of quantized weights in checkpoints, one a module.
 
-A layout is a `StorageLayout` (storage.py): which tensors, of which shapes and dtypes, and the
-torch function that makes numbers of them. That function is the definition of the layout, and runs
-anywhere; how the numbers are then kept and multiplied is a `LinearMethod` (`layers.methods`).
+A layout is a `StorageLayout` (storage.py): the tensors with their shapes and dtypes, and the torch
+function that dequantizes them. That function is the definition of the layout, and runs anywhere;
+how weights are then stored in memory and multiplied is a `LinearMethod` (`layers.methods`).
 """

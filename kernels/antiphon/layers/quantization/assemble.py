@@ -1,4 +1,4 @@
-"""From the tensors of a stored weight, one by one as they are read, to its place on this rank."""
+"""Loads the tensors of a quantized weight, one by one, and writes the weight on this rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
 
 PIECE_NUMBERS = 1 << 20
-"""Weights that are made whole at once, about: they are float32 for that moment."""
+"""Approximate number of weights that are dequantized at once: they are float32 meanwhile."""
 
 
 def quantized_sources(
@@ -33,21 +33,21 @@ def quantized_sources(
     *,
     experts: int | None = None,
 ) -> Iterator[WeightSource]:
-    """The tensors of a stored weight; with the last of them, the rank's part of it is taken.
+    """The tensors of a quantized weight; when the last is loaded, the rank's slice is dequantized.
 
-    Whatever is cut, the result is the same part of the whole weight: where a cut goes through what
-    shares a scale or a word, more is made whole than is taken.
+    The result is the same slice of the whole weight however it is sharded: where a slice divides
+    elements that share a scale or a word, more is dequantized than is used.
 
     Args:
         name: Of the linear.
-        storage: How its weight is stored.
+        storage: The layout of its weight.
         shape: Outputs and inputs of the whole weight.
-        part: What of it this rank takes.
-        take: Called with an expert, a row of the part, and the weights from that row on.
-        experts: The tensors hold so many weights, along one axis more in front; unset: one.
+        part: The slice of this rank.
+        take: Called with an expert, a row of the slice, and the weights from that row on.
+        experts: The tensors stack so many weights, along an additional first axis; unset: one.
 
     Raises:
-        ValueError: A weight of that shape cannot be stored so; names the linear.
+        ValueError: A weight of that shape cannot have that layout; names the linear.
     """
     try:
         fields = storage.fields(*shape)
@@ -66,7 +66,7 @@ def quantized_sources(
 
 @dataclass(slots=True)
 class _WeightAssembler:
-    """The tensors of one stored weight that have come."""
+    """The tensors of a quantized weight that are loaded so far."""
 
     storage: StorageLayout
     fields: WeightFields
@@ -77,7 +77,7 @@ class _WeightAssembler:
     received: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
     def add(self, one: WeightField, tensor: Tensor) -> None:
-        """Keep a tensor until the last one comes; that one is used where it lies."""
+        """Keep a tensor until the last one is loaded; that one is used without a copy."""
         last = len(self.received) + 1 == len(self.fields)
         self.received[one.suffix] = tensor if last else tensor.clone()
         if not last:
@@ -89,7 +89,7 @@ class _WeightAssembler:
     def _place(self, expert: int) -> None:
         outputs, columns = self.part.outputs, self.part.inputs
         rows = max(PIECE_NUMBERS // self.shape[1], 1)
-        # Not into what shares a scale: that would be made whole twice.
+        # Chunks do not split what shares a scale: that would be dequantized twice.
         whole = WeightSlice(slice(0, rows), columns).aligned(self.fields, *self.shape)
         rows = max(whole.outputs.stop, 1)
         for start in range(outputs.start, outputs.stop, rows):

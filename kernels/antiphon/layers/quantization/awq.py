@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ's `gemm` version stores it: four bits, eight outputs to a word.
+"""AWQ in AutoAWQ's `gemm` format: four bits, eight outputs a word.
 
 Source: Lin et al. 2023, arXiv:2306.00978; the order within a word is that of AutoAWQ's packing.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 BITS = 4
 WORD = 32 // BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of a word's outputs lies in it, counted from the lowest bits."""
+"""Position in a word of each of its outputs, from the lowest bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwqStorage:
-    """Steps (I, O), and for each group of inputs what stands for zero, and a scale an output.
+    """Quantized values (I, O), with a zero point and a scale for each group of inputs and output.
 
     `group`: inputs of a group; 0: all.
     """
@@ -37,7 +37,7 @@ class AwqStorage:
     group: int
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The scales, what stands for zero, and the steps."""
+        """The scales, the zero points and the quantized values."""
         check_divisible(outputs, WORD, "outputs")
         check_divisible(inputs, self.group, "inputs")
         shared, words = groups(inputs, self.group), Axis("outputs", WORD)
@@ -57,6 +57,6 @@ class AwqStorage:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Numbers in the order of outputs: (N, O / 8)  ->  (N, O)."""
+    """Values in the order of outputs: (N, O / 8)  ->  (N, O)."""
     apart = unpack_bits(words, BITS).view(len(words), -1, WORD)
     return apart[..., PLACES].flatten(1)

@@ -1,4 +1,4 @@
-"""Four bits: bitsandbytes' NF4 and FP4, and MXFP4, by a table; torchao's int4, by steps.
+"""Four bits: NF4 and FP4 of bitsandbytes, and MXFP4, by table lookup; torchao's int4, by scales.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314 (NF4, nested scales); the OCP Microscaling Formats
 specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks).
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from antiphon.layers.quantization.storage import WeightFields
 
 BLOCK = 64
-"""Weights that share a scale in what transformers writes with bitsandbytes."""
+"""Weights of a block in what transformers writes with bitsandbytes."""
 NESTED_BLOCK = 256
-"""Scales that share a scale."""
+"""Absmax values that share a scale."""
 MX_BLOCK = 32
 MX_BIAS = 127
 BYTES = (torch.uint8,)
@@ -34,7 +34,7 @@ F32 = (torch.float32,)
 
 
 class _State(msgspec.Struct):
-    """What bitsandbytes writes of a weight in words."""
+    """The metadata that bitsandbytes stores with a weight."""
 
     blocksize: int
     nested_blocksize: int = NESTED_BLOCK
@@ -43,20 +43,20 @@ class _State(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesStorage:
-    """Two weights to a byte, the high bits first, row after row; a magnitude for each 64.
+    """Two weights a byte, the high bits first, row after row; an absmax for each 64.
 
-    Blocks go on from row to row: one may begin in the middle of an output.
+    Blocks continue from row to row: one may begin in the middle of an output.
 
     Attributes:
-        kind: Of the table, which comes with the weight.
-        nested: The magnitudes are themselves bytes that stand for numbers, less their mean.
+        kind: Of the table, which is stored with the weight.
+        nested: The absmax values are quantized to bytes themselves, minus their mean.
     """
 
     kind: Literal["nf4", "fp4"]
     nested: bool
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The table, what is said in words, the magnitudes, and the weight."""
+        """The table, the metadata, the absmax values, and the weight."""
         del outputs
         blocks = Axis("outputs", BLOCK, inputs)
         fields = [
@@ -68,12 +68,12 @@ class BitsAndBytesStorage:
             scales = Axis("outputs", NESTED_BLOCK * BLOCK, inputs)
             fields.insert(0, WeightField(".weight.nested_absmax", (scales,), F32))
             fields.insert(0, WeightField(".weight.nested_quant_map", (256,), F32))
-        # One after another, so that an output is made whole with all its inputs.
+        # In one axis, so that an output is dequantized with all its inputs.
         row = Axis("inputs", inputs)
         return (*fields, WeightField(".weight", (Axis("outputs", 2, inputs), row), BYTES))
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """What the table says times the magnitude of its block, in float32."""
+        """Multiply table values by the absmax of their block, in float32."""
         codes = unpack_nibbles(stored[".weight"].flatten(), high_first=True)[: outputs * inputs]
         wide, magnitudes = lookup(codes, stored[".weight.quant_map"]), self._magnitudes(stored)
         full = len(wide) // BLOCK
@@ -82,15 +82,15 @@ class BitsAndBytesStorage:
         return wide.view(outputs, inputs)
 
     def _magnitudes(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Of each block, (blocks,) float32.
+        """The absmax of each block, (blocks,) float32.
 
         Raises:
-            ValueError: Blocks are of another size than everybody writes.
+            ValueError: The block size is not the one that all known writers use.
         """
         words = stored[f".weight.quant_state.bitsandbytes__{self.kind}"]
         state = msgspec.json.decode(words.numpy().tobytes(), type=_State)
         if state.blocksize != BLOCK or (self.nested and state.nested_blocksize != NESTED_BLOCK):
-            raise ValueError(f"blocks of {state.blocksize} weights are not read, only of {BLOCK}")
+            raise ValueError(f"block size {state.blocksize} is not supported, only {BLOCK}")
         magnitudes = stored[".weight.absmax"]
         if not self.nested:
             return magnitudes
@@ -101,7 +101,7 @@ class BitsAndBytesStorage:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Storage:
-    """Two weights to a byte, the low bits first, and a power of two for each 32."""
+    """Two weights a byte, the low bits first, and a power of two for each 32."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The exponents, and the weight."""
@@ -114,7 +114,7 @@ class Mxfp4Storage:
         )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """What E2M1 says times the power of two, exact in float32."""
+        """Multiply E2M1 values by their power of two, exact in float32."""
         codes = unpack_nibbles(stored["_blocks"], high_first=False)  # (O, I / 32, 32)
         table = torch.tensor(FP4, device=codes.device)
         exponents = stored["_scales"].int() - MX_BIAS
@@ -123,16 +123,17 @@ class Mxfp4Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchaoInt4Storage:
-    """A weight in the model's own numbers that the torchao package rounds as it is read.
+    """An unquantized weight that the torchao package quantizes at load time.
 
-    As `PrototypeInt4WeightOnlyConfig` does for a CPU: sixteen steps between the least and the
-    greatest weight of a group of inputs. It leaves a weight alone whose inputs are no whole groups.
+    Like `PrototypeInt4WeightOnlyConfig` on a CPU: sixteen levels between the minimum and the
+        maximum
+    weight of a group of inputs. A weight whose inputs are not whole groups is not quantized.
     """
 
     group: int
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The weight, of which a group is rounded as a whole, whoever keeps it."""
+        """The weight; a group is quantized as a whole, however the weight is sharded."""
         del outputs
         together = self.group if inputs % self.group == 0 else inputs
         return (
@@ -140,17 +141,17 @@ class TorchaoInt4Storage:
         )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """What torchao's steps say, in float32."""
+        """The weights that torchao's quantized values represent, in float32."""
         weight = stored[".weight"]
         if inputs % self.group:
             return weight.float()
-        # Only where it was asked for: it takes seconds, and need not be installed.
+        # Imported only when needed: it takes seconds, and need not be installed.
         from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             MappingType,
             quant_primitives,
         )
 
-        # What its tensor for a CPU is made by; the tensor itself only multiplies.
+        # The function that creates its CPU tensor; the tensor itself only multiplies.
         ao = cast("Any", quant_primitives)
         block, steps = [1, self.group], (torch.int32, 0, 15)
         scales, zeros = ao._choose_qparams_affine_tinygemm(  # noqa: SLF001
@@ -158,6 +159,7 @@ class TorchaoInt4Storage:
         )
         rounded = ao._quantize_affine_tinygemm(weight, block, scales, zeros, *steps)  # noqa: SLF001
         groups = rounded.view(outputs, -1, self.group) - 8
-        # Its kernel multiplies and adds in one rounding: so does float64, whose products are exact.
+        # Its kernel uses fused multiply-add, with one rounding: so does float64, with exact
+        # products.
         wide = groups.double() * scales.view(outputs, -1, 1).double()
         return (wide + zeros.view(outputs, -1, 1).double()).float().view(outputs, inputs)

@@ -1,4 +1,4 @@
-"""8-bit floating point: e4m3 numbers, and scales for all, for each output, or for each block.
+"""FP8: e4m3 values, with a scale for the tensor, for each output, or for each block.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433 (the format); the checkpoints of DeepSeek-V3
 (blocks), compressed-tensors and the fp8 quantizer of transformers (the names).
@@ -27,10 +27,10 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Fp8Storage:
-    """A weight (O, I) of e4m3, and what to multiply it with.
+    """A weight (O, I) of e4m3, and its scales.
 
     Attributes:
-        scale: Whether there is one scale, one an output, or one a block.
+        scale: Whether there is one scale for the tensor, each output, or each block.
         block: Outputs and inputs of a block; the last ones of a weight may be smaller.
     """
 
@@ -51,7 +51,7 @@ class Fp8Storage:
         )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """Widen, and multiply with the scales, in float32."""
+        """Multiply values by their scales, in float32."""
         scales = stored[".weight_scale"].float()
         wide = stored[".weight"].float()
         if self.scale != "block":
@@ -63,22 +63,22 @@ class Fp8Storage:
 
 @dataclass(frozen=True, slots=True)
 class OnlineFp8Storage:
-    """A weight in plain numbers that is rounded to e4m3 as it is read, a scale an output."""
+    """An unquantized weight, quantized to e4m3 at load time with a scale for each output."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The weight, of which an output is rounded as a whole, whoever keeps it."""
+        """The weight; an output is quantized as a whole, however the weight is sharded."""
         del outputs
         return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """What the rounded weight says, in float32."""
+        """The quantized weight, in float32."""
         del outputs, inputs
         rounded, scales = rounded_to_fp8(stored[".weight"])
         return rounded.float().mul_(scales)
 
 
 def rounded_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each output so that its greatest weight is the greatest that there is.
+    """Quantize each output so that its absmax becomes the largest finite value.
 
     weight (O, I)  ->  e4m3 (O, I), scales (O, 1) float32
     """

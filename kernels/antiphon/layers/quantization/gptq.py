@@ -1,6 +1,6 @@
-"""GPTQ as AutoGPTQ and GPTQModel store it: 2, 4 or 8 bits, consecutive inputs to a word.
+"""GPTQ as stored by AutoGPTQ and GPTQModel: 2, 4 or 8 bits, consecutive inputs in a word.
 
-Source: Frantar et al. 2022, arXiv:2210.17323; the two versions differ in what stands for zero.
+Source: Frantar et al. 2022, arXiv:2210.17323; the two versions differ in their zero points.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GptqStorage:
-    """Steps (I, O), and for each group of inputs what stands for zero, and a scale an output.
+    """Quantized values (I, O), with a zero point and a scale for each group of inputs and output.
 
     Attributes:
-        bits: Of a step.
+        bits: Of a value.
         group: Inputs of a group; 0: all.
-        ordered: Inputs were taken in another order, so each says its group.
-        zero_added: What is to be added to the stored zeros: 1 in version 1 of the format.
+        ordered: Activation order (act-order): each input has its own group index.
+        zero_added: To be added to the stored zero points: 1 in version 1 of the format.
     """
 
     bits: int
@@ -45,13 +45,13 @@ class GptqStorage:
     zero_added: int = 1
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The groups of inputs, the scales, what stands for zero, and the steps."""
+        """The group indices, the scales, the zero points and the quantized values."""
         word = 32 // self.bits
         check_divisible(outputs, word, "outputs")
         check_divisible(inputs, word, "inputs")
         shared = groups(inputs, self.group)
         if self.ordered and not isinstance(shared, int):
-            # An input may be of any group: every part needs all of them.
+            # An input may be of any group: every slice needs all of them.
             shared = shared.size(inputs)
         fields = (
             WeightField(".scales", (shared, Axis("outputs")), FLOATS),

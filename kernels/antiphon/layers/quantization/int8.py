@@ -1,7 +1,7 @@
-"""8-bit whole numbers: steps of a scale for all, for each output, or for each group of inputs.
+"""8-bit integers, with a scale for the tensor, for each output, or for each group of inputs.
 
 Source: the `int-quantized` format of compressed-tensors; Dettmers et al. 2022, arXiv:2208.07339
-(LLM.int8, whose scales are the greatest weights themselves); torchao's Int8WeightOnlyConfig.
+(LLM.int8, which stores the absmax as the scale); torchao's Int8WeightOnlyConfig.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Int8Storage:
     """A weight (O, I) of int8, and its scales.
 
     Attributes:
-        scale: Whether there is one scale, one an output, or one a group of an output's inputs.
+        scale: Whether there is one scale for the tensor, each output, or each group of its inputs.
         group: Inputs of a group.
-        zero_point: Whether what stands for zero is stored beside each scale.
+        zero_point: Whether a zero point is stored with each scale.
     """
 
     scale: Literal["tensor", "channel", "group"]
@@ -45,7 +45,7 @@ class Int8Storage:
     zero_point: bool = False
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The scales, what stands for zero, and the weight."""
+        """The scales, the zero points, and the weight."""
         del outputs
         if self.scale == "group":
             check_divisible(inputs, self.group, "inputs")
@@ -60,7 +60,7 @@ class Int8Storage:
         return tuple(fields)
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """Steps as they are, if zero is zero and an output has one scale."""
+        """Int8 weights unchanged, if zero points are zero and each output has one scale."""
         steps, scales = stored[".weight"], stored[".weight_scale"].float()
         if self.scale != "group" and not self.zero_point:
             return Int8Weight(steps, scales.flatten().expand(outputs))
@@ -72,10 +72,10 @@ class Int8Storage:
 
 @dataclass(frozen=True, slots=True)
 class LlmInt8Storage:
-    """A weight (O, I) of int8, and the greatest magnitude of each output, which 127 stands for."""
+    """A weight (O, I) of int8, and the absmax of each output, which is stored as 127."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The magnitudes, and the weight."""
+        """The absmax values, and the weight."""
         del outputs, inputs
         return (
             WeightField(".SCB", (Axis("outputs"),), FLOATS),
@@ -83,24 +83,24 @@ class LlmInt8Storage:
         )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """Steps of a 127th of the magnitudes."""
+        """The int8 weights, with a 127th of the absmax as their scales."""
         del outputs, inputs
         return Int8Weight(stored[".weight"], stored[".SCB"].float() / 127)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchaoInt8Storage:
-    """A weight in the model's own numbers that the torchao package rounds as it is read."""
+    """An unquantized weight that the torchao package quantizes at load time."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The weight, of which an output is rounded as a whole, whoever keeps it."""
+        """The weight; an output is quantized as a whole, however the weight is sharded."""
         del outputs
         return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """Steps as torchao makes them."""
+        """The int8 weights as torchao quantizes them."""
         del inputs
-        # Only where it was asked for: it takes seconds, and need not be installed.
+        # Imported only when needed: it takes seconds, and need not be installed.
         from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             Int8Tensor,
             Int8WeightOnlyConfig,

@@ -1,6 +1,6 @@
-"""The `pack-quantized` format of compressed-tensors: few bits, consecutive inputs to a word.
+"""The `pack-quantized` format of compressed-tensors: few bits, consecutive inputs in a word.
 
-Source: the compressed-tensors package (its numbers are signed, stored with half their range added).
+Source: the compressed-tensors package (its values are signed, stored with half their range added).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedStorage:
-    """Steps (O, I), and a scale for each group of an output's inputs.
+    """Quantized values (O, I), and a scale for each group of an output's inputs.
 
     Attributes:
-        bits: Of a step, 4 or 8.
+        bits: Of a value, 4 or 8.
         group: Inputs of a group; 0: all.
-        zero_point: Whether what stands for zero is stored, packed along outputs.
-        ordered: Inputs were taken in another order, so each says its group.
+        zero_point: Whether zero points are stored, packed along outputs.
+        ordered: Activation order (act-order): each input has its own group index.
     """
 
     bits: int
@@ -45,11 +45,11 @@ class PackQuantizedStorage:
     ordered: bool = False
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The shape, the groups, the scales, what stands for zero, and the steps."""
+        """The shape, the group indices, the scales, the zero points and the quantized values."""
         word, shared = 32 // self.bits, groups(inputs, self.group)
         check_divisible(inputs, self.group, "inputs")
         if self.ordered and not isinstance(shared, int):
-            # An input may be of any group: every part needs all of them.
+            # An input may be of any group: every slice needs all of them.
             shared = shared.size(inputs)
         fields = [
             WeightField(".weight_shape", (2,), (torch.int64, torch.int32)),

@@ -1,4 +1,4 @@
-"""What a stored weight is: the tensors that hold it, and the function that makes it whole.
+"""The interface of storage layouts: the tensors of a quantized weight, and their dequantization.
 
 Axes: O outputs, I inputs, G groups of inputs that share a scale.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
-"""Number formats of scales; the last holds powers of two only."""
+"""Dtypes of scales; the last has powers of two only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a stored tensor: `items` of it for `each` outputs or inputs of the weight.
+    """An axis of a stored tensor: `items` entries for every `each` outputs or inputs of the weight.
 
-    `together`: so many are made whole as one, whatever the items allow.
+    `together`: so many are dequantized as a unit, even where entries could be split.
     """
 
     of: Literal["outputs", "inputs"]
@@ -38,26 +38,27 @@ class Axis:
 
     @property
     def step(self) -> int:
-        """Parts begin at its multiples: where an item begins."""
+        """Slices begin at its multiples: where an entry begins."""
         return math.lcm(self.each // math.gcd(self.each, self.items), self.together)
 
     def size(self, total: int) -> int:
-        """Its length for so many outputs or inputs; the last item may be for fewer."""
+        """Its length for `total` outputs or inputs; the last entry may be for fewer."""
         return -(-total * self.items // self.each)
 
     def cut(self, part: slice) -> slice:
-        """The items of a part."""
+        """The entries of a slice."""
         return slice(part.start * self.items // self.each, self.size(part.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightField:
-    """One tensor of a stored weight.
+    """One tensor of a quantized weight.
 
     Attributes:
-        suffix: What follows the name of the linear in the checkpoint.
-        axes: Its axes; a number is a length that no cut changes, `weights.ANY` any length.
-        dtypes: Number formats that it may have.
+        suffix: Its name in the checkpoint after that of the linear.
+        axes: Its axes; an integer is a length that slicing does not change, `weights.ANY` any
+            length.
+        dtypes: Allowed dtypes.
     """
 
     suffix: str
@@ -65,14 +66,14 @@ class WeightField:
     dtypes: tuple[torch.dtype, ...]
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the whole tensor, of a weight (O, I)."""
+        """Shape of the whole tensor, for a weight (O, I)."""
         totals = {"outputs": outputs, "inputs": inputs}
         return tuple(
             axis if isinstance(axis, int) else axis.size(totals[axis.of]) for axis in self.axes
         )
 
     def cut(self, tensor: Tensor, part: WeightSlice) -> Tensor:
-        """What of the whole tensor belongs to a part that `aligned` gave."""
+        """The part of the whole tensor for a slice returned by `aligned`."""
         for dim, axis in enumerate(self.axes):
             if not isinstance(axis, int):
                 along = axis.cut(part.outputs if axis.of == "outputs" else part.inputs)
@@ -81,25 +82,25 @@ class WeightField:
 
 
 WeightFields = tuple[WeightField, ...]
-"""The tensors of a weight, the largest last: those before it are copied until it comes."""
+"""The tensors of a weight, the largest last: the others are copied until it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Outputs and inputs of a whole weight, each from start to stop."""
+    """A range of outputs and of inputs of a whole weight."""
 
     outputs: slice
     inputs: slice
 
     def aligned(self, fields: WeightFields, outputs: int, inputs: int) -> WeightSlice:
-        """The smallest part around this one that all fields can be cut to."""
+        """The smallest slice around this one to which all fields can be cut."""
         return WeightSlice(
             _widened(self.outputs, _step(fields, "outputs"), outputs),
             _widened(self.inputs, _step(fields, "inputs"), inputs),
         )
 
     def within(self, wider: WeightSlice) -> tuple[slice, slice]:
-        """Where this part lies in a wider one."""
+        """The position of this slice in a wider one."""
         return (
             slice(
                 self.outputs.start - wider.outputs.start, self.outputs.stop - wider.outputs.start
@@ -110,7 +111,7 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Weights that are whole multiples of one scale an output.
+    """Int8 weights with a scale for each output.
 
     Attributes:
         steps: (O, I) int8.
@@ -121,7 +122,7 @@ class Int8Weight:
     scales: Tensor
 
     def __len__(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return len(self.steps)
 
     def dequantize(self) -> Tensor:
@@ -130,7 +131,7 @@ class Int8Weight:
 
 
 LoadedWeight = torch.Tensor | Int8Weight
-"""A weight that can be multiplied: (O, I) float32, or as steps where it is that exactly."""
+"""A weight that can be multiplied: (O, I) float32, or int8 where that is exact."""
 
 
 class StorageLayout(Protocol):
@@ -140,38 +141,38 @@ class StorageLayout(Protocol):
         """The tensors of a weight (O, I).
 
         Raises:
-            ValueError: It cannot be stored so; the message goes on from the linear's name.
+            ValueError: This shape is not supported; the message continues the linear's name.
         """
         ...
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """Make the weight of its tensors, by suffix, all cut to the same part.
+        """Dequantize a weight from its tensors, by suffix, all cut to the same slice.
 
-        outputs and inputs are those of the part.
+        outputs and inputs are those of the slice.
         """
         ...
 
 
 class CheckpointQuantization(Protocol):
-    """Which linears of a checkpoint are stored, and how such a linear is kept."""
+    """Which linears of a checkpoint are quantized, and their method in memory."""
 
     @property
     def method(self) -> LinearMethod:
-        """Keeps and multiplies linears all of whose parts are stored."""
+        """The method of linears all of whose parts are quantized."""
         ...
 
     def storage(self, name: str) -> StorageLayout | None:
-        """How the linear of that name in the checkpoint is stored; None: in the model's numbers."""
+        """The layout of a linear of the checkpoint; None: not quantized."""
         ...
 
 
 def dequantized(whole: LoadedWeight) -> Tensor:
-    """A weight (O, I) as numbers, whichever of the two forms it has."""
+    """A weight (O, I) as float32, whichever of the two forms it has."""
     return whole.dequantize() if isinstance(whole, Int8Weight) else whole
 
 
 def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
-    """Pieces of a weight, each in the same form, as one: those outputs after these."""
+    """Concatenate parts of a weight, all of one form, along outputs."""
     if len(pieces) == 1:
         return pieces[0]
     steps = [piece for piece in pieces if isinstance(piece, Int8Weight)]
@@ -182,14 +183,14 @@ def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
 
 
 def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeight:
-    """A part of a weight, in the form that it has."""
+    """A slice of a weight, in the form that it has."""
     if isinstance(whole, Int8Weight):
         return Int8Weight(whole.steps[rows, columns], whole.scales[rows])
     return whole[rows, columns]
 
 
 def groups(inputs: int, each: int) -> Axis | int:
-    """The axis of what groups of inputs share; a group of 0 is all of them."""
+    """The axis of values shared by groups of inputs; a group of 0 is all of them."""
     return Axis("inputs", each) if each and each < inputs else 1
 
 
@@ -197,21 +198,21 @@ def group_of(inputs: Tensor, count: int) -> Tensor:
     """Which of `count` groups each input belongs to, (I,) int32.
 
     Raises:
-        ValueError: One belongs to none.
+        ValueError: A group index is out of range.
     """
     if bool(((inputs < 0) | (inputs >= count)).any()):
-        raise ValueError(f"inputs belong to other groups than there are, {count}")
+        raise ValueError(f"group indices of inputs exceed the {count} groups")
     return inputs.int()
 
 
 def check_divisible(count: int, each: int, what: str) -> None:
-    """Hold that groups are whole; a group of 0 is all.
+    """Check that groups are whole; a group of 0 is all.
 
     Raises:
         ValueError: They are not.
     """
     if each and count % each:
-        raise ValueError(f"{count} {what} are not whole groups of {each}")
+        raise ValueError(f"{count} {what} are not divisible by the group size {each}")
 
 
 def _step(fields: WeightFields, of: Literal["outputs", "inputs"]) -> int:

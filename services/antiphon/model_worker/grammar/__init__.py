@@ -1,1 +1,1 @@
-"""Answers of a given form: grammars are compiled beside the step, and followed in it."""
+"""Structured output: grammars are compiled off the loop, and matchers mask each decode step."""

@@ -1,4 +1,4 @@
-"""The grammars of one worker: each compiled once, beside the step, and begun by any choice."""
+"""The grammar backend of a worker: each grammar is compiled once, off the step, and cached."""
 
 from __future__ import annotations
 
@@ -37,47 +37,48 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LATE_ENTRIES_MAX = 1024
-"""Grammars that took too long and are remembered."""
+"""Grammars that timed out and are remembered."""
 BEGINNINGS_MAX = 4
-"""Choices that are begun at once."""
+"""Matchers that may be started at once."""
 
 
 class CompiledGrammar(Protocol):
-    """A grammar ready to be followed, by any number of choices."""
+    """A compiled grammar, shared by any number of sequences."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes, about."""
+        """Approximate memory size."""
         ...
 
     def eos_ids(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
-        """The tokens that may end an answer whose request names these."""
+        """EOS tokens that may end the output of a request with these stop tokens."""
         ...
 
     def start(self, stop_token_ids: Sequence[int]) -> GrammarState:
-        """A state at the beginning of an answer."""
+        """The state at the start of an output."""
         ...
 
 
 class GrammarCompiler(Protocol):
-    """Makes grammars; threads may share it."""
+    """Compiles grammars; may be shared by threads."""
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a grammar; may take seconds.
 
         Raises:
-            InvalidRequest: It has a mistake, or nothing can be said in it.
+            InvalidRequest: The grammar is invalid, or matches no output.
         """
         ...
 
 
 class GrammarBackend:
-    """Gives each choice the guide through its grammar. Used on one event loop.
+    """Gives each sequence a matcher for its grammar. Used on one event loop.
 
-    What was compiled is kept, and so is what cannot be: the second request of a kind waits for
-    nothing. What took too long may not the next time, on an idler machine: it is refused for a
-    while, and for twice as long each time that it is tried in vain. A choice waits for its own
-    grammar only, and tenants take turns in having theirs compiled.
+    Compiled grammars are cached, and so are errors of invalid ones: the second request with the
+        same
+    grammar does not wait. A compile that timed out may succeed later, on a less busy machine: its
+    grammar is refused for a while, and for twice as long after each further timeout. A sequence
+    waits for its own grammar only, and compile threads are shared fairly among tenants.
     """
 
     def __init__(
@@ -89,111 +90,112 @@ class GrammarBackend:
         metrics: GrammarMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is opened before the first grammar comes.
+        """Create the backend; the compiler is opened when the first grammar arrives.
 
         Args:
-            config: How grammars are compiled.
+            config: Settings of grammar compilation.
             vocab_size: Tokens that the model has logits for.
             opener: Makes the compiler; may take seconds.
-            group: Where compiles are waited for: whoever asked first may leave.
-            metrics: What is counted.
-            clock: Seconds, from anywhere on.
+            group: Runs the compiles, which outlive the requests that started them.
+            metrics: Metrics to update.
+            clock: Monotonic seconds.
         """
         self._config = config
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
         self._group = group
         self._metrics = metrics
-        # Python, which at low priority would keep the interpreter from a step.
+        # Opening runs Python code: at low priority it would hold the interpreter lock against a
+        # step.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._threads = CompileThreads(config.workers)
-        # Beginning a choice is short work, and waits for nobody's compile; but an answer that is
-        # followed again from its beginning may take as long as it did.
-        self._beginnings = CompileThreads(BEGINNINGS_MAX, nice=0)
+        # Starting a matcher is short work and does not queue behind compiles; but replaying a long
+        # output may take as long as following it did.
+        self._start_threads = CompileThreads(BEGINNINGS_MAX, nice=0)
         self._compiling: dict[
             tuple[TenantId, GrammarSource], asyncio.Task[CompiledGrammar | ErrorReply]
         ] = {}
-        self._kept: LruCache[GrammarSource, CompiledGrammar | ErrorReply] = LruCache(
+        self._cache: LruCache[GrammarSource, CompiledGrammar | ErrorReply] = LruCache(
             entries_max=config.cache_entries, bytes_max=config.cache_bytes, size_bytes=_size_bytes
         )
-        self._late = CompileBackoff(LATE_ENTRIES_MAX, clock)
+        self._backoff = CompileBackoff(LATE_ENTRIES_MAX, clock)
         self._opener = opener
         self._opening = asyncio.Lock()
         self._compiler: GrammarCompiler | None = None
 
     async def matcher(self, state: RequestState) -> GrammarMatcher:
-        """Begin a choice where its answer stands.
+        """Start a matcher at the current position of a request's output.
 
         Raises:
-            InvalidRequest: Its grammar has a mistake, or allows nothing.
-            Overloaded: It takes too long to compile, its answer so far too long to follow, or too
-                many wait for that.
+            InvalidRequest: The grammar is invalid, or matches no output.
+            Overloaded: Compiling the grammar or replaying the output timed out, or too many
+                requests wait for that.
         """
         grammar = state.sampling.grammar
-        assert grammar is not None, "a choice without a grammar needs no guide"
-        asked = GrammarSource(grammar.kind, grammar.text)
+        assert grammar is not None, "a sequence without a grammar needs no matcher"
+        source = GrammarSource(grammar.kind, grammar.text)
         self._metrics.requested.inc()
-        compiled = self._kept.get(asked)
+        compiled = self._cache.get(source)
         if compiled is not None:
             self._metrics.hits.inc()
         else:
-            compiled = await asyncio.shield(self._compile(asked, state.tenant))
+            compiled = await asyncio.shield(self._compile(source, state.tenant))
         if isinstance(compiled, ErrorReply):
             raise decode_error(compiled)
         begin = functools.partial(_begin, compiled, state, self._vocab_size)
         timeout_s = self._config.follow_timeout_s
         try:
-            return await self._beginnings.run(begin, timeout_s, state.tenant)
+            return await self._start_threads.run(begin, timeout_s, state.tenant)
         except TimeoutError:
             self._metrics.timeouts.inc()
             message = f"grammar: the answer takes longer than {timeout_s:g} s to follow"
             raise Overloaded(message, retry_after_s=PAUSE_S) from None
 
     def close(self) -> None:
-        """Begin no more choices. Compiles that run are left to end with the process."""
+        """Start no more matchers. Running compiles are abandoned and end with the process."""
         self._executor.shutdown(wait=False)
 
     def _compile(
-        self, asked: GrammarSource, tenant: TenantId
+        self, source: GrammarSource, tenant: TenantId
     ) -> asyncio.Task[CompiledGrammar | ErrorReply]:
-        # For each tenant by itself: none waits for the turn of another one that asked the same.
-        name = (tenant, asked)
+        # One task for each tenant: a tenant does not wait for another's turn for the same grammar.
+        name = (tenant, source)
         if name not in self._compiling:
-            fill = self._fill(asked, tenant)
+            fill = self._fill(source, tenant)
             self._compiling[name] = self._group.create_task(fill, name="grammar")
         return self._compiling[name]
 
-    async def _fill(self, asked: GrammarSource, tenant: TenantId) -> CompiledGrammar | ErrorReply:
-        """Compile a grammar, or find out why not, and keep either."""
+    async def _fill(self, source: GrammarSource, tenant: TenantId) -> CompiledGrammar | ErrorReply:
+        """Compile a grammar and cache the result or the error."""
         timeout_s = self._config.compile_timeout_s
         try:
-            self._late.check(asked)
+            self._backoff.check(source)
             compiler = await self._opened()
             job = functools.partial(
                 _check_and_compile,
                 compiler,
-                asked,
+                source,
                 self._whitespace_max,
                 self._config.properties_max,
             )
-            made, seconds = await self._threads.run(job, timeout_s, tenant)
+            result, seconds = await self._threads.run(job, timeout_s, tenant)
             self._metrics.seconds.observe(seconds)
         except TimeoutError:
             self._metrics.timeouts.inc()
-            return encode_error(self._late.record_timeout(asked, timeout_s))
+            return encode_error(self._backoff.record_timeout(source, timeout_s))
         except InvalidRequest as error:
-            made = encode_error(error)
+            result = encode_error(error)
         except Overloaded as error:
-            return encode_error(error)  # true at this moment only
+            return encode_error(error)  # a transient error: not cached
         except Exception:
-            # One of the process's outermost borders: whatever a compiler raises ends the requests
-            # of this grammar, and not the service.
-            log.exception("grammar not compiled", extra={"kind": asked.kind})
+            # A last-resort boundary: whatever a compiler raises fails the requests of this grammar,
+            # not the service.
+            log.exception("grammar not compiled", extra={"kind": source.kind})
             return encode_error(Internal("the grammar of this request could not be compiled"))
         finally:
-            del self._compiling[tenant, asked]
-        self._kept.put(asked, made)
-        return made
+            del self._compiling[tenant, source]
+        self._cache.put(source, result)
+        return result
 
     async def _opened(self) -> GrammarCompiler:
         async with self._opening:
@@ -205,22 +207,22 @@ class GrammarBackend:
 
 
 def _check_and_compile(
-    compiler: GrammarCompiler, asked: GrammarSource, whitespace_max: int, properties_max: int
+    compiler: GrammarCompiler, source: GrammarSource, whitespace_max: int, properties_max: int
 ) -> tuple[CompiledGrammar, float]:
-    """In a compile thread, and under its deadline: looking a schema over takes its time, too.
+    """Runs in a compile thread under its deadline, since checking a schema takes time, too.
 
     Returns:
         The grammar, and how many seconds it took.
     """
     began = time.perf_counter()
-    made = compiler.compile(source_of(asked, whitespace_max, properties_max))
-    return made, time.perf_counter() - began
+    result = compiler.compile(source_of(source, whitespace_max, properties_max))
+    return result, time.perf_counter() - began
 
 
 def _begin(compiled: CompiledGrammar, state: RequestState, vocab_size: int) -> GrammarMatcher:
-    """Follow the answer so far, which another worker may have begun."""
+    """Replay the output so far, which another worker may have generated."""
     sampling = state.sampling
-    assert sampling.grammar is not None, "a choice without a grammar needs no guide"
+    assert sampling.grammar is not None, "a sequence without a grammar needs no matcher"
     place = compiled.start(sampling.stop_token_ids)
     if sampling.grammar.begins_after:
         place = DeferredGrammarState(place, sampling.grammar.begins_after)
@@ -230,5 +232,5 @@ def _begin(compiled: CompiledGrammar, state: RequestState, vocab_size: int) -> G
     return GrammarMatcher(place, vocab_size, compiled.eos_ids(sampling.stop_token_ids))
 
 
-def _size_bytes(source: GrammarSource, made: CompiledGrammar | ErrorReply) -> int:
-    return len(source.text) + (0 if isinstance(made, ErrorReply) else made.size_bytes)
+def _size_bytes(source: GrammarSource, result: CompiledGrammar | ErrorReply) -> int:
+    return len(source.text) + (0 if isinstance(result, ErrorReply) else result.size_bytes)

@@ -1,4 +1,4 @@
-"""Grammars that took too long to compile, and when they may be tried again."""
+"""Backoff for grammars whose compilation timed out."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.source import GrammarSource
 
 PAUSE_S = 30.0
-"""Before the second try."""
+"""Pause before the first retry."""
 PAUSE_S_MAX = 3600.0
 
 
 class CompileBackoff:
-    """Remembers them for a while; no verdict lasts.
+    """Remembers timeouts for a while; no grammar is refused for good.
 
-    A monster that is asked for again and again is compiled ever more seldom.
+    A pathological grammar that is requested again and again is compiled less and less often.
     """
 
     def __init__(self, entries_max: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._late: LruCache[GrammarSource, tuple[float, float]] = LruCache(
+        self._timeouts: LruCache[GrammarSource, tuple[float, float]] = LruCache(
             entries_max=entries_max, bytes_max=1 << 24, size_bytes=lambda key, _: len(key.text)
         )
 
     def check(self, source: GrammarSource) -> None:
-        """See whether a grammar may be tried.
+        """Check whether a grammar may be compiled now.
 
         Raises:
-            Overloaded: It took too long a while ago.
+            Overloaded: It timed out recently.
         """
-        until, _ = self._late.get(source) or (0.0, 0.0)
+        until, _ = self._timeouts.get(source) or (0.0, 0.0)
         left_s = until - self._clock()
         if left_s > 0:
             raise Overloaded("grammar: it took too long to compile", retry_after_s=left_s)
 
     def record_timeout(self, source: GrammarSource, timeout_s: float) -> Overloaded:
-        """A grammar took too long; what its requests are told."""
-        _, before_s = self._late.get(source) or (0.0, PAUSE_S / 2)
+        """Record that a grammar timed out; return the error for its requests."""
+        _, before_s = self._timeouts.get(source) or (0.0, PAUSE_S / 2)
         pause_s = min(2 * before_s, PAUSE_S_MAX)
-        self._late.put(source, (self._clock() + pause_s, pause_s))
+        self._timeouts.put(source, (self._clock() + pause_s, pause_s))
         message = f"grammar: it takes longer than {timeout_s:g} s to compile"
         return Overloaded(message, retry_after_s=pause_s)

@@ -1,4 +1,4 @@
-"""Threads in which grammars are compiled, beside the step and below it."""
+"""Threads that compile grammars off the step, at a lower priority."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOST_MAX = 4
-"""Compiles past their time that may still run: each holds memory, and a little of a core."""
+"""Timed-out compiles that may still run: each holds memory, and a little of a core."""
 TENANT_LOST_MAX = 2
-"""The same of one tenant, so that it does not refuse the grammars of the others."""
+"""The same for one tenant, so that it does not block the grammars of the others."""
 _NICE = 10
 _RETRY_AFTER_S = 5.0
 
 
 class CompileThreads:
-    """Runs at most `workers` jobs at once, each in a thread of its own; tenants take turns.
+    """Runs at most `workers` jobs at once, each in a thread of its own, shared fairly by tenants.
 
-    No executor: a compile cannot be interrupted, and an executor's threads are waited for when the
-    process ends. One that takes too long gives up its place and runs on, a few of them at most.
+    Not an executor: a compile cannot be interrupted, and the process would wait for an executor's
+    threads at exit. A job that times out frees its slot and runs on; a few may do so at a time.
     """
 
     def __init__(self, workers: int, nice: int = _NICE) -> None:
         self._nice = nice
-        self._places = TenantSlots(workers)
-        self._lost: Counter[TenantId] = Counter()
+        self._slots = TenantSlots(workers)
+        self._timed_out: Counter[TenantId] = Counter()
 
     async def run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
-        """Run a job and return what it does.
+        """Run a job and return its result.
 
         Raises:
             TimeoutError: It ran longer than `timeout_s`.
-            Overloaded: It had no place for as long; or too many before it run on.
+            Overloaded: It got no slot within `timeout_s`, or too many timed-out jobs still run.
         """
-        if self._lost.total() >= LOST_MAX or self._lost[tenant] >= TENANT_LOST_MAX:
+        if self._timed_out.total() >= LOST_MAX or self._timed_out[tenant] >= TENANT_LOST_MAX:
             raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(self._places.slot(tenant, timeout_s=timeout_s))
+                await stack.enter_async_context(self._slots.slot(tenant, timeout_s=timeout_s))
             except TimeoutError:
                 message = "too many grammars are being compiled"
                 raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
@@ -69,14 +69,14 @@ class CompileThreads:
                 return await asyncio.shield(done)
         finally:
             if not done.done():
-                self._lost[tenant] += 1
-                done.add_done_callback(functools.partial(self._found, tenant))
+                self._timed_out[tenant] += 1
+                done.add_done_callback(functools.partial(self._on_late_result, tenant))
 
-    def _found(self, tenant: TenantId, done: asyncio.Future[T]) -> None:
-        self._lost[tenant] -= 1
-        if not self._lost[tenant]:
-            del self._lost[tenant]
-        done.exception()  # nobody waits for it any more
+    def _on_late_result(self, tenant: TenantId, done: asyncio.Future[T]) -> None:
+        self._timed_out[tenant] -= 1
+        if not self._timed_out[tenant]:
+            del self._timed_out[tenant]
+        done.exception()  # retrieved, or asyncio would log it: no caller awaits it any more
 
 
 def _body(
@@ -85,8 +85,8 @@ def _body(
     if nice and sys.platform == "linux":  # where each thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     try:
-        tell = functools.partial(done.set_result, job())
+        resolve = functools.partial(done.set_result, job())
     except Exception as error:  # noqa: BLE001 (raised again where it is waited for)
-        tell = functools.partial(done.set_exception, error)
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(tell)
+        resolve = functools.partial(done.set_exception, error)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
+        loop.call_soon_threadsafe(resolve)

@@ -1,8 +1,8 @@
-"""Grammars followed beside the loop: a step waits a moment for all of them, and for none longer.
+"""Advances grammar matchers off the loop: a step waits a short time for all of them, never longer.
 
-How long a token takes to follow depends on how many ways there are to read the answer, and nothing
-bounds that but patience. A walk that takes too long keeps its own choice waiting and nobody else;
-what the choice says is the same, however long it took.
+How long a token takes depends on how many ways the grammar has to parse the output so far, and only
+a timeout bounds that. A matcher that takes too long delays its own sequence and no other; the
+output of the sequence is the same, however long it took.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 PATIENCE_S = 0.005
-"""How long a step waits for all its guides together, hundreds of times what they do take."""
+"""How long a step waits for all its matchers together: hundreds of times what they usually take."""
 STUCK_MAX = 4
-"""Walks nobody waits for that may still run, beside the two lanes: each takes a part of a core."""
+"""Cancelled tasks that may still run, beside the two lanes: each takes a part of a core."""
 _NICE = 10
 
 
 class MatcherTask:
-    """A guide on its way over the tokens that its row has drawn.
+    """Advances a matcher over the sampled tokens of its row.
 
     Attributes:
-        guide: It belongs to whoever walks until it has arrived.
-        finishes: How each token ends the choice, if it does, up to the first that does.
-        done: Whether it has arrived.
+        matcher: Owned by the thread that runs the task until it is done.
+        finishes: The finish of each token, if any, up to the first token that has one.
+        done: Whether the task is finished.
     """
 
     def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class MatcherTask:
         self._bug: Exception | None = None
 
     def run(self) -> None:
-        """Go all the way."""
+        """Advance the matcher over all tokens."""
         try:
             self._run()
         except Exception as error:  # noqa: BLE001  # raised again in the loop's thread
@@ -51,10 +51,10 @@ class MatcherTask:
         self.done = True
 
     def result(self) -> Sequence[Finish | None]:
-        """How each token ends the choice by its grammar, once the walk is done.
+        """The grammar's finish for each token, if any. The task must be done.
 
         Raises:
-            Exception: What nobody expected on the way.
+            Exception: An unexpected error of the matcher.
         """
         if self._bug is not None:
             raise self._bug
@@ -69,23 +69,23 @@ class MatcherTask:
 
 
 class MatcherExecutor(Protocol):
-    """Who follows the guides of a batching loop."""
+    """Advances the matchers of a batching loop."""
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        """Begin walks. Most are done when it returns; the others will be."""
+        """Start tasks. Most are done on return; the others finish later."""
         ...
 
     def wait(self) -> None:
-        """Wait a moment for those that are not done."""
+        """Wait a short time for unfinished tasks."""
         ...
 
     def cancel(self, task: MatcherTask) -> None:
-        """Nobody waits for a walk any more. It may never arrive."""
+        """Abandon a task whose result is no longer needed. It may never finish."""
         ...
 
 
 class InlineMatcherExecutor:
-    """Follows in the loop's own thread, however long it takes."""
+    """Runs tasks on the calling thread, however long they take."""
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
         """See `MatcherExecutor`."""
@@ -100,89 +100,89 @@ class InlineMatcherExecutor:
 
 
 class ThreadedMatcherExecutor:
-    """Follows in threads of its own, in two lanes: guides that were slow once wait for each other.
+    """Runs tasks in two threads: one for matchers that were slow once, one for all others.
 
-    A walk cannot be interrupted. If it holds up the quick lane, its thread becomes the walk's own,
-    and another takes over; so too if nobody waits any more for one that holds up the slow lane. A
-    few such threads are borne; then what comes behind such a walk waits for it.
+    A task cannot be interrupted. When one blocks the quick lane, its thread is detached and a new
+    one takes over; likewise when a cancelled task blocks the slow lane. A few detached threads are
+    allowed; beyond that, later tasks wait behind the blocked one.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S, stuck_max: int = STUCK_MAX) -> None:
-        """No thread is started before there is something to follow."""
+        """Create an executor; its threads start with the first task."""
         self._patience_s = patience_s
         self._stuck_max = stuck_max
-        self._news = threading.Condition()
-        self._quick = _MatcherThread("guides", nice=0)
-        self._slow = _MatcherThread("slow guides", nice=_NICE)
+        self._changed = threading.Condition()
+        self._fast = _MatcherThread("grammar matchers", nice=0)
+        self._slow = _MatcherThread("slow grammar matchers", nice=_NICE)
         self._stuck = 0
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
         """See `MatcherExecutor`."""
         if not tasks:
             return
-        with self._news:
-            quick = [task for task in tasks if not task.matcher.slow]
-            self._quick.waiting += quick
+        with self._changed:
+            fast = [task for task in tasks if not task.matcher.slow]
+            self._fast.waiting += fast
             self._slow.waiting += [task for task in tasks if task.matcher.slow]
-            self._staff()
-            self._news.notify_all()
-            arrived = self._news.wait_for(
-                lambda: all(task.done for task in quick), self._patience_s
+            self._start_threads()
+            self._changed.notify_all()
+            finished = self._changed.wait_for(
+                lambda: all(task.done for task in fast), self._patience_s
             )
-            current = self._quick.current
-            if not arrived and current is not None and not current.done:
+            current = self._fast.current
+            if not finished and current is not None and not current.done:
                 current.matcher.slow = True
-                self._leave_alone(self._quick)
+                self._detach(self._fast)
 
     def wait(self) -> None:
         """See `MatcherExecutor`."""
-        with self._news:
-            self._news.wait(self._patience_s)
+        with self._changed:
+            self._changed.wait(self._patience_s)
 
     def cancel(self, task: MatcherTask) -> None:
         """See `MatcherExecutor`."""
-        with self._news:
-            for lane in (self._quick, self._slow):
+        with self._changed:
+            for lane in (self._fast, self._slow):
                 if task in lane.waiting:
                     lane.waiting.remove(task)
                 elif lane.current is task:
-                    self._leave_alone(lane)
+                    self._detach(lane)
 
-    def _leave_alone(self, lane: _MatcherThread) -> None:
-        """Let the thread of a lane end with its walk, and another go on with the rest."""
+    def _detach(self, lane: _MatcherThread) -> None:
+        """Detach the thread of a lane, which ends with its task, and start another for the rest."""
         if self._stuck < self._stuck_max:
             self._stuck += 1
             lane.current = lane.thread = None
-            self._staff()
+            self._start_threads()
 
-    def _staff(self) -> None:
-        for lane in (self._quick, self._slow):
+    def _start_threads(self) -> None:
+        for lane in (self._fast, self._slow):
             if lane.thread is None and lane.waiting:
                 lane.thread = threading.Thread(
-                    target=self._work, args=(lane,), name=lane.name, daemon=True
+                    target=self._run_lane, args=(lane,), name=lane.name, daemon=True
                 )
                 lane.thread.start()
 
-    def _work(self, lane: _MatcherThread) -> None:
-        here = threading.current_thread()
+    def _run_lane(self, lane: _MatcherThread) -> None:
+        thread = threading.current_thread()
         if lane.nice and sys.platform == "linux":  # where each thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lane.nice)
         while True:
-            with self._news:
-                if lane.thread is not here:
+            with self._changed:
+                if lane.thread is not thread:
                     self._stuck -= 1
-                    self._news.notify_all()
+                    self._changed.notify_all()
                     return
                 lane.current = None
                 if not lane.waiting:
-                    self._news.notify_all()
-                    self._news.wait_for(lambda: lane.waiting)
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: lane.waiting)
                 lane.current = task = lane.waiting.popleft()
             task.run()
 
 
 class _MatcherThread:
-    """Walks that one thread goes, one after the other."""
+    """A lane: tasks that one thread runs one after the other."""
 
     def __init__(self, name: str, *, nice: int) -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""Formats of strings whose shape alone is not enough: said by patterns that hold of nothing else.
+"""String formats that need exact patterns.
 
-By its own words the compiler lets the 31st of February through, seconds that no clock library
-reads, and addresses with leading zeros, which some read as octal.
+With its built-in formats the compiler accepts the 31st of February, seconds that no clock library
+parses, and addresses with leading zeros, which some programs read as octal.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ FORMAT_PATTERNS = {
     "date-time": f"^{_DATE}T{_TIME}$",
     "ipv4": rf"^({_OCTET}\.){{3}}{_OCTET}$",
 }
-"""Each is narrower than RFC 3339 and RFC 3986, section 3.2.2, in nothing but leap seconds, the year
+"""Each is narrower than RFC 3339 and RFC 3986, section 3.2.2, only in leap seconds, the year
 0 and small fractions."""

@@ -1,4 +1,4 @@
-"""Compiled grammars and failures, kept while there is room."""
+"""An LRU cache for compiled grammars and compile errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """A map that forgets what was used least recently, by number and by size.
+    """A map bounded by entries and bytes; evicts the least recently used entry.
 
-    The last entry stays however large it is: somebody has just asked for it.
+    The last entry is never evicted, however large it is: it has just been requested.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class LruCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """What is kept under a key, used just now."""
+        """The value of a key, marked as just used."""
         value = self._entries.get(key)
         if value is not None:
             self._entries.move_to_end(key)
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value, in place of any before it."""
+        """Add or replace a value."""
         before = self._entries.pop(key, None)
         if before is not None:
             self._bytes -= self._size_bytes(key, before)

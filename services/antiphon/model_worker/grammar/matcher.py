@@ -1,7 +1,7 @@
-"""A choice and the grammar that its answer must follow, as the batching loop sees them.
+"""A sequence and its grammar, as the batching loop sees them.
 
 Nothing here depends on how grammars are compiled. A state is determined by the grammar and the
-ids of the answer: whoever moves a choice sends only these, and the next worker replays them.
+token ids of the output: migrating a request sends only these, and the next worker replays them.
 
 Axes: V vocabulary, W = ceil(V / 32) words; token i is bit i % 32 of word i // 32.
 """
@@ -24,61 +24,61 @@ if TYPE_CHECKING:
 
 
 class GrammarState(Protocol):
-    """Where one choice stands in its grammar. Belongs to one thread at a time."""
+    """The position of one sequence in its grammar. Belongs to one thread at a time."""
 
     @property
     def terminated(self) -> bool:
-        """Whether a token that ends the answer was accepted: nothing follows."""
+        """Whether an EOS token was accepted: no token may follow."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Go on by one token. False if the grammar does not allow it; nothing has changed then."""
+        """Advance by one token. False if the grammar rejects it; the state is then unchanged."""
         ...
 
     def fill(self, words: Ints) -> bool:
-        """Write which tokens may come next into `words`, (W,); False if all may.
+        """Write the mask of allowed next tokens into `words`, (W,); False if all are allowed.
 
         Raises:
-            EngineError: The choice cannot go on: no token may come.
+            EngineError: No token is allowed.
         """
         ...
 
     def rollback(self, tokens: int) -> None:
-        """Take back the last so many tokens, of those that were accepted."""
+        """Undo the last `tokens` accepted tokens."""
         ...
 
 
 class GrammarMatcher:
-    """Follows one choice through its grammar and has the mask of its next token ready.
+    """Advances one sequence through its grammar and holds the mask of its next token.
 
-    The mask is made as soon as its token is known, and so belongs to no step: whoever plans finds
-    it done, or leaves the choice out; one that cannot go on has ended by then. Belongs to one
-    thread at a time.
+    The mask is computed as soon as the token before it is known, not as part of a step: planning
+    either finds it ready or leaves the sequence out; a sequence that cannot continue has finished
+    by then. Belongs to one thread at a time.
 
     Attributes:
-        mask: (W,) which tokens may come next; None if all may.
-        end_ids: The tokens that end a complete answer.
-        slow: It has held up a step once.
+        mask: (W,) allowed next tokens; None if all are.
+        end_ids: The EOS tokens that end a complete output.
+        slow: Whether it has ever delayed a step.
     """
 
     def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Begin with the first token.
+        """Create a matcher at the position of `state`.
 
         Args:
-            state: Replayed up to here.
+            state: Already replayed to the current position.
             vocab_size: Tokens that the model has logits for.
-            end_ids: What the grammar takes for the end of an answer.
+            end_ids: The grammar's EOS tokens.
 
         Raises:
-            EngineError: No token may come.
+            EngineError: No token is allowed.
         """
         self.mask: Ints | None = None
         self.end_ids = end_ids
         self.slow = False
         self._state = state
-        # Two, of which the one of the mark is left alone.
+        # Two buffers: the one in use at the checkpoint is not overwritten.
         self._words = np.zeros((2, words_count(vocab_size)), np.int32)
-        self._turn = 0
+        self._buffer = 0
         self._marked: Ints | None = None
         self._since_mark = 0
         self._others = pack(~np.isin(np.arange(vocab_size), list(end_ids)))
@@ -86,14 +86,14 @@ class GrammarMatcher:
 
     @property
     def must_end(self) -> bool:
-        """Whether only a token that ends the answer may come next."""
+        """Whether only an EOS token is allowed next."""
         return self.mask is not None and not (self.mask & self._others).any()
 
     def accept_token(self, token: int) -> Finish | None:
-        """Go on by the token that was drawn; how the choice ends, if it ends by that."""
+        """Advance by the sampled token; return a finish if the token ends the sequence."""
         try:
             if not self._state.accept(token):
-                # The mask forbade it: whoever drew it is wrong, or the mask was.
+                # The mask forbade it: either the sampler is wrong or the mask was.
                 return Finish.failed(Internal(f"token {token} was drawn against the grammar"))
             self._since_mark += 1
             if self._state.terminated:
@@ -104,25 +104,25 @@ class GrammarMatcher:
         return None
 
     def checkpoint(self) -> None:
-        """Remember where it stands; see `take_back`."""
+        """Save the position; see `rollback`."""
         self._marked, self._since_mark = self.mask, 0
-        self._turn ^= 1
+        self._buffer ^= 1
 
     def rollback(self) -> None:
-        """Stand where it stood at the mark, whatever has come since."""
+        """Return to the position of the last checkpoint."""
         self._state.rollback(self._since_mark)
         self.mask, self._since_mark = self._marked, 0
-        self._turn ^= 1
+        self._buffer ^= 1
 
     def _refresh(self) -> None:
-        words = self._words[self._turn]
+        words = self._words[self._buffer]
         self.mask = words if self._state.fill(words) else None
 
 
 class DeferredGrammarState:
-    """A grammar that begins after certain tokens have come, as after a model's thinking.
+    """A grammar that applies only after certain tokens, such as the end of a model's reasoning.
 
-    Before that everything is allowed. Tokens that only begin like `after` do not begin it.
+    Before that every token is allowed. Only the complete sequence `after` activates the grammar.
     """
 
     def __init__(self, state: GrammarState, after: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a worker counts of grammars."""
+"""Metrics of grammars."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class GrammarMetrics:
-    """Counted by choice, as SGLang counts each answer of a request.
+    """Counted per sequence, as SGLang counts each output of a request.
 
     Attributes:
-        requested: Choices with a grammar.
-        hits: Those whose grammar was compiled before, or known to have a mistake.
-        aborted: Those that were refused or ended before their grammar was ready.
-        timeouts: Compiles and answers so far that took too long.
+        requested: Sequences with a grammar.
+        hits: Those whose grammar was cached, as compiled or as invalid.
+        aborted: Those that failed or were aborted before their grammar was ready.
+        timeouts: Compiles and replays that timed out.
         seconds: Time of each compile that succeeded.
     """
 

@@ -1,4 +1,4 @@
-"""From a model folder to its compiler of grammars."""
+"""Opens the grammar compiler of a model folder."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 def open_compiler(
     folder: Path, vocab_size: int, end_ids: frozenset[int], config: GrammarConfig
 ) -> GrammarCompiler:
-    """Make the compiler for a tokenizer. Blocks for a second or two.
+    """Create the compiler for a tokenizer. Blocks for a second or two.
 
     Args:
-        folder: Where tokenizer.json is.
+        folder: Contains tokenizer.json.
         vocab_size: Tokens that the model has logits for.
-        end_ids: Tokens with which the model ends an answer, at least one.
-        config: How grammars are compiled.
+        end_ids: EOS tokens of the model, at least one.
+        config: Settings of grammar compilation.
 
     Raises:
-        Unsupported: The tokenizer's tokens do not say which bytes they write.
+        Unsupported: The bytes of the tokenizer's tokens cannot be derived.
     """
     vocabulary = read_vocabulary(folder, vocab_size)
-    # Its library imports transformers: whoever never asks for a grammar does not pay for that.
+    # xgrammar imports transformers, which workers that never get a grammar need not load.
     from antiphon.model_worker.grammar import xgrammar_backend  # noqa: PLC0415
 
     return xgrammar_backend.XgrammarCompiler(vocabulary, end_ids, config)
 
 
 def no_compiler(reason: str = "it runs no model") -> GrammarCompiler:
-    """What a worker without grammars has in the place of `open_compiler`.
+    """Stands in for `open_compiler` on a worker without grammars.
 
     Raises:
         Unsupported: Always, with the reason.

@@ -1,8 +1,9 @@
-"""Patterns of JSON strings, written so that the compiler reads what they say.
+"""Patterns of JSON strings, rewritten so that the compiler parses them as JSON Schema means them.
 
-It reads them with other code than regular expressions by themselves. That lets quotes through where
-a letter beyond ASCII stands as it is, and past the beginning of an optional group whose end
-repeats: `1(a[0-9]+)?` also matched 155. What is written here means the same to any other reader.
+The compiler parses them with other code than standalone regular expressions. That code lets quotes
+through where a non-ASCII letter is not escaped, and goes wrong past the beginning of an optional
+group whose end repeats: `1(a[0-9]+)?` also matched 155. The rewritten patterns mean the same to any
+other parser.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _CHARACTER = re.compile(r"\\.|[^\x00-\x7f]", re.DOTALL)
 
 
 def ascii_pattern(pattern: str) -> str:
-    """The same pattern in ASCII, each group that may be left out as a choice of nothing or it."""
-    said: list[str] = []
+    """The same pattern in ASCII, with each optional group as a choice of nothing or the group."""
+    output: list[str] = []
     opened: list[int] = []
-    ended: int | None = None  # where the group begins that has just ended
+    ended: int | None = None  # start of the group that has just been closed
     for token in _TOKEN.finditer(pattern):
         text, group, ended = token[0], ended, None
         if text == ")" and opened:
             ended = opened.pop()
         elif text[0] == "(":
-            opened.append(len(said))
+            opened.append(len(output))
         elif group is not None and text in ("?", "??"):
-            said[group] += "|"
+            output[group] += "|"
             continue
         elif group is not None and token["most"] is not None:
-            said[group] = f"(|{said[group]}"
+            output[group] = f"(|{output[group]}"
             text = f"{{1,{token['most']}}})"
-        said.append(_CHARACTER.sub(_numbered, text))
-    return "".join(said)
+        output.append(_CHARACTER.sub(_numbered, text))
+    return "".join(output)
 
 
 def _numbered(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Choices that wait for their grammars."""
+"""The queue of requests that wait for their grammars."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class GrammarQueue:
-    """Holds each choice until its own grammar is there; nobody waits for another's.
+    """Holds each sequence until its own grammar is ready, independently of the others.
 
-    Its bound is that of all choices which the worker has taken in.
+    It has no bound of its own: the worker bounds the number of admitted requests.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class GrammarQueue:
         hand_over: Callable[[RunChoice, GrammarMatcher], None],
         refuse: Callable[[ChoiceKey, EngineError], None],
     ) -> None:
-        """Nobody waits yet.
+        """Create an empty queue.
 
         Args:
-            grammars: Where the guides come from.
-            group: Where choices wait.
-            metrics: Count choices that get no guide.
-            hand_over: Gets a choice with its guide, while it still counts as waiting.
-            refuse: Gets one that has no guide, with the reason.
+            grammars: Makes the matchers.
+            group: Runs a task for each waiting request.
+            metrics: Counts requests that get no matcher.
+            hand_over: Receives a request with its matcher, while it still counts as waiting.
+            refuse: Receives the key of a request without a matcher, and the reason.
         """
         self._grammars = grammars
         self._group = group
@@ -55,11 +55,11 @@ class GrammarQueue:
         return len(self._waiting)
 
     def put(self, run: RunChoice) -> None:
-        """Take a choice in: later it is handed over with its guide, or refused."""
+        """Add a request: later it is passed to `hand_over` with its matcher, or to `refuse`."""
         self._waiting[run.key] = self._group.create_task(self._wait(run), name="grammar")
 
     def drop(self, key: ChoiceKey) -> bool:
-        """Forget a choice; whether it was here."""
+        """Remove a request; whether it was here."""
         task = self._waiting.pop(key, None)
         if task is None or not task.cancel():
             return False
@@ -68,16 +68,16 @@ class GrammarQueue:
 
     async def _wait(self, run: RunChoice) -> None:
         try:
-            guide = await self._grammars.matcher(run.state)
+            matcher = await self._grammars.matcher(run.state)
         except EngineError as error:
             self._metrics.aborted.inc()
             self._refuse(run.key, error)
         except Exception:
-            # One of the process's outermost borders: whatever a foreign text does to those who
-            # read it ends its own request, and not the service.
+            # A last-resort boundary: whatever a client's grammar makes the code raise fails its own
+            # request, not the service.
             log.exception("grammar not read", extra={"request_id": run.state.request_id})
             self._metrics.aborted.inc()
             self._refuse(run.key, Internal("the grammar of this request could not be read"))
         else:
-            self._hand_over(run, guide)
+            self._hand_over(run, matcher)
         del self._waiting[run.key]

@@ -1,7 +1,7 @@
-"""JSON schemas, read before they are compiled: what the grammar would not hold is refused.
+"""JSON schemas are checked before they are compiled: what the grammar cannot enforce is refused.
 
-The compiler passes over much of JSON Schema without a word, so that an answer could break its
-schema. Each rule here was found by trying; a compiler that learns more may lose some of them.
+The compiler silently ignores much of JSON Schema, so that an output could violate its schema. Each
+rule here was found by trying; some may become unnecessary with a later compiler.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 DEPTH_MAX = 100
 """Deepest nesting of schemas."""
 PATTERN_MAX = 8192
-"""Longest regular expression: a row of optional parts takes its length cubed to compile."""
+"""Longest regular expression: a run of optional parts compiles in cubic time."""
 
 
 def read_json(text: str) -> Json:
     """Decode a JSON text.
 
     Raises:
-        InvalidRequest: It is none, or it is nested too deep.
+        InvalidRequest: It is not valid JSON, or it is nested too deep.
     """
     try:
         return msgspec.json.decode(text)
@@ -43,10 +43,10 @@ def read_json(text: str) -> Json:
 
 
 def prepare_schema(schema: Json) -> None:
-    """Make a schema, in place, one that the answer cannot break.
+    """Rewrite a schema, in place, so that no output can violate it.
 
     Raises:
-        InvalidRequest: It is no schema, or one of its words would not be held; says which.
+        InvalidRequest: It is not a schema, or one of its keywords cannot be enforced; names it.
     """
     kinds = SchemaTypes(schema)
     seen: set[int] = set()
@@ -62,12 +62,12 @@ def prepare_schema(schema: Json) -> None:
             _add_patterns(part)
             reference = part.get("$ref")
             if isinstance(reference, str):
-                # It may stand under a word that is none of JSON Schema's.
+                # The target may be under a keyword that JSON Schema does not have.
                 waiting.append((reference, kinds.resolve(reference)))
 
 
 def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Json]]]:
-    """The schema and all schemas in it that say anything, each with its place."""
+    """The schema and all schemas in it that constrain anything, each with its path."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -78,14 +78,14 @@ def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[
     for word, value in schema.items():
         inner: list[tuple[str, Json]] = []
         if word in _MAPS and isinstance(value, dict):
-            # A name may be as long as all of the schema, and stand above thousands of others.
+            # A name may be as long as the whole schema, and be in the paths of thousands of others.
             inner = [(name[:_NAME_SHOWN], part) for name, part in value.items()]
         elif word in _LISTS and isinstance(value, list):
             inner = [(str(index), part) for index, part in enumerate(value)]
         elif word in _SINGLE:
             inner = [("", value)]
         if word == "propertyNames" and isinstance(value, dict):
-            value.setdefault("type", "string")  # as names always are
+            value.setdefault("type", "string")  # property names are strings
         for name, part in inner:
             place = f"{path}/{word}/{name}".removesuffix("/")
             yield from _parts(part, place, depth + 1)
@@ -107,13 +107,13 @@ def _refusals(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str
 
 
 def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
-    """Of the words that decide alone, one is heard, and nothing beside it."""
+    """The compiler reads only one of the keywords that decide alone, and no keyword beside it."""
     deciding = [word for word in _DECIDING if word in schema]
     if not deciding:
         return
     beside = [word for word in schema if word in _OF_TYPE]
     if _format(schema) and deciding[0] not in ("const", "enum"):
-        beside.append("format")  # of values that are listed it is a remark
+        beside.append("format")  # beside listed values it is an annotation
     for word in deciding[1:] + beside:
         yield word, f"beside {deciding[0]} is not supported"
     for word in deciding:
@@ -127,7 +127,7 @@ def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
 
 
 def _typed(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, str]]:
-    """Of a type beside a word that decides alone, nothing is heard: it must say nothing new."""
+    """The compiler ignores a type beside a keyword that decides alone: it must add nothing."""
     if "type" not in schema:
         return
     types, values = types_named(schema["type"]), schema.get("enum")
@@ -142,9 +142,9 @@ def _typed(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, s
 
 
 def _one_of(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, str]]:
-    """What is written is of any part: no two of them may hold at once.
+    """The compiler treats oneOf as anyOf: no two parts may match the same value.
 
-    A tag that tells two parts apart is made one that each of them has.
+    A property that discriminates between two parts is made required in both.
     """
     parts = schema.get("oneOf")
     if not isinstance(parts, list):
@@ -161,7 +161,7 @@ def _one_of(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, 
 
 
 def _untyped(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
-    """Without a type most words are passed over."""
+    """Without a type the compiler ignores most keywords."""
     if "type" in schema or any(word in schema for word in _DECIDING):
         return
     if _format(schema):
@@ -194,21 +194,21 @@ def _strings(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
         if isinstance(pattern, str) and len(pattern) > PATTERN_MAX:
             yield "pattern", f"has {len(pattern)} characters; the limit is {PATTERN_MAX}"
         if isinstance(pattern, str) and _ESCAPED.search(_OTHERS.sub("", pattern)):
-            # It is held to the text of the JSON string, in which these are written otherwise.
+            # The pattern is applied to the JSON encoding of the string, where these are escaped.
             yield "pattern", "may not name quotes, backslashes and control characters"
 
 
 def _format(schema: dict[str, Json]) -> str | None:
-    """The format that a schema asks for, if it is one that is held."""
+    """The format of a schema, if it is one that is enforced."""
     format_ = schema.get("format")
     return format_ if isinstance(format_, str) and format_ in _FORMATS else None
 
 
 def _add_patterns(schema: dict[str, Json]) -> None:
-    """Say the length of strings, and some of their formats, by a pattern.
+    """Express the length of strings, and some of their formats, as a pattern.
 
-    By its own words the compiler lets control characters into them, which no JSON string has.
-    Nor does it know its own `true` among the first items.
+    With its own keywords the compiler allows raw control characters, which no JSON string may
+    contain. Nor does it support a literal `true` among the first items.
     """
     first = schema.get("prefixItems")
     if isinstance(first, list):
@@ -241,15 +241,15 @@ def _objects(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
             if word in schema:
                 yield word, "beside properties is not supported"
     if isinstance(patterns, dict) and len(patterns) > 1:
-        # A name may match more than one of them, and is held to one.
+        # A name may match several patterns, but only one of them is enforced.
         yield "patternProperties", "of several patterns is not supported"
     if _names_repeat(schema):
-        # A name that comes twice counts twice, and is one to whoever reads the answer.
+        # A repeated name counts twice in the grammar, but is one property once parsed.
         yield "minProperties", "is not supported where names are free"
 
 
 def _names_repeat(schema: dict[str, Json]) -> bool:
-    """Whether names that are not listed have to make up for more than one property."""
+    """Whether unlisted names are needed to reach `minProperties`, and more than one of them."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     free = not schema.get("properties") or bool(
         schema.get("additionalProperties") or schema.get("unevaluatedProperties")
@@ -285,21 +285,21 @@ _OF_TYPE = {
         ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"), "array"
     ),
 }  # fmt: skip
-"""The words that hold for values of one type only, and which."""
+"""The keywords that apply to values of one type only, with that type."""
 _INFERRING = {
     "string": (),
     "number": (),
     "object": ("properties", "additionalProperties", "unevaluatedProperties"),
     "array": ("items", "prefixItems", "unevaluatedItems"),
 }
-"""Words that stand for a type where none is named."""
+"""Keywords that imply a type where `type` is missing."""
 _UNQUOTED_FORMATS = frozenset({"json-pointer", "relative-json-pointer"})
 _FORMATS = _UNQUOTED_FORMATS | {
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "uri-template", "uuid",
 }  # fmt: skip
-"""Formats that are held; any other is a remark, as JSON Schema has it."""
+"""Formats that are enforced; any other is an annotation, as in JSON Schema."""
 _NAME_SHOWN = 32
 _OTHERS = re.compile(r"\[\^(?:\\.|[^\]\\]){0,256}\]")
-"""Bounded, or a row of openings without an end would be read again from each of them."""
+"""Bounded, or a run of unclosed brackets would be scanned again from each of them."""
 _ESCAPED = re.compile(r"[\"\x00-\x1f]|\\[\\nrtfv0c]|\\x(?:[01]|22|5[cC])|\\u00(?:[01]|22|5[cC])")

@@ -1,6 +1,6 @@
-"""What the values of a schema can be, as far as it says so itself: enough to tell schemas apart.
+"""Which values a schema allows, as far as it declares them: enough to prove schemas disjoint.
 
-Where nothing is known, any value is possible: whoever asks errs on that side.
+Where nothing is known, any value is assumed to be possible, so that callers err on the safe side.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _EVERY = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _UNIONS = ("anyOf", "oneOf")
 _DEPTH_MAX = 16
-"""Of unions in unions, of references to references."""
+"""Maximum depth of nested unions, and of chains of references."""
 
 Types = frozenset[str]
 Object = dict[str, Json]
 
 
 class SchemaTypes:
-    """Answers questions about the schemas in one, which must not change meanwhile."""
+    """Answers questions about the schemas inside one root, which must not change meanwhile."""
 
     def __init__(self, root: Json) -> None:
         self._root = root
@@ -31,11 +31,11 @@ class SchemaTypes:
         self._depth = 0
 
     def is_root(self, schema: Json) -> bool:
-        """Whether it is the one that all others are in."""
+        """Whether this is the root schema."""
         return schema is self._root
 
     def resolve(self, reference: str) -> Json:
-        """What stands at a JSON pointer of plain names; any value if that is not to be found."""
+        """The target of a JSON pointer of plain names; any value if it does not resolve."""
         found = self._root
         for name in reference.removeprefix("#").split("/")[1:]:
             if not isinstance(found, dict) or name not in found:
@@ -44,11 +44,11 @@ class SchemaTypes:
         return found
 
     def types(self, schema: Json) -> Types:
-        """The types that its values may have; `number` is one that is no integer."""
+        """The types of its values; `number` means a number that is not an integer."""
         if not isinstance(schema, dict):
             return Types() if schema is False else _EVERY
         if id(schema) not in self._types:
-            self._types[id(schema)] = _EVERY  # what is asked of itself is not known
+            self._types[id(schema)] = _EVERY  # a recursive question: unknown
             self._depth += 1
             if self._depth <= _DEPTH_MAX:
                 self._types[id(schema)] = self._types_of(schema)
@@ -56,16 +56,16 @@ class SchemaTypes:
         return self._types[id(schema)]
 
     def disjoint(self, one: Json, other: Json) -> bool:
-        """Whether no value that is written for either schema is one of the other, too."""
+        """Whether no value generated for either schema also matches the other."""
         return self._refuses(one, other) and self._refuses(other, one)
 
     def discriminator(self, one: Json, other: Json) -> str | None:
-        """The name of a property whose values tell the objects of two schemas apart, if any."""
+        """The name of a property whose values distinguish the objects of two schemas, if any."""
         one, other = self._resolved(one), self._resolved(other)
         return next(self._tags(one, other), None)
 
     def require(self, schema: Json, name: str) -> None:
-        """Have a property in every object of a schema."""
+        """Make a property required in every object of a schema."""
         schema = self._resolved(schema)
         if isinstance(schema, dict) and name not in _names(schema):
             schema["required"] = [*_names(schema), name]
@@ -84,7 +84,7 @@ class SchemaTypes:
         return _EVERY
 
     def _refuses(self, other: Json, one: Json, depth: int = 0) -> bool:
-        """Whether a schema has none of the values that are written for `one`."""
+        """Whether a schema rejects every value generated for `one`."""
         one, other = self._resolved(one), self._resolved(other)
         if not self.types(one) & self.types(other):
             return True
@@ -92,7 +92,7 @@ class SchemaTypes:
             return False
         pair = (id(one), id(other))
         if pair not in self._refused:
-            self._refused[pair] = False  # what is asked of itself is not known
+            self._refused[pair] = False  # a recursive question: unknown
             self._refused[pair] = self._refuses_all(other, one, depth + 1)
         return self._refused[pair]
 
@@ -127,7 +127,7 @@ class SchemaTypes:
         return _values(schema) if isinstance(schema, dict) else None
 
     def _resolved(self, schema: Json) -> Json:
-        """What a schema refers to in the end; itself if it refers to nothing."""
+        """The schema that a chain of references ends at; the schema itself without any."""
         for _ in range(_DEPTH_MAX):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str):
@@ -137,7 +137,7 @@ class SchemaTypes:
 
 
 def type_of(value: Json) -> str:
-    """The type of a value; an integer stays one, however it is written."""
+    """The type of a value; 1.0 is an integer, as in JSON Schema."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -149,9 +149,9 @@ def type_of(value: Json) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def types_named(said: Json) -> Types:
-    """What a `type` allows: integers are numbers."""
-    names = said if isinstance(said, list) else [said]
+def types_named(keyword: Json) -> Types:
+    """What a `type` keyword allows; `number` includes integers."""
+    names = keyword if isinstance(keyword, list) else [keyword]
     types = Types(name for name in names if isinstance(name, str))
     return types | {"integer"} if "number" in types else types
 
@@ -165,7 +165,7 @@ def _values(schema: Object) -> list[Json] | None:
 
 
 def _parts(schema: Object) -> list[Json]:
-    """The schemas one of which, or which one, decides."""
+    """The alternatives of a schema."""
     for word in (*_UNIONS, "allOf"):
         parts = schema.get(word)
         if isinstance(parts, list):
@@ -174,7 +174,7 @@ def _parts(schema: Object) -> list[Json]:
 
 
 def _differ(some: list[Json] | None, others: list[Json] | None) -> bool:
-    """Whether two lists of values have none in common."""
+    """Whether two lists of values are disjoint."""
     if some is None or others is None:
         return False
     return not any(_same(one, other) for one in some for other in others)
@@ -190,7 +190,7 @@ def _properties(schema: Object) -> Object:
 
 
 def _names(schema: Object) -> list[str]:
-    """The properties that each of its objects has."""
+    """The required properties."""
     required = schema.get("required")
     return (
         [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
@@ -198,7 +198,7 @@ def _names(schema: Object) -> list[str]:
 
 
 def _closed(schema: Object) -> bool:
-    """Whether only its properties are written: others come only where they are spoken of."""
+    """Whether only listed properties are generated: others need an explicit keyword."""
     others = ("patternProperties", "propertyNames", "unevaluatedProperties")
     return (
         bool(_properties(schema))

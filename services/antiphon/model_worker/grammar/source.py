@@ -1,4 +1,4 @@
-"""A grammar as it is compiled: checked, and written one way."""
+"""A grammar as it is compiled: checked and normalised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """What is compiled. Two requests with the same one share the result."""
+    """The compiler's input. Requests with equal sources share the compiled grammar."""
 
     kind: GrammarKind
     text: str
@@ -35,10 +35,10 @@ class GrammarSource(msgspec.Struct, frozen=True):
 def source_of(
     grammar: Grammar | GrammarSource, whitespace_max: int, properties_max: int = PROPERTIES_MAX
 ) -> GrammarSource:
-    """Check a grammar without compiling it.
+    """Check and normalise a grammar without compiling it.
 
     Raises:
-        InvalidRequest: It is empty, too long, or holds what the compiler would not hold.
+        InvalidRequest: It is empty, too long, or uses what the compiler cannot enforce.
     """
     kind, text = grammar.kind, grammar.text
     if kind is GrammarKind.JSON_OBJECT and not text:
@@ -48,8 +48,8 @@ def source_of(
         raise InvalidRequest(message, param="grammar")
     if not text:
         raise InvalidRequest("grammar: the text is empty", param="grammar")
-    if "\0" in text:  # the compiler reads beyond it
-        raise InvalidRequest("grammar: the text holds a NUL character", param="grammar")
+    if "\0" in text:  # the compiler would read past it
+        raise InvalidRequest("grammar: the text contains a NUL character", param="grammar")
     if kind is GrammarKind.JSON_SCHEMA:
         schema = read_json(text)
         _check_properties(schema, properties_max)
@@ -63,7 +63,7 @@ def source_of(
 
 
 def _check_properties(schema: Json, properties_max: int) -> None:
-    """Refuse a schema whose properties are too many: compiling takes the square of their number."""
+    """Refuse a schema with too many properties: compile time is quadratic in their number."""
     count, parts = 0, [schema]
     while parts:
         part = parts.pop()

@@ -1,4 +1,4 @@
-"""Structural tags: free text with tags inside, whose content has a form of its own."""
+"""Structural tags: free text with tags inside, whose content follows a grammar of its own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_TOKENS = frozenset(
 
 
 def parse_structural_tag(text: str, whitespace_max: int) -> Json:
-    """Read a structural tag; one of `structures` and `triggers` is written as the newer kind.
+    """Parse a structural tag; one of `structures` and `triggers` is converted to the newer form.
 
     Args:
         text: JSON.
-        whitespace_max: Most white space between two parts of JSON, where the tag does not say.
+        whitespace_max: Maximum white space between JSON tokens, where the tag does not set it.
 
     Raises:
-        InvalidRequest: It is no structural tag, or a schema in it would not be held.
+        InvalidRequest: It is not a structural tag, or a schema in it cannot be enforced.
     """
     tag = read_json(text)
     if not isinstance(tag, dict):
@@ -36,7 +36,7 @@ def parse_structural_tag(text: str, whitespace_max: int) -> Json:
 
 
 def _triggered(tag: dict[str, Json]) -> Json:
-    """The older kind: text until a trigger, then one of the tags that begin with it."""
+    """The older form: free text until a trigger, then one of the tags that begin with it."""
     structures = tag["structures"]
     if not isinstance(structures, list):
         raise InvalidRequest("grammar: structures is a list", param="grammar")
@@ -66,7 +66,7 @@ def _node(node: Json, whitespace_max: int, depth: int) -> Json:
     if kind == "json_schema":
         return _content(node, whitespace_max)
     if isinstance(kind, str) and kind in _OF_TOKENS:
-        # Most tokens that tags are made of are special, and these write nothing.
+        # The tokens of tags are mostly special tokens, which have no text.
         message = f"grammar: {kind} is not supported; tags are found in the text"
         raise InvalidRequest(message, param="grammar")
     for word, characters_max in (("pattern", PATTERN_MAX), ("grammar", RULES_MAX)):

@@ -1,4 +1,4 @@
-"""Places for work that tenants take in turns."""
+"""Slots for work, shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import TenantId
 
 WAITING_MAX = 64
-"""How many jobs of one tenant may wait for a place."""
+"""How many jobs of one tenant may wait for a slot."""
 
 
 class TenantSlots:
-    """So many jobs at once, and one more of a tenant that has none running.
+    """Runs `count` jobs at once, and one more for a tenant that has none running.
 
-    Tenants that wait get a place in turns, each its jobs in order: however many one of them sends,
-    another one waits for a job of each, and not for all.
+    Waiting tenants get slots round-robin, and the jobs of a tenant run in order: however many jobs
+    one tenant sends, another waits for one job of each tenant, not for all of them.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,10 +32,10 @@ class TenantSlots:
 
     @asynccontextmanager
     async def slot(self, tenant: TenantId, *, timeout_s: float) -> AsyncGenerator[None]:
-        """Have a place inside of this block.
+        """Hold a slot inside this block.
 
         Raises:
-            TimeoutError: There was none for so long.
+            TimeoutError: No slot became free in time.
             Overloaded: Too many jobs of the tenant wait for one.
         """
         await self._acquire(tenant, timeout_s)
@@ -58,7 +58,7 @@ class TenantSlots:
                 await turn
         except BaseException:
             if turn.done() and not turn.cancelled():
-                self._release(tenant)  # its turn came just then
+                self._release(tenant)  # a slot was assigned at the same moment
             else:
                 self._forget(tenant, turn)
             raise

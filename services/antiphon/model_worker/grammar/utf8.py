@@ -1,8 +1,8 @@
-"""Which tokens keep an answer well-formed UTF-8.
+"""Which tokens keep an output well-formed UTF-8.
 
-Compiled grammars read bytes, and their classes of characters let some through that no character
-is made of: halves of surrogate pairs, and longer forms than a character needs. Nothing that reads
-the answer as text would take these for what the grammar meant.
+Compiled grammars match bytes, and their character classes let some byte sequences through that
+encode no character: surrogate halves and overlong forms. No UTF-8 decoder would read these as what
+the grammar meant.
 
 Axes: S states, V vocabulary, W = ceil(V / 32) words.
 """
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 START = 0
 """Between two characters."""
 _ONE, _TWO, _THREE, _E0, _ED, _F0, _F4, _BROKEN = range(1, 9)
-"""How many bytes are still to come; the first of them is narrower after some leading bytes."""
+"""How many bytes are still expected; after some leading bytes the next has a narrower range."""
 
 
 class Utf8:
-    """The bytes of each token, and which tokens may follow in each state. Never changes."""
+    """The bytes of each token, and the tokens allowed in each state. Immutable."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._ends = ends = _ends(tokens, _table())
         silent = np.array([not token for token in tokens])
         allowed = ends != _BROKEN
-        allowed[1:, silent] = False  # nothing ends within a character
+        allowed[1:, silent] = False  # no special token within a character
         self.masks: list[Ints] = [pack(row) for row in allowed]
 
     def after(self, state: int, token: int) -> int:

@@ -1,6 +1,6 @@
-"""Grammars by xgrammar: compiled for one vocabulary, and followed a token at a time.
+"""The xgrammar backend: grammars compiled for one vocabulary, with a matcher for each sequence.
 
-The only module that imports it: torch and transformers come along, and take a second.
+The only module that imports xgrammar: it brings torch and transformers, which take a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class XgrammarCompiler:
-    """Compiles grammars. Threads may share it."""
+    """Compiles grammars. May be shared by threads."""
 
     def __init__(
         self, vocabulary: TokenVocabulary, end_ids: frozenset[int], config: GrammarConfig
@@ -38,23 +38,23 @@ class XgrammarCompiler:
         info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens), xgrammar.VocabType.RAW, stop_token_ids=sorted(end_ids)
         )
-        # One thread a grammar: how many grammars is our setting. And one cache, ours.
+        # One thread a grammar, since our setting bounds concurrent compiles. And one cache, ours.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, source: GrammarSource) -> XgrammarGrammar:
-        """Compile a grammar; may take seconds, without the interpreter's lock.
+        """Compile a grammar; may take seconds, without holding the interpreter lock.
 
         Raises:
-            InvalidRequest: It has a mistake, or nothing can be said in it.
+            InvalidRequest: The grammar is invalid, or matches no output.
         """
         try:
             compiled = self._compile(source)
         except (RuntimeError, ValueError) as error:
             message = f"grammar: {_readable(str(error))}"
             raise InvalidRequest(message, param="grammar") from error
-        made = XgrammarGrammar(compiled, self._vocabulary, self._utf8, self._end_ids)
-        made.start(()).fill(np.zeros(words_count(len(self._vocabulary.tokens)), np.int32))
-        return made
+        grammar = XgrammarGrammar(compiled, self._vocabulary, self._utf8, self._end_ids)
+        grammar.start(()).fill(np.zeros(words_count(len(self._vocabulary.tokens)), np.int32))
+        return grammar
 
     def _compile(self, source: GrammarSource) -> xgrammar.CompiledGrammar:
         match source.kind:
@@ -74,7 +74,7 @@ class XgrammarCompiler:
 
 
 class XgrammarGrammar:
-    """A grammar ready to be followed, by any number of choices."""
+    """A compiled grammar, shared by any number of sequences."""
 
     def __init__(
         self,
@@ -90,24 +90,24 @@ class XgrammarGrammar:
         self._end_ids = end_ids
 
     def eos_ids(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
-        """The tokens that end a complete answer: the model's, and of others those without text."""
+        """The EOS tokens of a complete output: the model's, and stop tokens without text."""
         tokens = self._vocabulary.tokens
         return self._end_ids.union(
             token for token in stop_token_ids if token < len(tokens) and not tokens[token]
         )
 
     def start(self, stop_token_ids: Sequence[int]) -> XgrammarMatcher:
-        """A state at the beginning of an answer."""
+        """The state at the start of an output."""
         ends = sorted(self.eos_ids(stop_token_ids))
         matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=ends)
         return XgrammarMatcher(matcher, self._utf8)
 
 
 class XgrammarMatcher:
-    """A `GrammarState`: where one choice stands.
+    """A `GrammarState` over xgrammar's matcher.
 
-    An ambiguous grammar grows with the answer until one token takes minutes to follow. Nothing here
-    bounds that: whoever follows does so where nobody else waits for it.
+    With an ambiguous grammar the parse grows with the output until one token takes minutes. Nothing
+    here bounds that: callers run it where no other sequence waits for it.
     """
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, utf8: Utf8) -> None:
@@ -149,13 +149,13 @@ class XgrammarMatcher:
 
 
 def _readable(message: str) -> str:
-    """The message without the compiler's own places, in a line of sane length."""
+    """The message without the compiler's source locations, in one line of bounded length."""
     plain = _PLACE.sub("", message).replace("\n", " ").strip()
     return plain if len(plain) <= _MESSAGE_MAX else f"{plain[:_MESSAGE_MAX]}…"
 
 
 def _blame(error: Exception) -> InvalidRequest:
-    """Let whatever the matcher raises over one request's text end that request, and no other."""
+    """Map whatever the matcher raises over a request's text to an error of that request alone."""
     return InvalidRequest(f"grammar: {error}", param="grammar")
 
 

@@ -1,8 +1,8 @@
-"""Scales of keys and values that a checkpoint or a file brings, for a cache in eight bits.
+"""Scales of an 8-bit KV cache, read from a checkpoint or a file.
 
-A checkpoint has a number a layer and kind beside the layer's attention: `k_scale` and `v_scale`, or
-as `output_scale` of what makes keys and values, or one `kv_scale` for both. A file is that of
-SGLang's `--quantization-param-path`: a number a layer, for both.
+A checkpoint has a number for each layer and kind beside the layer's attention: `k_scale` and
+`v_scale`, or `output_scale` of the key and value projections, or one `kv_scale` for both. A file is
+that of SGLang's `--quantization-param-path`: a number for each layer, for both.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 _SCALE = re.compile(
     r"(?:^|\.)(?P<layer>\d+)\.(?:.*\.)?"
-    r"(?:(?P<kind>k|v|kv)_scale|(?P<made>k|v)_proj\.output_scale)$"
+    r"(?:(?P<kind>k|v|kv)_scale|(?P<proj>k|v)_proj\.output_scale)$"
 )
 
 
 def take_scales(checkpoint: Checkpoint, layers: int) -> dict[int, KvScales]:
-    """Take the scales out of a checkpoint, by layer: none of them is a weight.
+    """Remove the scales from a checkpoint, by layer: none of them is a weight.
 
-    A layer that has one for keys alone, or for values alone, has it for both.
+    A layer that has a scale for keys alone, or for values alone, uses it for both.
 
     Raises:
-        ModelLoadError: One is not a single positive number.
+        ModelLoadError: A scale is not a single positive number.
     """
     found: dict[int, dict[str, float]] = {}
     for name in list(checkpoint.tensors):
@@ -44,13 +44,13 @@ def take_scales(checkpoint: Checkpoint, layers: int) -> dict[int, KvScales]:
             continue
         tensor = checkpoint.tensors.pop(name)
         if (layer := int(match["layer"])) < layers:
-            found.setdefault(layer, {})[match["kind"] or match["made"]] = _number(name, tensor)
-    return {layer: _both(said) for layer, said in found.items()}
+            found.setdefault(layer, {})[match["kind"] or match["proj"]] = _number(name, tensor)
+    return {layer: _both(scales) for layer, scales in found.items()}
 
 
 def _number(name: str, tensor: StoredTensor) -> float:
     if tensor.count != 1:
-        raise ModelLoadError(f"weights: {name} has {tensor.count} numbers: one a layer is read")
+        raise ModelLoadError(f"weights: {name} has {tensor.count} elements instead of one")
     scale = float(tensor.decode(tensor.data.read()).float())
     tensor.data.release()
     return _positive(name, scale)
@@ -58,13 +58,13 @@ def _number(name: str, tensor: StoredTensor) -> float:
 
 def _positive(name: str, scale: float) -> float:
     if not (math.isfinite(scale) and scale > 0):
-        raise ModelLoadError(f"{name} is {scale}: no scale of keys or values")
+        raise ModelLoadError(f"{name} is {scale}; it must be positive and finite")
     return scale
 
 
-def _both(said: Mapping[str, float]) -> KvScales:
-    one = said.get("kv") or max(said.values())
-    return KvScales(said.get("k", one), said.get("v", one))
+def _both(scales: Mapping[str, float]) -> KvScales:
+    one = scales.get("kv") or max(scales.values())
+    return KvScales(scales.get("k", one), scales.get("v", one))
 
 
 class _Cache(msgspec.Struct):
@@ -79,25 +79,25 @@ def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
     """Read the scales of layers from `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, ...}}}}`.
 
     Raises:
-        ModelLoadError: It cannot be read, or a layer has none, or one is no positive number.
+        ModelLoadError: The file cannot be read, a layer has no scale, or a scale is not positive.
     """
     try:
-        said = msgspec.json.decode(Path(path).read_bytes(), type=_KvScalesFile)
+        file = msgspec.json.decode(Path(path).read_bytes(), type=_KvScalesFile)
     except (OSError, msgspec.DecodeError) as error:
         raise ModelLoadError(f"cache.scales = {path}: {error}") from error
-    of_rank = said.kv_cache.scaling_factor.get("0", {})
+    of_rank = file.kv_cache.scaling_factor.get("0", {})
     found: dict[int, KvScales] = {}
     for layer in layers:
         scale = of_rank.get(str(layer))
         if scale is None:
-            raise ModelLoadError(f"cache.scales = {path}: layer {layer} has none")
+            raise ModelLoadError(f"cache.scales = {path}: layer {layer} has no scale")
         scale = _positive(f"{path}: layer {layer}", scale)
         found[layer] = KvScales(scale, scale)
     return found
 
 
 def scales_digest(scales: Mapping[int, KvScales]) -> str:
-    """Name scales; empty without any."""
+    """A digest of the scales; empty if there are none."""
     if not scales:
         return ""
     return hashlib.sha256(msgspec.msgpack.encode(sorted(scales.items()))).hexdigest()

@@ -1,6 +1,6 @@
-"""config.json of a model folder, as Hugging Face writes it: the fields that many families share.
+"""config.json of a model folder in the Hugging Face format: the fields that many families share.
 
-A family reads those that it alone has with `ConfigFile.own`.
+A family reads the fields that only it has with `ConfigFile.family_fields`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ACTIVATIONS: dict[str, ActivationKind] = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-"""By the names of transformers; three of them are spellings of one formula."""
+"""By the names of transformers; three of them name the same formula."""
 
 
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields we read; unknown ones are the business of families and other programs."""
+    """The shared fields; other fields belong to families or to other programs."""
 
     vocab_size: Size
     hidden_size: Size
@@ -63,7 +63,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: Size | None = None
     use_sliding_window: bool = False
     sliding_window: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """None after `read_config` where nothing says that there are windows and the size is 0."""
+    """None after `read_config` where the size is 0 and `use_sliding_window` is not set."""
     max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
     num_labels: Size | None = None
@@ -71,50 +71,50 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     raw: bytes = b"{}"
-    """The file itself."""
+    """The content of the file."""
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads; as many as query heads where the file is silent."""
+        """Key-value heads; defaults to the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Numbers in a head."""
+        """Elements of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def width(self) -> int:
-        """Of the feed-forward block; four times the stream where the file is silent."""
+        """Width of the feed-forward block; defaults to four times the hidden size."""
         return self.intermediate_size or 4 * self.hidden_size
 
     @property
     def labels(self) -> int:
-        """Of a classifier; two where the file is silent, as in transformers."""
+        """Labels of a classifier; defaults to two, as in transformers."""
         return len(self.id2label or ()) or self.num_labels or 2
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest text: a dynamic rotation goes beyond what was trained."""
+        """Maximum context length; with dynamic RoPE it exceeds the trained length."""
         rope = self.rope_parameters or self.rope_scaling or RopeField()
         return rope.context_tokens(self.max_position_embeddings)
 
     @property
     def rope_kind(self) -> str:
-        """`default`, or the name of a scaling."""
+        """`default`, or the name of a RoPE scaling."""
         return (self.rope_parameters or self.rope_scaling or RopeField()).kind
 
     @property
     def activation(self) -> ActivationKind:
-        """Of the feed-forward block.
+        """The activation of the feed-forward block.
 
         Raises:
-            ModelLoadError: We do not have it.
+            ModelLoadError: The activation is not supported.
         """
         return activation_of(self.hidden_act, "hidden_act")
 
     def family_fields(self, type_: type[T]) -> T:
-        """Fields that one family has.
+        """Decode the fields that only one family has.
 
         Raises:
             ModelLoadError: A field is missing or of a wrong type.
@@ -125,7 +125,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError(f"config.json: {error}") from error
 
     def check(self) -> None:
-        """Refuse what contradicts itself, whichever family it is of.
+        """Refuse contradictory fields, independent of the family.
 
         Raises:
             ModelLoadError: Names the field and what is supported.
@@ -144,7 +144,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def windows(self) -> tuple[int | None, ...]:
-        """How far each layer looks back, as `layer_types` says; None is all the way.
+        """The attention window of each layer, by `layer_types`; None is full attention.
 
         Raises:
             ModelLoadError: A layer is of another type, or the window has no size.
@@ -158,10 +158,10 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
     def rotary(self, kind: str = "full_attention") -> RotarySpec:
-        """The rotation of positions in layers of a type.
+        """The RoPE of layers of a type.
 
         Raises:
-            ModelLoadError: A scaling that we do not have.
+            ModelLoadError: The RoPE scaling is not supported.
         """
         field = self.rope_parameters or self.rope_scaling or RopeField()
         return field.of(kind).rotary(
@@ -174,10 +174,10 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def activation_of(name: str, field: str) -> ActivationKind:
-    """The activation that transformers call by this name.
+    """The activation that transformers has under this name.
 
     Raises:
-        UnsupportedVariant: We do not have it; names the field that asked for it.
+        UnsupportedVariant: It is not supported; names the field.
     """
     if name not in ACTIVATIONS:
         raise UnsupportedVariant(
@@ -187,7 +187,7 @@ def activation_of(name: str, field: str) -> ActivationKind:
 
 
 def read_config(place: ModelLocation) -> ConfigFile:
-    """Read config.json, and what overrides it.
+    """Read config.json and its overrides.
 
     Raises:
         ModelLoadError: It is missing, or a field is missing or of a wrong type.
@@ -202,6 +202,6 @@ def read_config(place: ModelLocation) -> ConfigFile:
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"{files.folder / 'config.json'}: {error}") from error
     if config.sliding_window == 0 and not config.use_sliding_window:
-        # transformers writes so what it read as "no window" of a Qwen2-MoE.
+        # For a Qwen2-MoE read as "no window", transformers writes a size of 0.
         config = msgspec.structs.replace(config, sliding_window=None)
     return msgspec.structs.replace(config, raw=raw)

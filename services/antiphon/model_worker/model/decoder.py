@@ -1,6 +1,6 @@
-"""The one decoder. What differs between families is in the spec that it is built from.
+"""The decoder of all families; what differs between them is in the `ModelSpec`.
 
-Axes: T tokens, L tokens whose logits are wanted, V vocabulary.
+Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a run of layers leaves.
+    """The output of a range of layers.
 
     Attributes:
         last: (T, hidden), ready for the head if this is the last stage, else the residual stream.
-        aux: The residual stream that left each layer that was asked for.
-        checked: Whether somebody looked for numbers that are not finite.
-        finite: (T,) bool, whether all of a token's numbers are; None: all are, if checked.
+        aux: The residual stream after each layer in `aux_layers`.
+        checked: Whether the output was checked for NaN and infinity.
+        finite: (T,) bool, whether all of a token's elements are finite; None: all are, if checked.
     """
 
     last: Tensor
@@ -50,7 +50,7 @@ class Hidden:
 
 
 class Decoder:
-    """A run of a model's layers; the first run embeds, the last normalises and has the head."""
+    """A range of layers; the first has the embedding, the last the final norm and the head."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Decoder:
     ) -> None:
         method = method or PlainLinearMethod()
         self.invariant = method.invariant
-        """Whether its linears give a row the same bits whatever else is in the pass."""
+        """Whether its linears are batch-invariant."""
         self._spec = spec
         run = layers if layers is not None else range(len(spec.layers))
         self._first, self._last = run.start == 0, run.stop == len(spec.layers)
@@ -72,9 +72,9 @@ class Decoder:
         }
         self._embedding = self._entry = self._norm = self._head = self._score = None
         if self._first or (self._last and spec.tied):
-            # A table that is only looked up lies best as it comes, a row a token.
-            kept = method if spec.tied else PlainLinearMethod()
-            self._embedding = _table(spec, spec.embedding.name, build, kept)
+            # A table that is only looked up is fastest in its stored layout, one row a token.
+            table_method = method if spec.tied else PlainLinearMethod()
+            self._embedding = _table(spec, spec.embedding.name, build, table_method)
         if self._first:
             self._entry = EmbeddingTransform(spec, build)
         if self._last:
@@ -114,7 +114,7 @@ class Decoder:
     ) -> Hidden:
         """Run the layers on `tokens` (T,), or on `inputs_embeds` (T, hidden).
 
-        A later stage takes the earlier one's `last` as its `inputs_embeds`.
+        A later stage takes the `last` of the earlier stage as its `inputs_embeds`.
         """
         owned = inputs_embeds is None
         if inputs_embeds is None:
@@ -137,20 +137,20 @@ class Decoder:
         return Hidden(normed, aux)
 
     def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
-        """All layers and the final norm as one call of the CPU's own kernels, or all of the model.
+        """Fuse the layers and the final norm, or the whole model, into one call of the CPU kernels.
 
         Raises:
-            NotPlain: The layers are not of the shape that it knows.
+            NotStackable: The fused decoder does not support these layers.
         """
         if not (self._first and self._last):
-            raise NotStackable("this is a stage of a pipeline")
+            raise NotStackable("this is a pipeline stage")
         if not isinstance(self._norm, RmsNorm):
-            raise NotStackable("the last norm is another than Llama's")
+            raise NotStackable("the final norm differs from Llama's")
         layers = [(layer.stacked(), caches[index]) for index, layer in self.layers.items()]
         norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
         scale, _ = self._shared()
         if len(norms) > 1:
-            raise NotStackable("the norms differ from layer to layer")
+            raise NotStackable("the norms differ between layers")
         return FusedDecoder(
             layers,
             final_norm=self._norm.weight,
@@ -160,9 +160,9 @@ class Decoder:
         )
 
     def _ends(self) -> EmbeddingAndHead | None:
-        """Embedding and head, if nothing but a linear makes logits, and nothing is done to ids."""
-        head, said = self._head, self._spec.head
-        plain = isinstance(said, HeadSpec) and said.scale == 1.0 and said.softcap is None
+        """Embedding and head for the fused decoder, if nothing else transforms ids or logits."""
+        head, spec = self._head, self._spec.head
+        plain = isinstance(spec, HeadSpec) and spec.scale == 1.0 and spec.softcap is None
         if not plain or head is None or self._embedding is None or self._entry is None:
             return None
         packed, table = self._embedding.packed, self._embedding.table
@@ -173,23 +173,23 @@ class Decoder:
 
     @property
     def rotary(self) -> RotarySpec | None:
-        """The rotation of all layers, where they are one stack; None: they do not rotate.
+        """The RoPE that all layers share, for the fused decoder; None without RoPE.
 
         Raises:
-            NotPlain: They are none.
+            NotStackable: The layers cannot be fused.
         """
         return self._shared()[1]
 
     def _shared(self) -> tuple[float, RotarySpec | None]:
-        """Scale and rotation of every layer."""
+        """The attention scale and RoPE that all layers share."""
         mixers: list[object] = [layer.mixer for layer in self._spec.layers]
         ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
         if len(ways) != 1:
-            raise NotStackable("scale or rotation differ from layer to layer")
+            raise NotStackable("attention scale or RoPE differ between layers")
         return ways.pop()
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
-        """Score normalised hidden (L, hidden)  ->  (L, V) float32."""
+        """Logits of normalised hidden states (L, hidden)  ->  (L, V) float32."""
         head = self._spec.head
         assert isinstance(head, HeadSpec), "a model that writes"
         assert self._head is not None, "only the last stage has the head"
@@ -199,15 +199,15 @@ class Decoder:
         return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
 
     def scores(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
-        """Judge whole texts: pooled (R, hidden) of the normalised stream  ->  (R, labels) float32.
+        """Class scores: pooled (R, hidden) of the normalised stream  ->  (R, labels) float32.
 
-        They are as the model was trained to give them, before any softmax.
+        Raw logits, before any softmax.
         """
         assert self._score is not None, "the last stage of a model that judges"
         return self._score(ctx, pooled)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Every tensor that these layers take from the checkpoint."""
+        """All tensors that these layers load from the checkpoint."""
         if self._embedding is not None:
             yield from self._embedding.sources()
         if self._entry is not None:
@@ -222,14 +222,14 @@ class Decoder:
             yield from self._score.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for part in (*self.layers.values(), *self._tables()):
             part.pack()
         if self._score is not None:
             self._score.pack()
 
     def _tables(self) -> set[VocabParallelEmbedding]:
-        """The embedding and the head, which may be one."""
+        """The embedding and the head, which may be the same table."""
         return {table for table in (self._embedding, self._head) if table is not None}
 
 

@@ -1,4 +1,4 @@
-"""What tokens' embeddings go through before the first layer."""
+"""What is applied to token embeddings before the first layer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ if TYPE_CHECKING:
 
 
 class EmbeddingTransform:
-    """A scale, vectors of types and of positions, and a norm: those that a model has."""
+    """Scale, token-type embeddings, position embeddings and norm, as far as a model has them."""
 
     def __init__(self, spec: ModelSpec, build: BuildContext) -> None:
-        said = spec.embedding
-        # A scale is rounded as what it multiplies is.
-        self._scale = float(torch.tensor(said.scale, dtype=build.dtype))
+        embedding = spec.embedding
+        # The scale is rounded to the dtype of the embeddings, as in transformers.
+        self._scale = float(torch.tensor(embedding.scale, dtype=build.dtype))
         self._types = self._positions = self._norm = None
-        if said.types is not None:
-            self._types = TokenTypes(said.types, said.types_count, spec.hidden, build)
-        if said.positions is not None:
+        if embedding.types is not None:
+            self._types = TokenTypes(embedding.types, embedding.types_count, spec.hidden, build)
+        if embedding.positions is not None:
             self._positions = LearnedPositions(
-                said.positions, spec.context_tokens, said.positions_first, spec.hidden, build
+                embedding.positions,
+                spec.context_tokens,
+                embedding.positions_first,
+                spec.hidden,
+                build,
             )
-        if said.norm is not None:
-            self._norm = build_norm(said.norm, said.norm_name, spec.hidden, build)
+        if embedding.norm is not None:
+            self._norm = build_norm(embedding.norm, embedding.norm_name, spec.hidden, build)
 
     @property
     def plain(self) -> bool:
-        """Whether it has none of these."""
+        """Whether the model has none of these."""
         parts = (self._types, self._positions, self._norm)
         return self._scale == 1.0 and all(part is None for part in parts)
 
@@ -48,7 +52,7 @@ class EmbeddingTransform:
         return frozenset[str]() if self._norm is None else self._norm.operations
 
     def __call__(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        """Make the residual stream of embeddings (T, hidden)  ->  (T, hidden)."""
+        """Make the residual stream from embeddings (T, hidden)  ->  (T, hidden)."""
         if self._scale != 1.0:
             embedded = embedded * self._scale
         if self._types is not None:
@@ -58,7 +62,7 @@ class EmbeddingTransform:
         return embedded if self._norm is None else self._norm(ctx, embedded)
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all that it has."""
+        """The tensors to load."""
         for part in (self._types, self._positions, self._norm):
             if part is not None:
                 yield from part.sources()

@@ -1,11 +1,11 @@
-"""What keeps a model from being loaded."""
+"""Errors of loading a model."""
 
 from __future__ import annotations
 
 
 class ModelLoadError(Exception):
-    """A model folder cannot be served; the message names the file or field, and what would do."""
+    """A model folder cannot be served; names the file or field, and what is supported."""
 
 
 class UnsupportedVariant(ModelLoadError):
-    """The family has no such variant; the modules of transformers may have it."""
+    """The family does not support this variant; the transformers backend may."""

@@ -1,4 +1,4 @@
-"""A layer of the decoder: a mixer, a feed-forward part, and what joins them to the stream."""
+"""A layer of the decoder: mixer, feed-forward block, norms and residual connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec
 
 
-# A line a kind: its spec, and the block that computes it.
+# One line for each kind: its spec, and the block that computes it.
 MIXERS: Mapping[type, Callable[..., Sublayer]] = {
     AttentionSpec: Attention,
     Mamba2Spec: Mamba2,
@@ -52,11 +52,11 @@ def feed_forward_of(site: LayerBuildContext, spec: FeedForwardSpec) -> Sublayer:
 
 
 class NotStackable(Exception):
-    """These layers cannot be run as one stack; the message says why."""
+    """These layers cannot be fused into one call; the message names the reason."""
 
 
 class DecoderLayer:
-    """A mixer, then a feed-forward part, or both side by side."""
+    """A mixer followed by a feed-forward block, or both in parallel."""
 
     def __init__(self, site: LayerBuildContext, spec: LayerSpec) -> None:
         self._multiplier = spec.multiplier
@@ -88,10 +88,10 @@ class DecoderLayer:
     def __call__(
         self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Run the layer. The block output that is not yet in the residual stream is `pending`.
+        """Run the layer. `pending` is a block output that is not yet added to the residual stream.
 
-        It is added by the norm that reads it, which saves a pass over memory a block. A layer
-        whose norms are of the stream itself leaves none.
+        The norm that reads it adds it, which saves a pass over memory for each block. A layer with
+        post-norms of the residual stream returns no pending output.
         """
         entered, residual = _enter(ctx, self._before_mixer, pending, residual)
         mixed = self._leave(ctx, self._after_mixer, self._mixer(ctx, entered))
@@ -102,29 +102,29 @@ class DecoderLayer:
             if self._before_feed_forward is not None:
                 entered = self._before_feed_forward(ctx, residual)
             beside = self._feed_forward(ctx, entered)
-            assert mixed is not None, "parts side by side join the stream together"
+            assert mixed is not None, "parallel blocks are added to the stream together"
             return mixed + self._leave(ctx, self._after_feed_forward, beside), residual
         entered, residual = _enter(ctx, self._before_feed_forward, mixed, residual)
         transformed = self._leave(ctx, self._after_feed_forward, self._feed_forward(ctx, entered))
         return _join(ctx, self._with_feed_forward, transformed, residual)
 
     def stacked(self) -> FusedDecoderLayer:
-        """What a stack computes this layer with.
+        """This layer in the form that the fused decoder takes.
 
         Raises:
-            NotPlain: It is not of the shape that a stack knows.
+            NotStackable: The fused decoder does not support it.
         """
         mixer, feed_forward = self._mixer, self._feed_forward
         before, between = self._before_mixer, self._before_feed_forward
         other = self._parallel or self._multiplier != 1.0 or len(self._norms()) != 2
         if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
-            raise NotStackable("the layers join the stream in another way than Llama's")
+            raise NotStackable("the residual connections differ from Llama's")
         if not isinstance(mixer, Attention) or not mixer.fusable:
-            raise NotStackable("the layers mix tokens in another way than Llama's")
+            raise NotStackable("the mixers differ from Llama's attention")
         if not isinstance(feed_forward, GatedMlp) or not feed_forward.fusable:
-            raise NotStackable("the feed-forward blocks are others than Llama's")
+            raise NotStackable("the feed-forward blocks differ from Llama's")
         if mixer.packed is None or feed_forward.packed is None:
-            raise NotStackable("the linears are not packed whole on one rank")
+            raise NotStackable("the linears are not packed on a single rank")
         return FusedDecoderLayer(
             qkv=mixer.packed[0],
             out=mixer.packed[1],
@@ -136,17 +136,17 @@ class DecoderLayer:
         )
 
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all parts."""
+        """The tensors of all parts."""
         for part in (*self._norms(), *self._parts()):
             yield from part.sources()
 
     def pack(self) -> None:
-        """Called once all sources are loaded."""
+        """Prepare weights for computing; called once all sources are loaded."""
         for part in self._parts():
             part.pack()
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
-        """What a part adds to the stream."""
+        """The output of a block as it is added to the stream: normalised and multiplied."""
         if norm is not None:
             x = norm(ctx, x)
         return x if self._multiplier == 1.0 else x * self._multiplier
@@ -170,7 +170,7 @@ class DecoderLayer:
 def _enter(
     ctx: ForwardContext, norm: Norm | None, pending: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a part sees, and the stream with what was pending in it."""
+    """The input of a block, and the stream with the pending output added."""
     if norm is not None and pending is not None:
         return norm.add(ctx, pending, residual)
     if pending is not None:
@@ -181,7 +181,7 @@ def _enter(
 def _join(
     ctx: ForwardContext, norm: Norm | None, x: Tensor, residual: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """What is pending and the stream, once a part gave x; a norm of the stream takes x in."""
+    """The pending output and the stream after a block gave x; a post-norm of the stream adds x."""
     if norm is None:
         return x, residual
     joined, _ = norm.add(ctx, x, residual)

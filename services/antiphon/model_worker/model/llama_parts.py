@@ -1,6 +1,6 @@
-"""What most families say in the same way: the parts of Llama's shape, read from a config.
+"""Llama's building blocks, read from a config; most families share them.
 
-A family takes these and replaces what differs in it.
+A family uses these and replaces what differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound="Hashable")
 
 
 def attention(config: ConfigFile, *, window: int | None = None) -> AttentionSpec:
-    """Grouped-query attention with rotary positions, without biases."""
+    """Grouped-query attention with RoPE, without biases."""
     kind = "full_attention" if window is None else "sliding_attention"
     return AttentionSpec(
         query_heads=config.num_attention_heads,
@@ -41,20 +41,20 @@ def gated(config: ConfigFile) -> GatedMlpSpec:
 
 
 def rms_norm(config: ConfigFile) -> NormSpec:
-    """Root-mean-square norms."""
+    """RMSNorm with the config's epsilon."""
     return NormSpec(eps=config.rms_norm_eps)
 
 
 def layers(kinds: Sequence[Kind], layer: Callable[[Kind], LayerSpec]) -> tuple[LayerSpec, ...]:
-    """A layer of each kind, in their order; those of a kind are one spec."""
-    made = {kind: layer(kind) for kind in dict.fromkeys(kinds)}
-    return tuple(made[kind] for kind in kinds)
+    """A layer of each kind, in order; layers of one kind share their spec."""
+    specs = {kind: layer(kind) for kind in dict.fromkeys(kinds)}
+    return tuple(specs[kind] for kind in kinds)
 
 
 def model(
     family: str, config: ConfigFile, layers: tuple[LayerSpec, ...], norm: NormSpec
 ) -> ModelSpec:
-    """Layers between an embedding and a head that may be one, with a norm after the last."""
+    """A model of layers between an embedding and a head (tied or not), with a final norm."""
     return ModelSpec(
         family=family,
         vocabulary=config.vocab_size,
@@ -68,10 +68,10 @@ def model(
 
 
 def read_spec(family: ModelFamily, config: ConfigFile) -> ModelSpec:
-    """The shape of the model that `config` describes.
+    """The spec of the model that `config` describes.
 
     Raises:
-        ModelLoadError: The config asks for something that this family does not have.
+        ModelLoadError: The config needs a feature that this family does not support.
     """
     config.check()
     return family.declare(config)

@@ -1,4 +1,4 @@
-"""A model folder becomes a model."""
+"""Loads a model folder."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BASE = "model."
-"""How names begin in most checkpoints of models with a head."""
+"""The prefix of tensor names in most checkpoints of models with a head."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""What keys and values may be kept in, beside what the model computes in."""
+"""Dtypes of an 8-bit KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class LoadedModel:
     """A decoder with its weights, on one rank.
 
     Attributes:
-        kv_scales: By layer, what kept keys and values are multiples of; of other layers, of 1.
+        kv_scales: Scales of the 8-bit KV cache by layer; layers that are not listed have scale 1.
     """
 
     spec: ModelSpec
@@ -71,7 +71,7 @@ class LoadedModel:
 
     @property
     def own_decoder(self) -> Decoder:
-        """The decoder of a model whose family is ours."""
+        """The decoder, for models that do not use the transformers backend."""
         assert isinstance(self.decoder, Decoder), "its layers are those of transformers"
         return self.decoder
 
@@ -90,26 +90,27 @@ def load(
     cache_dtype: str = "auto",
     cache_scales: str = "",
 ) -> LoadedModel:
-    """Build the decoder that config.json describes and fill it from the weights.
+    """Build the decoder that config.json describes and load its weights.
 
     Args:
         place: The model: its folder in the Hugging Face layout, or its files.
         dtype: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
-        linear: How its linears are kept: a name of `layers.methods.METHODS`.
-        quantization: How the checkpoint stores them, or how they are rounded at loading; unset: as
-            config.json says.
-        quantized: How those are kept that it does not store in plain numbers; unset: like others.
+        linear: Weight format of linear layers in memory: a name of `layers.methods.METHODS`.
+        quantization: Quantization of the checkpoint, or the one to apply at load time; unset: from
+            config.json.
+        quantized: Weight format in memory of linears that the checkpoint quantizes; unset:
+            `linear`.
         device: A torch device.
-        tp: This rank among those that share the layers; unset for one alone.
-        implementation: `antiphon` for our decoder, `transformers` for its own modules over our
-            cache, `auto` for ours where there is a family.
-        headless: Without the head that would give logits, whether the checkpoint has it or not.
-        cache_dtype: What keys and values are kept in: a name of `CACHE_DTYPES`; another one, or
-            `auto`: what the model computes in.
-        cache_scales: A file of scales for that; empty: the checkpoint's.
+        tp: This rank in a tensor-parallel group; unset for a single rank.
+        implementation: `antiphon` for our decoder, `transformers` for the transformers backend,
+            `auto` for our decoder where the family is supported.
+        headless: Whether to leave out the head that computes logits, even if the checkpoint has it.
+        cache_dtype: Dtype of the KV cache: a name of `CACHE_DTYPES`; any other name, or `auto`, is
+            the dtype of the model.
+        cache_scales: A file of scales for the 8-bit KV cache; empty: the checkpoint's.
 
     Raises:
-        ModelLoadError: Anything is missing, unknown or does not fit; nothing has run by then.
+        ModelLoadError: Anything is missing, unknown or does not fit; raised before anything runs.
     """
     try:
         files = files_at(place)
@@ -120,20 +121,20 @@ def load(
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
     device_ = torch.device(device)
-    for kept in {linear, quantized or linear}:
-        if lacks := unsupported_reason(kept, device_, number):
-            raise ModelLoadError(f"linears cannot be kept as {kept!r} here: {lacks}")
-    ranks, kept = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
+    for method in {linear, quantized or linear}:
+        if lacks := unsupported_reason(method, device_, number):
+            raise ModelLoadError(f"linear weights cannot be stored as {method!r} here: {lacks}")
+    ranks, kv_dtype = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
     if spec is None:
-        build = BuildContext(ranks, number, device_, cache_dtype=kept)
+        build = BuildContext(ranks, number, device_, cache_dtype=kv_dtype)
         decoder = load_transformers(files, config, build, linear, quantized=stored is not None)
-        scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kept else {}
+        scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kv_dtype else {}
         scales = _scales(scales, decoder.spec, build, cache_scales)
         return LoadedModel(decoder.spec, decoder, build, scales)
     if headless:
         spec = _without_logits(spec)
     linears = _linears(stored, spec, quantized or linear)
-    build = BuildContext(ranks, number, device_, linears, kept)
+    build = BuildContext(ranks, number, device_, linears, kv_dtype)
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])
         checkpoint = Checkpoint.open(files, list(decoder.sources()))
@@ -150,13 +151,13 @@ def load_weights(
     spec: ModelSpec,
     quantization: QuantizationConfig | None = None,
 ) -> None:
-    """Copy a checkpoint into a decoder of all layers.
+    """Copy a checkpoint into a decoder that has all layers.
 
     Raises:
-        ModelLoadError: They do not fit each other; nothing was copied.
+        ModelLoadError: Checkpoint and decoder do not match; nothing was copied.
     """
     sources = list(decoder.sources())
-    # A tied model's checkpoint may still carry the head; it is the embedding.
+    # The checkpoint of a tied model may still contain the head, which equals the embedding.
     ignored = spec.ignored
     if isinstance(spec.head, HeadSpec) and spec.head.tied:
         ignored += (f"{spec.head.name}.weight",)
@@ -180,9 +181,9 @@ def load_weights(
     decoder.pack()
 
 
-def _quantization(files: ModelFiles, said: str | None) -> QuantizationConfig | None:
+def _quantization(files: ModelFiles, configured: str | None) -> QuantizationConfig | None:
     gguf = files.format is LoadFormat.GGUF
-    method = None if said is None else QuantizationMethod(said)
+    method = None if configured is None else QuantizationMethod(configured)
     quantization = choose_quantization(read_quantization(files.config()), method, gguf=gguf)
     if files.format is LoadFormat.DUMMY and quantization is not None and not quantization.online:
         raise ConfigError(
@@ -197,13 +198,13 @@ def _quantization(files: ModelFiles, said: str | None) -> QuantizationConfig | N
 def _scales(
     stored: dict[int, KvScales], spec: ModelSpec, build: BuildContext, file: str
 ) -> dict[int, KvScales]:
-    """Scales of what is kept, by layer: those of the operator's file, or else the checkpoint's."""
+    """The KV cache scales by layer: those of the configured file, or else the checkpoint's."""
     if build.cache_dtype is None:
         return {}
     keeping = [
         layer
-        for kept, layers in spec.cache_groups()
-        if isinstance(kept, KvSpec | LatentSizes)
+        for cache, layers in spec.cache_groups()
+        if isinstance(cache, KvSpec | LatentSizes)
         for layer in layers
     ]
     scales = read_scales(file, keeping) if file else stored
@@ -212,15 +213,17 @@ def _scales(
     return scales
 
 
-def _linears(said: QuantizationConfig | None, spec: ModelSpec, kept: str) -> StoredLinears | None:
-    if said is None:
+def _linears(
+    config: QuantizationConfig | None, spec: ModelSpec, linear: str
+) -> StoredLinears | None:
+    if config is None:
         return None
     head = spec.head.name if isinstance(spec.head, HeadSpec) else None
-    return StoredLinears(said, METHODS[kept], spec.embedding.name, head)
+    return StoredLinears(config, METHODS[linear], spec.embedding.name, head)
 
 
 def _without_logits(spec: ModelSpec) -> ModelSpec:
-    """A model that gives its stream: a checkpoint of it may leave out how all names begin, too."""
+    """A model that outputs its residual stream: its checkpoint may lack the name prefix, too."""
     if not isinstance(spec.head, HeadSpec):
         return spec
     named = spec.embedding.name.startswith(_BASE)
@@ -232,9 +235,9 @@ def _without_logits(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _dtype(asked: str, named: str | None, files: ModelFiles) -> torch.dtype:
-    if asked != "auto":
-        return DTYPES[asked]
+def _dtype(requested: str, named: str | None, files: ModelFiles) -> torch.dtype:
+    if requested != "auto":
+        return DTYPES[requested]
     if named is None:
         # As the plan decides it, see `antiphon.model_card.card`.
         named = read_weights(files, torch.float32.itemsize).dtype or "float32"

@@ -1,6 +1,6 @@
-"""What families with experts say in the same way.
+"""Building blocks of mixture-of-experts families.
 
-A family reads the fields that it has by the names that it has for them.
+A family maps the field names of its config to these.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class DeepseekMoeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of DeepSeek's models and of those that took them over.
+    """The config fields of DeepSeek's models and of families that adopted them.
 
-    What decides how experts are chosen has no default: classes of transformers differ in theirs.
+    The fields that decide routing have no default: the defaults differ between classes of
+        transformers.
     """
 
     num_experts: Count
@@ -43,7 +44,7 @@ class DeepseekMoeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QwenMoeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of Qwen's models."""
+    """The config fields of Qwen's models."""
 
     num_experts: Count
     num_experts_per_tok: Count
@@ -53,16 +54,16 @@ class QwenMoeFields(msgspec.Struct, frozen=True, kw_only=True):
     mlp_only_layers: tuple[int, ...] = ()
 
     def routing(self) -> RoutingSpec:
-        """A softmax over all experts.
+        """Routing by a softmax over all experts.
 
         Raises:
-            ModelLoadError: There are fewer experts than a token is to meet.
+            ModelLoadError: There are fewer experts than each token selects.
         """
         check_routing(self.num_experts, self.num_experts_per_tok)
         return RoutingSpec(top_k=self.num_experts_per_tok, renormalised=self.norm_topk_prob)
 
     def experts(self, config: ConfigFile) -> ExpertsSpec:
-        """Gated blocks without biases."""
+        """Gated experts without biases."""
         return ExpertsSpec(
             count=self.num_experts,
             width=self.moe_intermediate_size,
@@ -70,23 +71,27 @@ class QwenMoeFields(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def check_routing(experts: int, chosen: int, groups: int = 1, kept: int = 1) -> None:
-    """Refuse a choice that no router can make.
+def check_routing(experts: int, chosen: int, groups: int = 1, groups_kept: int = 1) -> None:
+    """Refuse impossible routing.
 
     Raises:
         ModelLoadError: Names the numbers.
     """
-    if experts % groups or not 0 < kept <= groups or not 0 < chosen <= experts // groups * kept:
+    if (
+        experts % groups
+        or not 0 < groups_kept <= groups
+        or not 0 < chosen <= experts // groups * groups_kept
+    ):
         raise ModelLoadError(
             f"config.json: no {chosen} of {experts} experts can be chosen"
-            f" within {kept} of {groups} groups"
+            f" within {groups_kept} of {groups} groups"
         )
 
 
 def sigmoid_moe(config: ConfigFile, fields: DeepseekMoeFields) -> MoeSpec:
-    """Sigmoid scores, a correction that balances, groups of experts, and a block for all tokens."""
-    groups, kept = fields.n_group or 1, fields.topk_group or 1
-    check_routing(fields.num_experts, fields.num_experts_per_tok, groups, kept)
+    """Sigmoid scores with a balancing correction, expert groups, and a shared expert."""
+    groups, groups_kept = fields.n_group or 1, fields.topk_group or 1
+    check_routing(fields.num_experts, fields.num_experts_per_tok, groups, groups_kept)
     return MoeSpec(
         routing=RoutingSpec(
             top_k=fields.num_experts_per_tok,
@@ -94,7 +99,7 @@ def sigmoid_moe(config: ConfigFile, fields: DeepseekMoeFields) -> MoeSpec:
             renormalised=fields.norm_topk_prob,
             factor=fields.routed_scaling_factor,
             groups=groups,
-            groups_kept=kept,
+            groups_kept=groups_kept,
             group_best=2,
         ),
         experts=experts(config, fields),
@@ -104,7 +109,7 @@ def sigmoid_moe(config: ConfigFile, fields: DeepseekMoeFields) -> MoeSpec:
 
 
 def experts(config: ConfigFile, fields: DeepseekMoeFields) -> ExpertsSpec:
-    """Gated blocks without biases."""
+    """Gated experts without biases."""
     return ExpertsSpec(
         count=fields.num_experts,
         width=fields.moe_intermediate_size,
@@ -113,7 +118,7 @@ def experts(config: ConfigFile, fields: DeepseekMoeFields) -> ExpertsSpec:
 
 
 def shared(config: ConfigFile, fields: DeepseekMoeFields) -> GatedMlpSpec | None:
-    """The block that all tokens go through: as wide as several experts."""
+    """The shared expert that processes all tokens: as wide as several routed experts."""
     if not fields.n_shared_experts:
         return None
     return GatedMlpSpec(
@@ -131,7 +136,7 @@ def feed_forwards(
     """Dense blocks in the first layers, experts in the others.
 
     Raises:
-        ModelLoadError: The layers are to alternate in another way.
+        ModelLoadError: The config asks for another pattern of layers.
     """
     if fields.moe_layer_freq != 1:
         raise ModelLoadError(
@@ -146,7 +151,7 @@ def feed_forwards(
 def sparse_by_step(
     config: ConfigFile, fields: QwenMoeFields, dense: GatedMlpSpec, sparse: MoeSpec
 ) -> tuple[FeedForwardSpec, ...]:
-    """Experts in each layer that a step names, but not in those that are said to be dense."""
+    """Experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     return tuple(
         dense
         if index in fields.mlp_only_layers or (index + 1) % fields.decoder_sparse_step

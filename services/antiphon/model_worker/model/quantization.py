@@ -1,4 +1,4 @@
-"""Which linears of a checkpoint are stored in fewer bits, and as what, for the layers to ask."""
+"""Which linears of a checkpoint are quantized, and in which layout; read by the layers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class StoredLinears:
     """The layers' `QuantizationConfig`.
 
     Attributes:
-        said: What config.json or the operator says.
-        method: Keeps linears all of whose parts are stored.
-        embedding: Name of the table that tokens are looked up in, which is never stored.
-        head: Name of the table that scores tokens, stored if the config says so; None without one.
+        config: The quantization of config.json or of the settings.
+        method: Linear method for linears all of whose parts are quantized.
+        embedding: Name of the embedding table, which is never quantized.
+        head: Name of the head, which is quantized if the config includes it; None without a head.
     """
 
-    said: schemes.QuantizationConfig
+    config: schemes.QuantizationConfig
     method: LinearMethod
     embedding: str
     head: str | None
 
     def storage(self, name: str) -> StorageLayout | None:
-        """How a linear is stored; None: in plain numbers."""
-        if name == self.embedding or (name == self.head and not self.said.head):
+        """The storage layout of a linear; None: not quantized."""
+        if name == self.embedding or (name == self.head and not self.config.head):
             return None
-        scheme = self.said.scheme(name)
+        scheme = self.config.scheme(name)
         return None if scheme is None else storage_of(scheme)
 
 
 def storage_of(scheme: schemes.QuantizationScheme) -> StorageLayout:
-    """The layout that a scheme names."""
+    """The layout of a scheme."""
     match scheme:
         case schemes.Fp8(scale=scale, block=block):
             return Fp8Storage(scale, block)

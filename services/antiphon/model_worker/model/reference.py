@@ -1,4 +1,4 @@
-"""Writes the page of the models: `python -m antiphon.model_worker.model.reference [FILE]`."""
+"""Writes the reference page of models: `python -m antiphon.model_worker.model.reference [FILE]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from antiphon.model_worker.model.support import attention, refusal, sample
 
 PAGE = Path("docs/reference/models.md")
 REFERENCE = "transformers"
-"""The package whose models ours are compared with: the one that is installed with the tests."""
+"""The package that our models are compared with, in the version that the tests install."""
 GGUF = frozenset(
     name for layout in LAYOUTS.values() for name in (layout.model, layout.with_experts) if name
 )
@@ -84,25 +84,25 @@ def page() -> str:
 
 
 def _cell(reason: str | None, reasons: dict[str, int]) -> str:
-    """Whether, or the number of the reason why not."""
+    """`yes`, or `no` with the number of the footnote with the reason."""
     return "yes" if reason is None else f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
 
 
 def _compared(architecture: str) -> str:
-    """The reference, and which of it."""
-    # Listed, not asked for: asking would import every model.
+    """The reference implementation, and which part of it is compared."""
+    # Looked up in the listing: accessing the attribute would import every model.
     own = "" if architecture in dir(transformers) else ", its layers only"
     return f"{REFERENCE} {'.'.join(version(REFERENCE).split('.')[:2])}{own}"
 
 
 def main() -> None:
-    """Write the page to the file that is named, or to its place."""
+    """Write the page to the given file, or to its default path."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     path.write_text(page(), "utf-8")
 
 
 def _families() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """By architecture: the first line of the family's file, and its features."""
+    """By architecture: the first line of the family's docstring, and its features."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for architecture in FAMILIES:
         family = find_family((architecture,))

@@ -1,4 +1,4 @@
-"""Which family serves an architecture; a family is imported when a model asks for it."""
+"""Maps architectures to families; a family is imported when a model needs it."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ BASES: dict[str, str] = {
     "RobertaForMaskedLM": "RobertaModel",
     "XLMRobertaForMaskedLM": "XLMRobertaModel",
 }
-"""Architectures of which the model below the head is served."""
+"""Architectures served without their head, as embedding models."""
 
 
 def find_family(architectures: tuple[str, ...]) -> ModelFamily:
-    """The family of the first architecture that we serve.
+    """The family of the first supported architecture.
 
     Raises:
-        ModelLoadError: None is; names those that are.
+        ModelLoadError: None is supported; lists those that are.
     """
     for architecture in architectures:
         if target := FAMILIES.get(BASES.get(architecture, architecture)):

@@ -1,4 +1,4 @@
-"""Code in a model folder: never run, but named where a model cannot be served without it."""
+"""Code in a model folder: never run, but named in the error where a model would need it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _AutoMapConfig(msgspec.Struct):
 
 
 def family_of(architectures: tuple[str, ...], files: ModelFiles) -> ModelFamily:
-    """The family that serves a model, by our own code whatever the folder brings.
+    """The family that serves a model with our own code, whatever code the folder contains.
 
     Raises:
-        ModelLoadError: None does; it names the code that others would have run.
-        ConfigError: It cannot be told which code that is.
+        ModelLoadError: No family does; names the code that other servers would run.
+        ConfigError: The `auto_map` of the config is malformed.
     """
     code = remote_code(files.config())
     try:
@@ -44,10 +44,10 @@ def family_of(architectures: tuple[str, ...], files: ModelFiles) -> ModelFamily:
 
 
 def remote_code(config: bytes) -> tuple[str, ...]:
-    """What a config asks to have run: `file.py:Class` of each class that it maps, in its order.
+    """The code that a config maps: `file.py:Class` of each class, in order.
 
     Raises:
-        ConfigError: It does not say so as others do.
+        ConfigError: The `auto_map` is malformed.
     """
     try:
         mapped = msgspec.json.decode(config, type=_AutoMapConfig).auto_map.values()
@@ -63,7 +63,7 @@ def remote_code(config: bytes) -> tuple[str, ...]:
 
 
 def _shown(target: str) -> str:
-    """`repository--module.Class`, where another repository brings it."""
+    """`repository--module.Class`, where the code is in another repository."""
     repository, _, local = target.rpartition("--")
     module, _, name = local.rpartition(".")
     return f"{repository}/{module}.py:{name}" if repository else f"{module}.py:{name}"

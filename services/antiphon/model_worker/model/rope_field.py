@@ -1,4 +1,4 @@
-"""The field of config.json that says how positions are rotated."""
+"""The RoPE fields of config.json."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from antiphon.model_worker.model.errors import ModelLoadError
 
 Positive = Annotated[float, Meta(gt=0)]
 Part = Annotated[float, Meta(gt=0, le=1)]
-"""Of a head."""
+"""A fraction of a head."""
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 class RopeField(msgspec.Struct, frozen=True):
-    """`rope_scaling` (`type` in old files), or `rope_parameters`, which carries theta too.
+    """`rope_scaling` (`type` in old files), or `rope_parameters`, which includes theta.
 
     Some models have one of these for each type of layer.
     """
@@ -56,7 +56,7 @@ class RopeField(msgspec.Struct, frozen=True):
         return self.rope_type or self.type or "default"
 
     def context_tokens(self, trained: int) -> int:
-        """The longest text of a model with so many `max_position_embeddings`."""
+        """The maximum context length of a model with `trained` as its `max_position_embeddings`."""
         field = self.of("full_attention")
         return int(trained * (field.factor or 1.0)) if field.kind == "dynamic" else trained
 
@@ -74,18 +74,17 @@ class RopeField(msgspec.Struct, frozen=True):
         context_tokens: int,
         trained_tokens: int | None,
     ) -> RotarySpec:
-        """The rotation.
+        """The RoPE that the field describes.
 
         Args:
-            head_size: Of the heads that are rotated.
-            theta: The base where this field has none.
-            partial: The part of each head that is rotated, where this field has none.
+            head_size: Elements of a head.
+            theta: The base, unless this field has one.
+            partial: The fraction of each head that is rotated, unless this field has one.
             context_tokens: `max_position_embeddings`.
-            trained_tokens: What it was trained with before it was stretched, where this field has
-                none.
+            trained_tokens: The context length before it was extended, unless this field has one.
 
         Raises:
-            ModelLoadError: A scaling that we do not have, or one without its factors.
+            ModelLoadError: The scaling is not supported, or its factors are missing.
         """
         rotated = int(head_size * (self.partial_rotary_factor or partial))
         trained = self.original_max_position_embeddings or trained_tokens or context_tokens
@@ -115,8 +114,8 @@ class RopeField(msgspec.Struct, frozen=True):
                 )
 
     def _dynamic(self, rotated: int, trained: int) -> DynamicScaling:
-        if rotated <= 2:  # the exponent of the base divides by what is beyond
-            raise ModelLoadError("config.json: a dynamic rotation of heads of one pair has no base")
+        if rotated <= 2:  # the exponent of the base divides by rotated - 2
+            raise ModelLoadError("config.json: dynamic RoPE scaling needs over 2 rotated elements")
         return DynamicScaling(self.factor or 1.0, trained)
 
     def _yarn(self, factor: float, trained: int) -> YarnScaling:
@@ -133,8 +132,8 @@ class RopeField(msgspec.Struct, frozen=True):
         )
 
     def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
-        # The served context has made both lists one by now, see `antiphon.model_card.longrope`;
-        # not of rotations by type of layer, which go by the model's longest text.
+        # By now the served context length has selected one list, see `antiphon.model_card.longrope`;
+        # not with RoPE by layer type, which uses the model's maximum context length.
         factors = self.long_factor if factor > 1.0 else self.short_factor
         if len(factors) != rotated // 2:
             raise ModelLoadError(

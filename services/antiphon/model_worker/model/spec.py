@@ -1,22 +1,22 @@
-"""What one model looks like, as its family declares it. The decoder is built from this alone.
+"""The declaration of a model by its family. The decoder is built from this alone.
 
-A `ModelSpec` is a tuple of `LayerSpec`s between an embedding and a head. A layer is a mixer (what
-lets tokens see each other), a feed-forward part, the norms around both, and how their outputs join
-the residual stream.
+A `ModelSpec` is a tuple of `LayerSpec`s between an embedding and a head. A layer is a mixer
+(attention or a recurrence), a feed-forward block, the norms around both, and the way their outputs
+are added to the residual stream.
 
-Mixers and feed-forward parts are tagged kinds: each is a frozen spec, a member of the union
-`MixerSpec` or `FeedForwardSpec` below, and lies in `antiphon.layers` beside the block that computes
+Mixers and feed-forward blocks are tagged kinds: each is a frozen spec, a member of the union
+`MixerSpec` or `FeedForwardSpec` below, and is in `antiphon.layers` beside the block that computes
 it. To add a kind:
 
-1. In a file of its own in `antiphon.layers`, write a frozen dataclass with what differs between
-   models (sizes, switches, and the checkpoint's names, each relative to its layer) and a class
-   built as `Block(site, spec)` that has the methods of `layers.block.Block`. What it needs of a
-   pass it gets from its `ForwardContext`.
+1. In a new file of `antiphon.layers`, write a frozen dataclass with what differs between models
+   (sizes, switches, and the checkpoint's names, each relative to its layer) and a class built as
+   `Block(site, spec)` with the methods of `layers.sublayer.Sublayer`. The `ForwardContext` gives it
+   what it needs of a forward pass.
 2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `MIXERS` or `FEED_FORWARDS`
-   in `decoder`.
-3. A mixer's spec says with `cache` what it keeps. Layers whose
-   `cache` is equal share a cache group. A new kind of cache is one more member of `CacheSpec`.
-4. Give a family that has it its row in `tests/models/families.py`, with a mutant a feature.
+   in `layer`.
+3. The spec of a mixer declares with `cache` what it caches. Layers with equal
+   `cache` share a cache group. A new kind of cache is one more member of `CacheSpec`.
+4. Give a family that has it its row in `tests/models/families.py`, with a mutant for each feature.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
 
 MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | GatedDeltaSpec | ParallelMixersSpec
-"""What lets tokens see each other."""
+"""The part of a layer in which tokens attend to, or depend on, each other."""
 FeedForwardSpec = GatedMlpSpec | PlainMlpSpec | MoeSpec
-"""What transforms each token by itself."""
+"""The part of a layer that transforms each token independently."""
 CacheSpec = KvSpec | LatentSizes | StateSpec | NoCache
-"""What a mixer keeps: of each token, of all of them together, or nothing."""
+"""What a mixer caches: something for each token, a state for each sequence, or nothing."""
 Pooling = Literal["last", "cls", "mean"]
-"""What stands for a whole text: the vector of its last token, of its first, or their mean."""
+"""How a text becomes one vector: that of its last token, of its first, or their mean."""
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """Which norms a layer has, by their names in the checkpoint after the layer's; None: none.
+    """The norms of a layer, by their names in the checkpoint relative to the layer; None: no norm.
 
     Attributes:
-        after_mixer, after_feed_forward: Of what the part gives, before that joins the stream.
-        with_mixer, with_feed_forward: Of the stream, once that has joined it.
+        after_mixer, after_feed_forward: Of the block's output, before it is added to the stream.
+        with_mixer, with_feed_forward: Of the stream, after the block's output was added.
     """
 
     before_mixer: str | None = None
@@ -72,18 +72,18 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PRE = Norms(before_mixer="input_layernorm", before_feed_forward="post_attention_layernorm")
-"""Both parts see a normalised stream, and what they give is added as it is."""
+"""Pre-norm: both blocks read the normalised stream."""
 POST = Norms(
     after_mixer="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm"
 )
-"""Both parts see the stream itself, and what they give is normalised."""
+"""Norms of the blocks' outputs only; both blocks read the stream itself."""
 SANDWICH = Norms(
     before_mixer="input_layernorm",
     after_mixer="post_attention_layernorm",
     before_feed_forward="pre_feedforward_layernorm",
     after_feed_forward="post_feedforward_layernorm",
 )
-"""Both."""
+"""Norms before and after both blocks."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,10 +92,10 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         feed_forward: None: the layer has a mixer only.
         norm: The kind of all its norms.
-        norms: Which of them there are.
-        parallel: Both parts see the stream that enters the layer; without a norm of its own the
-            feed-forward part sees what the mixer sees.
-        multiplier: What each part gives is multiplied by this before it is added.
+        norms: Which norms it has.
+        parallel: Both blocks read the stream that enters the layer; without a norm of its own the
+            feed-forward block reads what the mixer reads.
+        multiplier: The output of each block is multiplied by this before it is added.
     """
 
     mixer: MixerSpec
@@ -107,7 +107,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixers(self) -> tuple[BranchSpec | LatentSpec, ...]:
-        """Its mixer, or those that are side by side in it."""
+        """Its mixer, or its parallel mixers."""
         if isinstance(self.mixer, ParallelMixersSpec):
             return tuple(branch.mixer for branch in self.mixer.branches)
         return (self.mixer,)
@@ -117,12 +117,12 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens become the residual stream.
 
     Attributes:
-        scale: What the embedding is multiplied by.
-        positions: The name of a table of learned positions, one a token of the context.
+        scale: The embedding is multiplied by this.
+        positions: Name of the table of learned position embeddings, one for each position.
         positions_first: Rows of that table before the first position.
-        types: The name of a table of learned types of tokens.
-        types_count: How many there are.
-        norm: Of the sum of all these; None: it is left as it is. Its name is `norm_name`.
+        types: Name of the table of token-type embeddings.
+        types_count: Rows of that table.
+        norm: Of the sum of all these; None: no norm. Its name is `norm_name`.
     """
 
     name: str = "model.embed_tokens"
@@ -139,8 +139,8 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the normalised stream becomes logits.
 
     Attributes:
-        tied: Whether the embedding is the head.
-        scale: What logits are multiplied by.
+        tied: Whether the head is the embedding table.
+        scale: Logits are multiplied by this.
         softcap: Logits become softcap * tanh(logit / softcap).
     """
 
@@ -152,20 +152,19 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One model: everything that building its decoder needs.
+    """One model: everything that is needed to build its decoder.
 
     Attributes:
         norm: After the last layer; its name is `norm_name`. Without a name there is none.
-        head: What the normalised stream becomes: logits, or scores of whole texts; None: nothing,
-            the stream itself is what is asked for.
-        pooling: How a text becomes one vector where the request does not say, and for scores.
-        layer_name: What the checkpoint calls a layer, with `{}` for its index.
-        ignored: Endings of tensors that checkpoints carry and nobody takes.
-        prefix: What some checkpoints leave out at the start of every name.
-        old_endings: Of names of tensors, as some checkpoints have them and as others do.
-        passed_over: How names begin that may be in the checkpoint and nobody takes.
-        further_layers: So many layers after the last, which predict tokens beyond the next, may be
-            in the checkpoint; nobody takes them.
+        head: Computes logits, or class scores of whole texts; None: the output is the stream.
+        pooling: Default pooling of a text into one vector; always used for class scores.
+        layer_name: Name of a layer in the checkpoint, with `{}` for its index.
+        ignored: Suffixes of tensors in checkpoints that are not loaded.
+        prefix: Prefix of every name that some checkpoints leave out.
+        old_endings: Suffixes of tensor names in old checkpoints, with the current ones.
+        passed_over: Prefixes of tensors that the checkpoint may contain and that are not loaded.
+        further_layers: Number of multi-token-prediction layers after the last that the checkpoint
+            may contain; they are not loaded.
     """
 
     family: str
@@ -187,12 +186,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generative(self) -> bool:
-        """Whether it has logits, which a token can be drawn from."""
+        """Whether it has logits, from which tokens can be sampled."""
         return isinstance(self.head, HeadSpec)
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees what comes after it, so that a text may be computed in pieces."""
+        """Whether attention is causal, so that a text may be prefilled in chunks."""
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return not any(isinstance(mixer.cache, NoCache) for mixer in mixers)
 
@@ -202,27 +201,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(self.head, HeadSpec) and self.head.tied
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
-        """Layers that keep the same, full attention first, then narrow windows, then states.
+        """Layers grouped by equal cache, full attention first, then narrow windows, then states.
 
-        A group of layers shares page tables: entry g here is `page_tables[g]` of a plan.
+        The layers of a group share page tables: entry g here is `page_tables[g]` of a plan.
         """
-        kept: dict[CacheSpec, list[int]] = {}
+        layers_by_cache: dict[CacheSpec, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for mixer in layer.mixers:
-                kept.setdefault(mixer.cache, []).append(index)
-        ordered = sorted(kept, key=_group_order)
-        return tuple((spec, tuple(kept[spec])) for spec in ordered)
+                layers_by_cache.setdefault(mixer.cache, []).append(index)
+        ordered = sorted(layers_by_cache, key=_group_order)
+        return tuple((spec, tuple(layers_by_cache[spec])) for spec in ordered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of models: the name, and the function that makes a model's spec of its config.
+    """A family of models: its name, and the function that derives a model's spec from its config.
 
     Attributes:
-        declare: Raises `ModelLoadError` for a config that would be served wrongly.
-        features: What its models have that a plain Llama has not, each with a mutant in the parity
-            test, which shows that it is computed.
-        layers_of: The family that has these layers under another head, and their features.
+        declare: Raises `ModelLoadError` for a config that would be served incorrectly.
+        features: Differences to a plain Llama, each with a mutant in the parity test, which proves
+            that the feature is computed.
+        layers_of: The family whose layers and features these are, under another head.
     """
 
     name: str
@@ -231,6 +230,6 @@ class ModelFamily:
     layers_of: ModelFamily | None = None
 
 
-def _group_order(kept: CacheSpec) -> tuple[bool, bool, int]:
-    window = kept.window if isinstance(kept, KvSpec) else None
-    return isinstance(kept, StateSpec), window is not None, window or 0
+def _group_order(cache: CacheSpec) -> tuple[bool, bool, int]:
+    window = cache.window if isinstance(cache, KvSpec) else None
+    return isinstance(cache, StateSpec), window is not None, window or 0

@@ -1,6 +1,6 @@
-"""What a family attends by and which stored weights it takes, found by building a small model.
+"""Attention kinds and quantization formats of a family, found by building a small model.
 
-Nothing is said twice: the model is declared by its family, and refused by what refuses a real one.
+The model comes from the family's own declaration, and the refusals from the code that loads models.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SAMPLE: Mapping[str, object] = {
     "norm_topk_prob": False,
     "topk_method": "greedy",
 }
-"""Fields of all families, in whole groups and blocks; each reads its own."""
+"""Fields of all families, in sizes of whole groups and blocks; each family reads its own."""
 STORED: Mapping[str, Mapping[str, object]] = {
     "fp8": {"weight_block_size": [128, 128]},
     "w8a8_int8": {},
@@ -90,7 +90,7 @@ STORED: Mapping[str, Mapping[str, object]] = {
     "mxfp4": {},
     "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
 }
-"""By `quant_method`, a config of it."""
+"""A quantization config by `quant_method`."""
 _KINDS: tuple[tuple[type, str], ...] = (
     (AttentionSpec, "grouped-query"),
     (LatentSpec, "latent"),
@@ -109,29 +109,29 @@ def sample(architecture: str) -> ModelSpec:
 
 
 def attention(spec: ModelSpec) -> str:
-    """What lets tokens see each other."""
+    """The attention and recurrence kinds of a model."""
     mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
     found = [name for kind, name in _KINDS if any(isinstance(one, kind) for one in mixers)]
-    return ", ".join(found) + ("" if spec.causal else ", both ways")
+    return ", ".join(found) + ("" if spec.causal else ", bidirectional")
 
 
 def refusal(spec: ModelSpec, method: str) -> str | None:
-    """Why a checkpoint of it that a `quant_method` stores is not read, or None."""
+    """Why a checkpoint with this `quant_method` cannot be loaded, or None."""
     config = {"quantization_config": {"quant_method": method, **STORED[method]}}
-    said = read_quantization(msgspec.json.encode(config))
-    assert said is not None
-    # No tool rounds routers: a gate of one output cannot even be packed.
-    said = msgspec.structs.replace(said, plain=(*said.plain, ROUTERS))
+    quantization = read_quantization(msgspec.json.encode(config))
+    assert quantization is not None
+    # No tool quantizes routers: a gate of one output cannot even be packed.
+    quantization = msgspec.structs.replace(quantization, plain=(*quantization.plain, ROUTERS))
     head = spec.head.name if isinstance(spec.head, HeadSpec) else None
     plain = METHODS["plain"]
-    stored = StoredLinears(said, plain, spec.embedding.name, head)
+    stored = StoredLinears(quantization, plain, spec.embedding.name, head)
     build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), stored)
     as_numbers = {source.name for source in Decoder(spec, _plain(), method=plain).sources()}
     try:
         names = {source.name for source in Decoder(spec, build, method=plain).sources()}
     except ValueError as error:
         return str(error).rpartition(": ")[2]
-    # Byte formats may keep the name of the weight and add one for its scales.
+    # Byte formats may keep the name of the weight and add a tensor for its scales.
     return None if names - as_numbers else "none of its linears is stored so"
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint: what it holds is compared with what is wanted before any of it is read."""
+"""A checkpoint: its tensors are compared with those the model needs before any is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMED_MAX = 5
 
 
 class Checkpoint:
-    """The tensors of a model, wherever they are."""
+    """The tensors of a model, in whatever files they are."""
 
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self.tensors = tensors
@@ -38,10 +38,11 @@ class Checkpoint:
 
         Args:
             place: The model.
-            sources: What will be asked for: formats that have other names, or none, want to know.
+            sources: Tensors that the model will load: GGUF and dummy weights are created from
+                these.
 
         Raises:
-            ModelLoadError: A file is missing, cut short, or not of its format.
+            ModelLoadError: A file is missing, truncated, or not of its format.
         """
         try:
             files = files_at(place)
@@ -53,11 +54,11 @@ class Checkpoint:
         return cls({text_name(name): tensor for name, tensor in tensors.items()})
 
     def add_prefix(self, prefix: str, beside: tuple[str, ...] = ()) -> None:
-        """Give every name the prefix that none has; of the base of a model alone, none does.
+        """Add a prefix to every name if none has it, as in the checkpoint of a base model.
 
         Args:
-            prefix: Of the base's tensors.
-            beside: How the names begin that never have it: those of the head.
+            prefix: Of the base model's tensors.
+            beside: Prefixes of names that never have it: those of the head.
         """
         if not any(name.startswith(prefix) for name in self.tensors):
             self.tensors = {
@@ -66,7 +67,7 @@ class Checkpoint:
             }
 
     def rename_endings(self, endings: Mapping[str, str]) -> None:
-        """Call tensors by the endings that are wanted, where a tool writes others."""
+        """Rename tensors with suffixes that other tools write."""
         for old, new in endings.items():
             for name in [name for name in self.tensors if name.endswith(old)]:
                 self.tensors[name.removesuffix(old) + new] = self.tensors.pop(name)
@@ -78,17 +79,17 @@ class Checkpoint:
         blank: tuple[str, ...] = (),
         passed_over: tuple[str, ...] = (),
     ) -> None:
-        """Hold the checkpoint against what the model takes.
+        """Compare the checkpoint with what the model loads.
 
         Args:
-            sources: What it takes.
-            ignored: Endings of names that may be there all the same.
-            blank: Endings of names that may be there if all their numbers are zero.
-            passed_over: How names begin that may be there all the same.
+            sources: The tensors that the model loads.
+            ignored: Suffixes of further names that are allowed.
+            blank: Suffixes of further names that are allowed if all elements are zero.
+            passed_over: Prefixes of further names that are allowed.
 
         Raises:
-            ModelLoadError: Tensors are missing, of another shape or number format, or taken by
-                nobody.
+            ModelLoadError: Tensors are missing, of another shape or dtype, or not used by the
+                model.
         """
         wanted = {source.name: source for source in sources}
         held = [(self.tensors[name], one) for name, one in wanted.items() if name in self.tensors]
@@ -129,10 +130,10 @@ class Checkpoint:
                 yield name
 
     def load(self, sources: Iterable[WeightSource]) -> None:
-        """Hand every source its tensor, each read once and let go at once. Call `compare` first.
+        """Load every source; each tensor is read once, then released. Call `compare` first.
 
-        Tensors are read by other threads, and put into place by this one alone: each thread that
-        allocates keeps some of the memory that it frees.
+        Other threads read tensors, but only this one copies them: each thread that allocates keeps
+        some of the memory that it frees.
         """
         takers: dict[str, list[WeightSource]] = {}
         for source in sources:

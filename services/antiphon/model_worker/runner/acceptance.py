@@ -1,8 +1,9 @@
-"""How many of a row's sampled tokens count: one, or in a verify row as many as the draft foresaw.
+"""How many of a row's sampled tokens are accepted: one, or in a verify row those that match drafts.
 
-A verify row asks for logits at several of its tokens; each later token is a draft of what the one
-before it gives. The numbers that tokens are drawn with depend on the position alone, so accepting
-drafts while they equal the sample gives, token for token, what decoding one by one would give.
+A verify row requests logits at several of its tokens; each later token is a draft of the token that
+the one before it predicts. The random numbers of sampling depend on the position alone, so
+accepting drafts while they equal the sample gives, token for token, what decoding one by one would
+give.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def accept(
     rows: int,
     failed: NDArray[np.bool_] | None,
 ) -> tuple[Ints, Ints]:
-    """Keep a row's samples up to and with the first that its draft did not foresee.
+    """Accept a row's samples up to and including the first that differs from its draft.
 
     Axes: T tokens, L rows of logits, R rows, S accepted tokens.
     tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool, or
@@ -35,9 +36,9 @@ def accept(
     missed = (following != sampled).astype(np.int64)
     earlier = np.cumsum(missed) - missed  # misses before this one, over all rows
     first = np.searchsorted(logit_row, logit_row)  # (L,) index of the first of the same row
-    kept = earlier == earlier[first]
+    accepted = earlier == earlier[first]
     if failed is not None:
-        kept &= ~failed[logit_row]
+        accepted &= ~failed[logit_row]
     starts = np.zeros(rows + 1, np.int32)
-    np.cumsum(np.bincount(logit_row[kept], minlength=rows), out=starts[1:])
-    return starts, sampled[kept].astype(np.int32)
+    np.cumsum(np.bincount(logit_row[accepted], minlength=rows), out=starts[1:])
+    return starts, sampled[accepted].astype(np.int32)

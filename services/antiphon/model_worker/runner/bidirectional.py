@@ -1,4 +1,4 @@
-"""Attention that looks both ways, as layers meet it: all tokens of a row are in the pass."""
+"""Bidirectional attention: all tokens of a row are in the same forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalAttend:
-    """An `AttentionBackend` that keeps nothing."""
+    """An `AttentionBackend` without a KV cache."""
 
     ops: Ops
     lengths: list[int]
@@ -27,23 +27,23 @@ class BidirectionalAttend:
 
     @classmethod
     def of(cls, ops: Ops, plan: StepPlan, rotations: StepCosSin) -> BidirectionalAttend:
-        """For the rows of a plan.
+        """Make the backend for the rows of a plan.
 
         Raises:
-            PlanRefused: A row is a piece of a text: what comes after it is not there to be seen.
+            PlanRefused: A row is only a chunk of a text, and later tokens could not be attended to.
         """
         if (plan.query_len != plan.kv_len).any():
             raise PlanRefused(
-                f"step {plan.step}: attention that looks both ways takes a text in one piece"
+                f"step {plan.step}: bidirectional attention needs the whole text in one pass"
             )
         return cls(ops, plan.query_len.tolist(), rotations)
 
-    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
-        """Rotate queries and keys, and let each token see its row: (T, Q + 2 H, D) -> (T, Q, D)."""
-        del layer  # they all see the same
-        keys = heads.shape[1] - 2 * manner.kv_heads
-        values = keys + manner.kv_heads
-        cos, sin = self.rotations.of(manner.rotary).by_token
-        turned = apply_rotary(heads[:, :values], cos, sin)
-        q, k, v = turned[:, :keys], turned[:, keys:], heads[:, values:]
-        return self.ops.bidirectional_attention(q, k, v, self.lengths, manner.scale, manner.window)
+    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+        """Apply RoPE, and let each token attend to its row: (T, Q + 2 H, D) -> (T, Q, D)."""
+        del layer  # all layers attend to the same tokens
+        keys = heads.shape[1] - 2 * params.kv_heads
+        values = keys + params.kv_heads
+        cos, sin = self.rotations.of(params.rotary).by_token
+        rotated = apply_rotary(heads[:, :values], cos, sin)
+        q, k, v = rotated[:, :keys], rotated[:, keys:], heads[:, values:]
+        return self.ops.bidirectional_attention(q, k, v, self.lengths, params.scale, params.window)

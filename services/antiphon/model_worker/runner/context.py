@@ -1,4 +1,4 @@
-"""What the layers know of a pass, made from its plan: cache, rotation, adapters, fused or not."""
+"""The context of a forward pass: KV cache, RoPE, adapters, and whether the stack is fused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.runner.state_pool import StatePool
 
 STACK = "decoder.stack"
-"""What the table of kernels calls the choice between one call for all layers and many."""
+"""The name under which the kernel table lists the fused decoder or the layer-by-layer one."""
 BY_LAYER = "by layer"
 _STACKED = (
     *("norm.rmsnorm", "norm.add_rmsnorm", "activation.silu_mul"),
@@ -44,10 +44,10 @@ _STACKED = (
 
 
 class ForwardContexts:
-    """Makes the context of each pass of one model on one rank.
+    """Makes the context of each forward pass of one model on one rank.
 
-    `fused` false keeps the layers apart where they could be one stack; `deterministic` leaves out
-    what gives a token other bits beside other tokens.
+    `fused=False` runs the layers one by one where they could be one call; `deterministic` leaves
+    out what makes the bits of a token depend on the rest of the batch.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class ForwardContexts:
         self._angles = CosSinCaches(placement.dtype, placement.device)
         self._stack: FusedDecoder | None = None
         self._stack_angles = self._angles.of(None)
-        # Of texts that are cut, what is a row may differ from pass to pass.
-        self._goes_on = not any(
-            isinstance(kept, KvSpec) and kept.chunked for kept, _ in model.spec.cache_groups()
+        # With chunked attention, the rows of a sequence may differ from step to step.
+        self._may_continue = not any(
+            isinstance(cache, KvSpec) and cache.chunked for cache, _ in model.spec.cache_groups()
         )
-        self._kept: int | None = None  # step of the pass that the stack may go on from
+        self._continue_step: int | None = None  # step from which the fused decoder may continue
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
-        """One call for all layers, if that is to be and can be."""
+        """The fused decoder, if it is enabled and supported; else layer by layer."""
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, fused=fused)
@@ -89,37 +89,37 @@ class ForwardContexts:
             self._stack_angles = self._angles.of(decoder.rotary)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
-            # It is as invariant as its operations are.
+            # It is batch-invariant if its operations are.
             return BackendChoice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
         return BackendChoice(STACK, self._stack, "cpu", (), invariant=True)
 
     def score(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
     ) -> FusedDecoderOutput | None:
-        """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had.
+        """Run a pass as one call from `tokens` (T,) to logits; None where it is not supported.
 
-        A `bare` result may be without them, as in `ServiceStack.score`.
+        A `bare` result may be without logits, as in `FusedDecoder.score`.
         """
-        stack, kept = self._stack, self._kept
-        self._kept = None  # unless all goes well
+        stack, continue_step = self._stack, self._continue_step
+        self._continue_step = None  # set again on success
         if stack is None:
             return None
         scored = None
-        if plan.follows and kept == plan.step - 1:
-            # Had the plan before asked for anything else, no stack would have run it.
+        if plan.follows and continue_step == plan.step - 1:
+            # A plan other than plain decode would have left no step to continue.
             scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
             if not stack.scores or plan.pooling is not None or self._adapted(plan):
                 return None
-            turns = self._stack_angles.at_positions(plan.positions[0])
-            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, argmax_only=bare)
-        if self._goes_on:
-            self._kept = plan.step
+            cos_sin = self._stack_angles.at_positions(plan.positions[0])
+            scored = stack.score(tokens, plan.logit_tokens, cos_sin, batch.groups, argmax_only=bare)
+        if self._may_continue:
+            self._continue_step = plan.step
         return scored
 
     def forget(self) -> None:
-        """A pass has failed: the next one goes on from nothing."""
-        self._kept = None
+        """After a failed pass: the next one does not continue from it."""
+        self._continue_step = None
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         """The context of one pass."""
@@ -127,8 +127,8 @@ class ForwardContexts:
         adapted = self._adapted(plan)
         fused = None
         if self._stack is not None and not adapted:
-            turns = self._stack_angles.at_positions(plan.positions[0])
-            fused = partial(self._stack, turns=turns, groups=batch.groups)
+            cos_sin = self._stack_angles.at_positions(plan.positions[0])
+            fused = partial(self._stack, turns=cos_sin, groups=batch.groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
@@ -157,39 +157,39 @@ class ForwardContexts:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """The cache of one pass, as layers meet it."""
+    """Attention over the paged KV cache of one forward pass."""
 
     ops: Ops
     layers: dict[int, LayerKvCache]
     groups: tuple[AttentionMetadata, ...]
     rotations: StepCosSin
 
-    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
-        """Rotate, keep this pass's keys and values, and attend over all of each row's."""
+    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+        """Apply RoPE, write this pass's keys and values, and attend to all of each row's."""
         cache = self.layers[layer]
         rows = self.groups[cache.group]
-        cos, sin = self.rotations.of(manner.rotary).by_token
+        cos, sin = self.rotations.of(params.rotary).by_token
         keys, values, scales = cache.keys, cache.values, cache.scales
         q = self.ops.qk_norm_rope_store(
-            heads, cos, sin, keys, values, rows.slot_mapping, manner.norms, scales
+            heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
         )
-        scale = manner.scale
-        if manner.softcap is None and manner.sinks is None:
+        scale = params.scale
+        if params.softcap is None and params.sinks is None:
             return self.ops.paged_attention(q, keys, values, rows, scale, scales)
         return self.ops.softcap_sink_attention(
-            q, keys, values, rows, scale, manner.softcap, manner.sinks, scales
+            q, keys, values, rows, scale, params.softcap, params.sinks, scales
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStates:
-    """The recurrent states of one pass, as layers meet them."""
+    """The recurrent states of one forward pass."""
 
     layers: dict[int, LayerStates]
     groups: tuple[StateMetadata, ...]
 
     def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
-        """Where a layer's states lie, and which of them each row reads and writes."""
+        """A layer's states, and the places that each row reads and writes."""
         states = self.layers[layer]
         return states, self.groups[states.group]
 
@@ -211,9 +211,9 @@ def _states(pools: tuple[StatePool, ...]) -> dict[int, LayerStates]:
 
 
 def _refuse_apart(ops: Ops, *, fused: bool) -> None:
-    """Refuse a stack whose operations were chosen otherwise."""
+    """Refuse a forced stack that conflicts with the operations chosen."""
     if not fused:
-        raise NotStackable("layers are kept apart")
+        raise NotStackable("the fused decoder is disabled")
     for choice in ops.choices:
         if choice.op in _STACKED and choice.backend != "cpu":
             raise NotStackable(f"{choice.op} runs on {choice.backend}")

@@ -1,4 +1,4 @@
-"""Deterministic mode: a promise that every chosen kernel must keep, or nothing starts."""
+"""Deterministic mode: every chosen kernel must be batch-invariant, or the worker does not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = frozenset(
         *("attention.heads", "attention.paged", "attention.shaped", "attention.whole"),
     }
 )
-"""Operations of layers, which some models call and others do not."""
+"""Operations of layers, which only some models call."""
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Check that a row's bits depend on that row alone in all that a pass computes.
+    """Check that the bits of a row depend on that row alone in everything a forward pass computes.
 
     Raises:
-        KernelUnavailable: Something sums in another order in another batch; says what, and why
-            nothing better was chosen.
+        KernelUnavailable: A kernel's order of summation depends on the batch; names it and why no
+            better one was chosen.
     """
     if not model.decoder.invariant:
         raise KernelUnavailable(

@@ -1,7 +1,7 @@
-"""What a runner refuses to run."""
+"""Errors of the runner."""
 
 from __future__ import annotations
 
 
 class PlanRefused(Exception):
-    """A plan asks for what this runner does not have, or comes out of order."""
+    """A plan uses what this runner does not support, or is out of order."""

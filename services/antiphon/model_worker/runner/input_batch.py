@@ -1,4 +1,4 @@
-"""A plan becomes what a pass needs: rows of each cache group, and where tokens are drawn."""
+"""What a forward pass needs of a plan: rows of each cache group, and where tokens are sampled."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class InputBatch:
-    """The derived facts of one plan, each derived when it is asked for: most passes ask for few.
+    """Values derived from one plan, each computed on first use: most passes need few of them.
 
-    Groups beyond those of `shapes` are so many groups of states; what comes after them keeps
-    nothing.
+    The groups after those of `shapes` are `states` groups of recurrent states; groups after these
+    cache nothing.
 
     Attributes:
-        decodes: Whether every row has one token and draws one: most steps, and the shortest.
+        decodes: Whether every row has one token and samples one: a decode step, the usual case.
     """
 
     def __init__(self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> None:
@@ -39,8 +39,8 @@ class InputBatch:
 
     @property
     def groups(self) -> tuple[AttentionMetadata, ...]:
-        """The rows as each cache group sees them, those of states aside."""
-        if self._groups is None:  # a cached property costs a lock and cold code
+        """The rows as each KV cache group sees them, without groups of recurrent states."""
+        if self._groups is None:  # functools.cached_property costs a lock and cold code
             plan = self._plan
             self._groups = tuple(
                 AttentionMetadata.of(shape, table, plan.query_len, plan.kv_len)
@@ -50,7 +50,7 @@ class InputBatch:
 
     @cached_property
     def states(self) -> tuple[StateMetadata, ...]:
-        """The rows as each group of states sees them."""
+        """The rows as each group of recurrent states sees them."""
         plan, first = self._plan, len(self._shapes)
         return tuple(
             StateMetadata(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
@@ -69,7 +69,7 @@ class InputBatch:
 
     @cached_property
     def logit_row(self) -> Longs:
-        """The row of each wanted row of logits, (L,), rising."""
+        """The row of each requested row of logits, (L,), ascending."""
         if self.decodes:
             return self.token_row
         wanted = self._plan.logit_tokens
@@ -78,7 +78,7 @@ class InputBatch:
 
     @cached_property
     def logit_position(self) -> Longs:
-        """Index in its sequence of the token that each row of logits is for, (L,)."""
+        """Index in its sequence of the token that each row of logits predicts, (L,)."""
         plan = self._plan
         if self.decodes:
             return plan.kv_len.astype(np.int64)
@@ -87,10 +87,10 @@ class InputBatch:
 
 
 def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> InputBatch:
-    """What the pass needs of a plan, as `InputBatch` says.
+    """Derive the inputs of a forward pass from a plan.
 
     Raises:
-        PlanRefused: The plan uses a part of the contract that this runner does not have.
+        PlanRefused: The plan uses a feature that this runner does not support.
     """
     if plan.tree_mask is not None or plan.splices or plan.loads or plan.saves:
         raise PlanRefused(f"step {plan.step}: this runner has no {_unsupported(plan)}")
@@ -101,10 +101,10 @@ def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) 
 
 
 class FutureTokens:
-    """What each slot sampled last, so that a plan may be made before its tokens are known.
+    """The last token sampled in each slot, so that a plan may be made before its tokens are known.
 
-    Plain numbers and not an array: between two passes the code of each array operation is fetched
-    from memory anew, and for the few rows of a plan that takes longer than a loop over them.
+    Python integers, not an array: between two passes the code of each array operation falls out of
+    the CPU caches, and for the few rows of a plan fetching it takes longer than a loop over them.
     """
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ class FutureTokens:
         return resolved
 
     def record_each(self, slots: Ints, token_ids: Ints) -> None:
-        """Remember the tokens of rows that have accepted one each; neither array changes any more.
+        """Record one accepted token a row; the caller no longer changes either array.
 
-        Those of the step before are forgotten unread where the slots, as one array, are the same.
+        Tokens of the previous step are overwritten unread if `slots` is the same array as then.
         """
         if slots is not self._slots:
             self._note_each()
@@ -136,10 +136,10 @@ class FutureTokens:
     def record(
         self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
     ) -> None:
-        """Remember each row's last accepted token.
+        """Record each row's last accepted token.
 
-        A failed row, if there is any, gets token 0: a plan made before its failure was known still
-        runs, for the sake of its other rows, and its own outcome is dropped.
+        A failed row gets token 0: a plan made before the failure was known still runs for the sake
+        of its other rows, and the failed row's own outcome is dropped.
         """
         self._note_each()
         ids = token_ids.tolist()
@@ -156,7 +156,7 @@ class FutureTokens:
 
 
 def _unsupported(plan: StepPlan) -> str:
-    """What of a plan this runner does not have."""
+    """The feature of a plan that this runner does not support; empty if it supports all."""
     if plan.tree_mask is not None:
         return "tree verification"
     return "embedding splices" if plan.splices else "page moves"

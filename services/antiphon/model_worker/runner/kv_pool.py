@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class PageCorrupt(Exception):
-    """Bytes that are not a page of this group, or not the ones that were written."""
+    """The bytes are not a page of this group, or their checksum does not match."""
 
 
 class KvPool:
-    """What one cache group keeps, (L, N, P, S, H, D)."""
+    """The KV cache of one cache group, (L, N, P, S, H, D)."""
 
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
         page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
         self.dtype = build.kv_dtype
-        """Number format of the cache."""
+        """Element type of the cache."""
         self._data = pool_zeros(
             *(len(group.layers), spec.tensors, group.pages_total, *page),
             dtype=torch.uint8 if is_fp8(build.kv_dtype) else build.kv_dtype,
@@ -48,7 +48,7 @@ class KvPool:
         return layer[0], layer[-1]
 
     def zero(self, places: Tensor) -> None:
-        """Forget the tokens at `places` (page * S + offset) in every layer."""
+        """Zero the tokens at `places` (page * S + offset) in every layer."""
         self._data.flatten(2, 3).index_fill_(2, places, 0)
 
     def read(self, page: int) -> bytes:
@@ -57,7 +57,7 @@ class KvPool:
         return data.cpu().numpy().tobytes()
 
     def write(self, page: int, data: bytes) -> None:
-        """Fill a page with what `read` gave."""
+        """Fill a page with bytes from `read`."""
         view = self._data[:, :, page]
         # A copy, since torch has no read-only tensors.
         flat = torch.as_tensor(np.frombuffer(data, np.uint8).copy())
@@ -65,24 +65,24 @@ class KvPool:
 
 
 class PageCodec:
-    """Turns page ids into bytes and back; alone knows layout, dtype and shard.
+    """Encodes pages as bytes and back; the only code that knows layout, dtype and shard.
 
-    A page is four bytes of CRC-32 and its data, so that damaged bytes never become attention.
+    A page is four bytes of CRC-32 and its data, so that damaged bytes are never attended to.
     """
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
 
     def encode(self, page: int) -> bytes:
-        """The page as it travels."""
+        """The page with its checksum, as it is transferred and stored."""
         data = self._pool.read(page)
         return zlib.crc32(data).to_bytes(4, "little") + data
 
     def decode(self, page: int, encoded: bytes) -> None:
-        """Fill a page with what `encode` gave on a rank of the same shard.
+        """Fill a page with bytes that `encode` made on a rank of the same shard.
 
         Raises:
-            PageCorrupt: Size or checksum do not match; the page is as it was.
+            PageCorrupt: Size or checksum do not match; the page is unchanged.
         """
         expected = 4 + self._pool.group.page_bytes
         if len(encoded) != expected:

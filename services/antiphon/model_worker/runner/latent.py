@@ -1,4 +1,4 @@
-"""The latent cache of a pass, as layers meet it."""
+"""The latent KV cache (MLA) of a forward pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def latent_groups(spec: ModelSpec) -> dict[int, LatentSizes]:
-    """Which cache groups keep latents, and of which sizes."""
-    kept = [kept for kept, _ in spec.cache_groups()]
-    return {index: sizes for index, sizes in enumerate(kept) if isinstance(sizes, LatentSizes)}
+    """Which cache groups store latents, with their sizes."""
+    caches = [cache for cache, _ in spec.cache_groups()]
+    return {index: cache for index, cache in enumerate(caches) if isinstance(cache, LatentSizes)}
 
 
 def latent_rows(
@@ -42,7 +42,7 @@ def latent_rows(
 
 @dataclass(frozen=True, slots=True)
 class PagedLatentAttend:
-    """An `LatentAttentionBackend` over pages."""
+    """A `LatentAttentionBackend` over pages."""
 
     ops: Ops
     layers: Mapping[int, LayerKvCache]
@@ -50,19 +50,19 @@ class PagedLatentAttend:
     rotations: StepCosSin
 
     def __call__(
-        self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams
+        self, layer: int, q: Tensor, latents: Tensor, params: LatentAttentionParams
     ) -> Tensor:
-        """Rotate, keep this pass's latents, and attend over all of each row's."""
+        """Apply RoPE, write this pass's latents, and attend to all of each row's."""
         cache = self.layers[layer]
         rows = self.groups[cache.group]
-        cos, sin = self.rotations.of(manner.rotary).by_token
-        q = _turned(q, rows.sizes.content, cos, sin)
-        kept = _turned(latents[:, None], rows.sizes.latent, cos, sin)
-        store_tensor(kept, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+        cos, sin = self.rotations.of(params.rotary).by_token
+        q = _rotated(q, rows.sizes.content, cos, sin)
+        rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
+        store_tensor(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
         attend = self.ops.paged_attention
-        return latent_attention(q, cache, rows, manner.heads, manner.scale, attend)
+        return latent_attention(q, cache, rows, params.heads, params.scale, attend)
 
 
-def _turned(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (T, H, D) with the part from `first` on rotated."""
+def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (T, H, D) with the elements from `first` on rotated."""
     return torch.cat((heads[..., :first], apply_rotary(heads[..., first:], cos, sin)), dim=-1)

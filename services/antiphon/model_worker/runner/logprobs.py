@@ -1,7 +1,7 @@
-"""What is told of tokens beside their ids: log-probabilities and hidden states.
+"""Logprobs and hidden states per token: requested in the step plan, read from its outcome.
 
-Axes: T tokens of the plan, R rows, L rows of logits, V vocabulary, D rows that tell, K tokens that
-are told of, N the widest top, M the most named ids of a row.
+Axes: T tokens of the plan, R rows, L rows of logits, V vocabulary, D rows that request logprobs,
+K tokens that get logprobs, N the widest top-k, M the most named ids of a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LogprobsComputer:
-    """Tells of the tokens of a plan what its rows want to know."""
+    """Computes the logprobs and hidden states that a plan's rows request."""
 
     def __init__(self, ops: Ops, logit_bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> None:
         self._ops = ops
@@ -41,12 +41,12 @@ class LogprobsComputer:
         head: Callable[[Tensor], Tensor],
         accepted: tuple[Ints, Ints],
     ) -> LogprobsBatch | None:
-        """Describe the tokens of a plan; None if nobody wants to know.
+        """Compute what a plan's rows request of their tokens; None if no row requests anything.
 
         Args:
-            plan: What was run.
+            plan: The plan that ran.
             hidden: (T, hidden), normalised.
-            logits: (L, V) float32, after everything that changes them.
+            logits: (L, V) float32, after logits processors.
             head: (rows, hidden) -> (rows, V) logits.
             accepted: (R + 1,) where each row's accepted tokens begin, and these tokens.
         """
@@ -56,18 +56,18 @@ class LogprobsComputer:
         entries = _entries(plan, wanted, *accepted)
         named = _named(wanted)
         columns = _Columns.empty(len(entries.row), int(wanted.top.max(initial=0)), named.shape[1])
-        asked = wanted.logprobs | (wanted.top > 0) | (np.diff(wanted.named_starts) > 0)
-        scored = asked[entries.request_row]
+        requested = wanted.logprobs | (wanted.top > 0) | (np.diff(wanted.named_starts) > 0)
+        scored = requested[entries.request_row]
 
         def fill(part: Longs, logits: Tensor, temperature: Floats) -> None:
             part_named = named[entries.request_row[part]]
             token_ids = entries.token_ids[part]
             columns.fill(self._ops, part, logits, temperature, token_ids, part_named)
 
-        drawn = np.flatnonzero(scored & (entries.logit >= 0))
-        if len(drawn):
-            rows = torch.as_tensor(entries.logit[drawn])
-            fill(drawn, logits[rows], _temperature(plan)[entries.row[drawn]])
+        sampled = np.flatnonzero(scored & (entries.logit >= 0))
+        if len(sampled):
+            rows = torch.as_tensor(entries.logit[sampled])
+            fill(sampled, logits[rows], _temperature(plan)[entries.row[sampled]])
         prompt = np.flatnonzero(scored & (entries.logit < 0))
         rows_max = prompt_logits_rows(logits.shape[-1], self._logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
@@ -87,14 +87,14 @@ class LogprobsComputer:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """The tokens that are told of, in the order of the outcome.
+    """The tokens that get logprobs, in the order of the outcome.
 
     Attributes:
-        row: (K,) of the plan.
-        telling: (K,) index into the rows that tell.
-        place: (K,) index into the plan's tokens of the one that it follows.
+        row: (K,) row of the plan.
+        request_row: (K,) index into the rows that request logprobs.
+        place: (K,) index into the plan's tokens of the one before it, which predicts it.
         token_ids: (K,)
-        logit: (K,) its row of logits; -1 for tokens of a prompt.
+        logit: (K,) its row of logits; -1 for prompt tokens.
     """
 
     row: Longs
@@ -106,7 +106,7 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """What is told, filled in part by part."""
+    """The columns of the outcome, filled in chunk by chunk."""
 
     logprobs: Floats  # (K,)
     top_ids: Ints  # (K, N)
@@ -136,7 +136,7 @@ class _Columns:
         mass = ops.logsumexp(logits, scale[:, 0])[:, None]
 
         def at(ids: Ints) -> NDArray[np.float32]:
-            """The log-probabilities of (E, n) ids; NaN for -1."""
+            """The logprobs of (E, n) ids; NaN for -1."""
             index = torch.as_tensor(ids.astype(np.int64))
             values = logits.gather(-1, index.clamp(min=0)) / scale - mass
             return values.masked_fill(index < 0, torch.nan).cpu().numpy()
@@ -145,36 +145,38 @@ class _Columns:
         if self.named_logprobs.shape[1]:
             self.named_logprobs[entries] = at(named)
         if top := min(self.top_ids.shape[1], logits.shape[-1]):
-            likeliest = logits.topk(top, dim=-1)
-            self.top_ids[entries, :top] = likeliest.indices.int().cpu().numpy()
-            self.top_logprobs[entries, :top] = (likeliest.values / scale - mass).cpu().numpy()
+            most_likely = logits.topk(top, dim=-1)
+            self.top_ids[entries, :top] = most_likely.indices.int().cpu().numpy()
+            self.top_logprobs[entries, :top] = (most_likely.values / scale - mass).cpu().numpy()
 
 
 def _entries(plan: StepPlan, wanted: LogprobsRequest, starts: Ints, token_ids: Ints) -> _Entries:
     token_row = np.repeat(np.arange(len(plan.slot)), plan.query_len)
     logit_row = token_row[plan.logit_tokens]
-    tells = np.full(len(plan.slot), -1, np.int64)
-    tells[wanted.rows] = np.arange(len(wanted.rows))
-    # A row accepts the first of what its rows of logits gave.
+    request_rows = np.full(len(plan.slot), -1, np.int64)
+    request_rows[wanted.rows] = np.arange(len(wanted.rows))
+    # A row accepts a prefix of the tokens sampled from its rows of logits.
     number = np.arange(len(logit_row)) - np.searchsorted(logit_row, logit_row)
-    accepted = np.flatnonzero((number < np.diff(starts)[logit_row]) & (tells[logit_row] >= 0))
+    accepted = np.flatnonzero(
+        (number < np.diff(starts)[logit_row]) & (request_rows[logit_row] >= 0)
+    )
     prompt_row, row = token_row[wanted.prompt_tokens], logit_row[accepted]
     rows = np.concatenate([prompt_row, row])
-    order = np.argsort(rows, kind="stable")  # of a row, the prompt stays before what was drawn
+    order = np.argsort(rows, kind="stable")  # within a row, prompt tokens precede sampled ones
     rows = rows[order]
-    drawn = token_ids[starts[row] + number[accepted]]
+    sampled = token_ids[starts[row] + number[accepted]]
     places = np.concatenate([wanted.prompt_tokens, plan.logit_tokens[accepted]])
     return _Entries(
         row=rows,
-        request_row=tells[rows],
+        request_row=request_rows[rows],
         place=places[order].astype(np.int64),
-        token_ids=np.concatenate([wanted.prompt_targets, drawn])[order].astype(np.int32),
+        token_ids=np.concatenate([wanted.prompt_targets, sampled])[order].astype(np.int32),
         logit=np.concatenate([np.full(len(prompt_row), -1), accepted])[order],
     )
 
 
 def _temperature(plan: StepPlan) -> Floats:
-    """What each row's logits are divided by, (R,)."""
+    """The temperature of each row, (R,); 1 for greedy rows."""
     return np.where(is_random(plan.sampling), plan.sampling.temperature, np.float32(1))
 
 
@@ -183,7 +185,7 @@ def _states(hidden: Tensor, places: Longs) -> Floats:
 
 
 def _named(wanted: LogprobsRequest) -> Ints:
-    """The named ids of each row that tells, (D, M), -1 beyond a row's own."""
+    """The named ids of each row that requests logprobs, (D, M), -1 beyond a row's own."""
     counts = np.diff(wanted.named_starts)
     named = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)
     named[np.arange(named.shape[1]) < counts[:, np.newaxis]] = wanted.named_ids

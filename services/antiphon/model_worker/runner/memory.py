@@ -1,4 +1,4 @@
-"""How many bytes a page takes."""
+"""The cache groups of a model and how many bytes a page takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
 
 STATES = 64
-"""Places of recurrent states where nobody says how many. A model without any has none."""
+"""Default number of recurrent states. Models without recurrent layers have none."""
 
 
 def cache_groups(
@@ -25,45 +25,45 @@ def cache_groups(
     """The model's cache groups on this rank, each with a pool of `pages` pages or `states`.
 
     Raises:
-        ModelLoadError: Texts are cut into runs of tokens that are not whole pages.
+        ModelLoadError: The chunks of chunked attention are not whole pages.
     """
     return tuple(
-        _group(kept, layers, build, page_tokens, states if isinstance(kept, StateSpec) else pages)
-        for kept, layers in spec.cache_groups()
+        _group(cache, layers, build, page_tokens, states if isinstance(cache, StateSpec) else pages)
+        for cache, layers in spec.cache_groups()
     )
 
 
 def _group(
-    kept: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
+    cache: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
 ) -> CacheGroup:
     ranks = build.tp.ranks
-    if isinstance(kept, StateSpec):
-        kind, page_bytes = GroupKind.STATE, kept.state_bytes(ranks, build.dtype)
-    elif isinstance(kept, NoCache):
+    if isinstance(cache, StateSpec):
+        kind, page_bytes = GroupKind.STATE, cache.state_bytes(ranks, build.dtype)
+    elif isinstance(cache, NoCache):
         kind, page_bytes = GroupKind.PASS, 0
     else:
-        _refuse_cut_pages(kept, page_tokens)
-        kind = _kind(kept)
-        page_bytes = page_tokens * kept.token_bytes(ranks, build.kv_dtype)
+        _refuse_cut_pages(cache, page_tokens)
+        kind = _kind(cache)
+        page_bytes = page_tokens * cache.token_bytes(ranks, build.kv_dtype)
     return CacheGroup(
         kind=kind,
         layers=layers,
         page_bytes=len(layers) * page_bytes,
         page_tokens=page_tokens,
         pages_total=total,
-        window=kept.window if isinstance(kept, KvSpec) else None,
+        window=cache.window if isinstance(cache, KvSpec) else None,
         shard=Shard(rank=build.tp.rank, ranks=ranks),
     )
 
 
-def _kind(kept: KvSpec | LatentSizes) -> GroupKind:
-    if isinstance(kept, LatentSizes):
+def _kind(cache: KvSpec | LatentSizes) -> GroupKind:
+    if isinstance(cache, LatentSizes):
         return GroupKind.LATENT
-    return GroupKind.FULL if kept.window is None else GroupKind.WINDOW
+    return GroupKind.FULL if cache.window is None else GroupKind.WINDOW
 
 
-def _refuse_cut_pages(kept: KvSpec | LatentSizes, page_tokens: int) -> None:
-    run = kept.window if isinstance(kept, KvSpec) and kept.chunked else None
+def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
+    run = cache.window if isinstance(cache, KvSpec) and cache.chunked else None
     if run is not None and run % page_tokens:
         raise ModelLoadError(
             f"config.json: attention_chunk_size {run}: pages of {page_tokens} tokens do not fit in"

@@ -1,4 +1,4 @@
-"""One rank of a model: it runs plans in order, and every rank gets the same plans.
+"""One rank of a model: runs step plans in order; every rank receives the same plans.
 
 Axes: R rows, T tokens, L rows of logits, V vocabulary.
 """
@@ -48,16 +48,17 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs plans on one rank. Not thread-safe: one thread calls `run`, once a step.
+    """Runs step plans on one rank. Not thread-safe: one thread calls `run`, once a step.
 
-    A plan's page tables are in the order of `groups`. `forced` names a backend by op name; `fused`
-    false runs layer by layer what could be one call, with the same bits. With a `pooler` its plans
-    make vectors of prompts, and draw nothing. A `deterministic` runner gives a row its bits
-    whatever else is in its plans, and however its tokens came to be computed.
+    The page tables of a plan are in the order of `groups`. `forced` names a backend by op name;
+    `fused=False` runs the decoder layer by layer where one call could run it, with the same bits.
+    With a `pooler`, plans produce embedding vectors and sample nothing. A `deterministic` runner
+    computes the same bits for a sequence whatever else is in the batch, and however its prefill was
+    chunked.
 
     Raises:
-        KernelUnavailable: The device, or a forced backend, is not one that this build has; or what
-            was chosen cannot be deterministic.
+        KernelUnavailable: This build does not support the device or a forced backend, or a chosen
+            backend is not deterministic.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ModelRunner:
             for group in groups
             if group.kind not in (GroupKind.STATE, GroupKind.PASS)
         ]
-        self.pools = tuple(KvPool(group, kept, placement) for group, _, kept in attending)
+        self.pools = tuple(KvPool(group, cache, placement) for group, _, cache in attending)
         states = tuple(
             StatePool(group, _state_of(spec, group), placement)
             for group in groups
@@ -109,13 +110,13 @@ class ModelRunner:
         self._greedy = False
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Compute a plan's pass and sample its tokens.
+        """Run the forward pass of a plan and sample its tokens.
 
-        A row whose hidden state or logits are not finite is reported and its tokens are wiped from
-        the cache; the other rows are as if it had not been there.
+        A row whose hidden state or logits are not finite is reported as failed and its tokens are
+        zeroed in the KV cache; the other rows are unaffected.
 
         Raises:
-            PlanRefused: A step was left out, or the plan uses what this runner does not have.
+            PlanRefused: A step was skipped, or the plan uses what this runner does not support.
         """
         self._follow(plan.step)
         batch = build_input_batch(plan, self._shapes, self._states_count)
@@ -123,8 +124,8 @@ class ModelRunner:
             return self._compute(plan, batch)
         except Exception:
             self._contexts.forget()
-            # Whoever gets these pages next masks what lies beyond its own tokens, and a NaN that
-            # was left there gets through a mask.
+            # The next owner of these pages masks what lies beyond its own tokens, but a NaN left
+            # there would get through the mask.
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
 
@@ -133,7 +134,8 @@ class ModelRunner:
         bare = self._takes_argmax(plan)
         scored = self._contexts.score(plan, batch, tokens, bare=bare)
         if bare and scored is not None and scored.argmax is not None:
-            # Nothing of torch is left to be done, and its mode costs as much as what is left.
+            # No torch call is left, and entering inference mode costs as much as the remaining
+            # work.
             if batch.decodes and scored.finite is None and scored.logits_finite is None:
                 return self._conclude_decodes(plan, scored.argmax)
             return self._conclude(plan, batch, tokens, scored, scored.argmax)
@@ -142,15 +144,15 @@ class ModelRunner:
                 return self._pool(plan, batch, tokens)
             if scored is None:
                 scored = self._score(plan, batch, tokens)
-            barren = self._sampler.process_logits(plan, batch.logit_row, scored.logits)
-            likeliest = None if changes_logits(plan) else scored.argmax
+            blocked = self._sampler.process_logits(plan, batch.logit_row, scored.logits)
+            argmax = None if changes_logits(plan) else scored.argmax
             sampled = self._sampler.sample(
-                plan.sampling, scored.logits, batch.logit_row, batch.logit_position, likeliest
+                plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
             )
-            return self._conclude(plan, batch, tokens, scored, sampled, barren)
+            return self._conclude(plan, batch, tokens, scored, sampled, blocked)
 
     def _takes_argmax(self, plan: StepPlan) -> bool:
-        """Whether nothing is left to do with the logits; plans of one layout share the answer."""
+        """Whether the argmax is all a plan needs of its logits; cached by the plan's layout."""
         if plan.details is not None or changes_logits(plan):
             return False
         if plan.sampling is not self._columns:
@@ -158,9 +160,9 @@ class ModelRunner:
         return self._greedy
 
     def _conclude_decodes(self, plan: StepPlan, sampled: Ints) -> StepOutcome:
-        """What `_conclude` comes to where nothing was drafted, nothing failed and nothing is told.
+        """Fast path of `_conclude`: no draft tokens, no failed rows, no logprobs.
 
-        Nearly every step is such a one, and each call that it leaves out is cold code.
+        Nearly every step takes it, and each call that it leaves out would run as cold code.
         """
         rows = len(plan.slot)
         self._futures.record_each(plan.slot, sampled)
@@ -175,13 +177,13 @@ class ModelRunner:
         tokens: Ints,
         scored: FusedDecoderOutput,
         sampled: Ints,
-        barren: NDArray[np.bool_] | None = None,
+        blocked: NDArray[np.bool_] | None = None,
     ) -> StepOutcome:
-        """What becomes of the sampled tokens (L,), where some rows, (R,), may have none."""
+        """The outcome of sampled tokens (L,); rows in `blocked` (R,) have no token to sample."""
         rows = len(plan.slot)
         failed = failed_rows(batch, rows, scored.finite, scored.logits_finite)
-        ended = _either(failed, barren)
-        if batch.decodes and ended is None:  # nothing was drafted
+        ended = _either(failed, blocked)
+        if batch.decodes and ended is None:  # no draft tokens
             starts, token_ids = _one_each(rows), sampled
         else:
             wanted, row = plan.logit_tokens, batch.logit_row
@@ -207,9 +209,9 @@ class ModelRunner:
         )
 
     def _pool(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> StepOutcome:
-        """What prompts became; a row that is not finite is one that failed, as it is elsewhere."""
+        """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
-            raise PlanRefused(f"step {plan.step}: this runner makes no vectors")
+            raise PlanRefused(f"step {plan.step}: this runner has no pooler")
         ctx, left, finite = self._layers(plan, batch, tokens)
         rows = len(plan.slot)
         failed = failed_rows(batch, rows, finite, None)
@@ -239,20 +241,20 @@ class ModelRunner:
 
     @property
     def choices(self) -> tuple[BackendChoice[..., object], ...]:
-        """What runs each operation here, and why."""
+        """The backend that each operation uses here, and why."""
         return (self._contexts.choice, *self.ops.choices)
 
     def _layers(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints
     ) -> tuple[ForwardContext, Tensor, Tensor | None]:
-        """The context of a pass, what its layers leave (T, hidden), and which of it is finite."""
+        """The context of a forward pass, its hidden states (T, hidden) and which are finite."""
         ctx = self._contexts.of(plan, batch)
         left = self._model.decoder.forward(ctx, tokens=torch.as_tensor(tokens.astype(np.int64)))
         finite = left.finite if left.checked else self.ops.finite_rows(left.last)
         return ctx, left.last, finite
 
     def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
-        """A pass operation by operation. Only wanted rows have logits: the head is wide."""
+        """A forward pass layer by layer. Only requested rows get logits, since the head is wide."""
         ctx, hidden, finite = self._layers(plan, batch, tokens)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
@@ -261,7 +263,7 @@ class ModelRunner:
         return FusedDecoderOutput(hidden, finite, logits, self.ops.finite_rows(logits), None)
 
     def _head(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> Tensor:
-        """Logits of more of a pass's hidden states: (rows, hidden)  ->  (rows, V) float32."""
+        """Logits of further hidden states of the pass: (rows, hidden)  ->  (rows, V) float32."""
         return self._model.decoder.logits(self._contexts.of(plan, batch), hidden)
 
     def _wipe(self, batch: InputBatch, failed: NDArray[np.bool_]) -> None:
@@ -273,13 +275,13 @@ class ModelRunner:
 
 @cache
 def _one_each(rows: int) -> Ints:
-    """Where each row's token begins if all have one, (R + 1,); many outcomes share it."""
+    """Offsets of accepted tokens if each row has one, (R + 1,); shared by many outcomes."""
     return _shared(np.arange(rows + 1, dtype=np.int32))
 
 
 @cache
 def _all_well(rows: int) -> Ints:
-    """The status of rows that are all as they should be, (R,); many outcomes share it."""
+    """The status of rows that all succeeded, (R,); shared by many outcomes."""
     return _shared(np.full(rows, RowStatus.OK, np.int32))
 
 
@@ -291,7 +293,7 @@ def _shared(values: Ints) -> Ints:
 def _either(
     one: NDArray[np.bool_] | None, other: NDArray[np.bool_] | None
 ) -> NDArray[np.bool_] | None:
-    """Rows that are in one or in both, where None stands for no row."""
+    """Rows that are in either mask, where None stands for an empty mask."""
     if one is None or other is None:
         return other if one is None else one
     return one | other
@@ -300,7 +302,7 @@ def _either(
 def _attention_of(
     spec: ModelSpec, group: CacheGroup
 ) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
-    """An attention of the group and what it keeps: those of all its layers keep the same."""
+    """An attention layer of the group and its cache spec, which all layers of the group share."""
     mixers = spec.layers[group.layers[0]].mixers
     mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
     assert not isinstance(mixer.cache, NoCache), "a group of pages"
@@ -308,7 +310,7 @@ def _attention_of(
 
 
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
-    """What each layer of a group of states keeps."""
+    """The state spec that all layers of a group of recurrent states share."""
     caches = [mixer.cache for mixer in spec.layers[group.layers[0]].mixers]
     return next(cache for cache in caches if isinstance(cache, StateSpec))
 
@@ -317,16 +319,16 @@ def _shape(
     model: LoadedModel,
     group: CacheGroup,
     mixer: AttentionSpec | LatentSpec,
-    kept: KvSpec | LatentSizes,
+    cache: KvSpec | LatentSizes,
 ) -> KvShape:
     ranks = model.build.tp.ranks
-    heads = kept.heads_of(ranks)
-    chunked = isinstance(kept, KvSpec) and kept.chunked
+    heads = cache.heads_of(ranks)
+    chunked = isinstance(cache, KvSpec) and cache.chunked
     return KvShape(
         page_tokens=group.page_tokens,
         heads=heads,
         queries_per_head=mixer.query_heads // ranks // heads,
-        head_size=kept.head_size,
+        head_size=cache.head_size,
         dtype=model.build.dtype,
         window=None if chunked else group.window,
         chunk=group.window if chunked else None,

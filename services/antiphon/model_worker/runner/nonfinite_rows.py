@@ -1,4 +1,4 @@
-"""Which rows of a pass came out with numbers that are not finite."""
+"""Which rows of a forward pass have a NaN or infinity."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def failed_rows(
     batch: InputBatch, rows: int, tokens: Tensor | None, logits: Tensor | None
 ) -> NDArray[np.bool_] | None:
-    """Which rows hold a NaN or infinity, (R,); None: none does.
+    """Which rows hold a NaN or infinity, (R,); None if none does.
 
-    Hidden states count too: a chunk of a prompt has no logits, and its pages are shared with other
-    requests as soon as it is committed.
+    Hidden states count too: a prefill chunk has no logits, and other requests share its pages as
+    soon as it is committed to the prefix cache.
 
     Args:
-        batch: Says whose they are.
+        batch: Maps tokens and logits to rows.
         rows: R.
-        tokens: (T,) whether all numbers of a token's hidden state are finite; None: of all.
-        logits: (L,) the same of rows of logits.
+        tokens: (T,) whether all elements of a token's hidden state are finite; None: all are.
+        logits: (L,) likewise for rows of logits.
     """
     if tokens is None and logits is None:
         return None

@@ -1,4 +1,4 @@
-"""A model folder becomes a runner with its cache, in the form that the worker's service needs."""
+"""Opens a model folder as a runner with its cache, as the worker's service needs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenModel:
     """A loaded model, ready to run plans whose page tables are in the order of `groups`.
 
     Attributes:
-        kv_scales: Digest of the scales of keys and values in eight bits; empty without any.
+        kv_scales: Digest of the scales of an 8-bit KV cache; empty without scales.
     """
 
     runner: ModelRunner
@@ -59,14 +59,14 @@ def open_model(
     cache_dtype: str = "auto",
     cache_scales: str = "",
 ) -> OpenModel:
-    """Load a model and make room for `pages` pages a cache group, or `states`.
+    """Load a model and allocate `pages` pages a cache group, or `states`.
 
     With `pooling` it makes vectors of prompts. See `load` and `ModelRunner`.
 
     Raises:
-        ModelLoadError: The folder cannot be served; nothing has run by then.
-        KernelUnavailable: This build does not compute on that device, or not deterministically, or
-            not over a cache in eight bits.
+        ModelLoadError: The folder cannot be served; raised before anything runs.
+        KernelUnavailable: This build does not support the device, deterministic mode or an 8-bit
+            KV cache there.
     """
     model = load(
         place,

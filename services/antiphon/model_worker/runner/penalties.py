@@ -1,7 +1,7 @@
-"""How often each request has drawn each token, by slot: what penalties are computed from.
+"""How often each request has sampled each token, by slot: the input of penalties.
 
-Kept as the few tokens that were drawn, not as a number for every token of the vocabulary: a pass
-over 64 rows of 150,000 logits would cost more than the rest of sampling.
+Stored as the few tokens that were sampled, not as a count for every token of the vocabulary: a
+dense pass over 64 rows of 150,000 logits would cost more than the rest of sampling.
 
 Axes: S slots, K distinct tokens of the slot that has most, P rows with penalties.
 """
@@ -25,7 +25,7 @@ _NONE = -1
 
 
 class TokenCounts:
-    """Counts what the slots with penalties draw; costs nothing until there is one."""
+    """Counts sampled tokens in the slots with penalties; costs nothing while there are none."""
 
     def __init__(self) -> None:
         self._ids = np.full((_SLOTS, _TOKENS), _NONE, np.int32)  # (S, K)
@@ -33,7 +33,7 @@ class TokenCounts:
         self._distinct = np.zeros(_SLOTS, np.int64)  # (S,)
 
     def begin(self, penalties: Penalties) -> None:
-        """Count anew in the slots of requests that have just got them."""
+        """Reset the counts of slots whose requests are new."""
         starts = penalties.begun_starts.tolist()
         for index, slot in enumerate(penalties.begun.tolist()):
             outputs = penalties.begun_ids[starts[index] : starts[index + 1]]
@@ -47,7 +47,7 @@ class TokenCounts:
     def apply(
         self, ops: Ops, logits: Tensor, places: Longs, slots: Ints, penalties: Penalties
     ) -> None:
-        """Penalise what was drawn, in place. `places` (P,) are rows of the logits."""
+        """Penalise sampled tokens, in place. `places` (P,) are rows of the logits."""
         width = int(self._distinct[slots].max(initial=0))
         if width == 0:
             return
@@ -64,7 +64,7 @@ class TokenCounts:
         )
 
     def count(self, slots: Ints, token_ids: Ints) -> None:
-        """Count one more token a slot. slots, token_ids (P,); no slot comes twice."""
+        """Count one more token a slot. slots, token_ids (P,); each slot occurs once."""
         width = int(self._distinct[slots].max(initial=0))
         known = self._ids[slots, :width] == token_ids[:, np.newaxis]  # (P, width)
         row, column = np.nonzero(known)

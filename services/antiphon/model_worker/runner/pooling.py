@@ -1,6 +1,6 @@
-"""Prompts become vectors: what stands for a text, and what a model makes of that.
+"""Pooling: prompts become embedding vectors or class scores.
 
-Axes: R rows, T tokens of the plan, D hidden size, W numbers of a vector.
+Axes: R rows, T tokens of the plan, D hidden size, W elements of a vector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Score = Callable[[Tensor], Tensor]
 
 _BLOCK_TOKENS = 128
-"""Tokens that are added up at once: their running sums take memory."""
+"""Tokens that are summed at once: their running sums take memory."""
 
 _ACTIVATIONS: dict[PoolingActivation, Callable[[Tensor], Tensor]] = {
     PoolingActivation.IDENTITY: lambda x: x,
@@ -46,25 +46,25 @@ _ACTIVATIONS: dict[PoolingActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Pooler:
-    """Makes a vector of each prompt, of which it may see a piece at a time.
+    """Pools each prompt into a vector; a prompt may arrive in several prefill chunks.
 
-    Vectors are computed in float32 and one by one, so that none depends on what is beside it, and a
-    mean is added up token after token, so that it does not depend on how the prompt was cut.
+    Vectors are computed in float32 and one by one, so that none depends on the rest of the batch,
+    and a mean is summed token after token, so that it does not depend on the chunks.
     """
 
     def __init__(self, pooling: Pooling, linears: tuple[PoolingLinear, ...] = ()) -> None:
         self._pooling = pooling
         self._linears = linears
-        # By slot: after how many tokens of the prompt what was kept. A plan may be run again, so
-        # that it goes on from an earlier piece.
-        self._kept: dict[int, list[tuple[int, Tensor]]] = {}
+        # By slot: the number of prompt tokens so far, and the pooled vector up to there. A plan may
+        # be run again, so earlier chunks are kept to resume from.
+        self._partial: dict[int, list[tuple[int, Tensor]]] = {}
 
     @classmethod
     def open(cls, pooling: Pooling, folder: Path, model: LoadedModel) -> Pooler:
-        """With the linears that a model's folder holds; a head of scores says what it pools.
+        """Open a pooler with the linears of a model folder; a classifier sets its own pooling.
 
         Raises:
-            ModelLoadError: Their files are missing or do not fit, or there is no such head here.
+            ModelLoadError: Their files are missing or do not fit, or the model has no such head.
         """
         if pooling.task is Task.SCORE:
             if not isinstance(model.spec.head, ClassificationHeadSpec):
@@ -73,12 +73,12 @@ class Pooler:
         return cls(pooling, tuple(_read(dense, folder / dense.folder) for dense in pooling.dense))
 
     def pool(self, plan: StepPlan, hidden: Tensor, score: Score) -> PooledVectors:
-        """Take in a plan's normalised hidden (T, D); give the vectors of prompts that end with it.
+        """Pool a plan's normalised hidden states (T, D); return vectors of prompts that end in it.
 
         Args:
-            plan: One that pools.
+            plan: A pooling plan.
             hidden: Of all its tokens.
-            score: (1, D) of any number format -> (1, labels), the head of a model that scores.
+            score: (1, D) of any dtype -> (1, labels), the head of a classifier or reward model.
         """
         wanted = plan.pooling
         assert wanted is not None, "a plan of rows that draw"
@@ -88,38 +88,38 @@ class Pooler:
         ends = zip(wanted.ends.tolist(), wanted.dimensions.tolist(), strict=True)
         for row, (piece, (ended, dimensions)) in enumerate(zip(pieces, ends, strict=True)):
             end = int(plan.kv_len[row])
-            standing = self._take(int(plan.slot[row]), piece, end - len(piece))
+            pooled = self._take(int(plan.slot[row]), piece, end - len(piece))
             if ended:
                 if self._pooling.mode is PoolMode.MEAN:
-                    standing = standing / end
-                made = self._made(standing, dimensions, score)
-                values.append(made.float().cpu().numpy())
-                widths[row + 1] = len(made)
+                    pooled = pooled / end
+                result = self._finish(pooled, dimensions, score)
+                values.append(result.float().cpu().numpy())
+                widths[row + 1] = len(result)
         for slot in plan.slot[wanted.ends].tolist():
-            self._kept.pop(slot, None)
+            self._partial.pop(slot, None)
         joined = np.concatenate(values) if values else np.zeros(0, np.float32)
         return PooledVectors(starts=np.cumsum(widths, dtype=np.int32), values=joined)
 
     def _take(self, slot: int, piece: Tensor, start: int) -> Tensor:
-        """What stands for a prompt up to a piece of it (n, D), which begins at `start`."""
+        """The pooled vector of a prompt up to and with a chunk (n, D), which begins at `start`."""
         if self._pooling.mode is PoolMode.LAST:
             return piece[-1]
-        earlier = [(end, kept) for end, kept in self._kept.get(slot, []) if 0 < end <= start]
+        earlier = [(end, vector) for end, vector in self._partial.get(slot, []) if 0 < end <= start]
         before = earlier[-1][1] if earlier else None
-        assert start == (earlier[-1][0] if earlier else 0), "its beginning was computed elsewhere"
+        assert start == (earlier[-1][0] if earlier else 0), "an earlier chunk is missing"
         if self._pooling.mode is PoolMode.MEAN:
-            kept = _added(piece, before)
+            total = _added(piece, before)
         else:
-            # A copy, for a view would keep the whole pass in memory.
-            kept = piece[0].clone() if before is None else before
-        self._kept[slot] = [*earlier, (start + len(piece), kept)]
-        return kept
+            # A copy, since a view would keep the hidden states of the whole batch in memory.
+            total = piece[0].clone() if before is None else before
+        self._partial[slot] = [*earlier, (start + len(piece), total)]
+        return total
 
-    def _made(self, standing: Tensor, dimensions: int, score: Score) -> Tensor:
-        """What the model makes of what stands for a text (D,)  ->  (W,)."""
+    def _finish(self, pooled: Tensor, dimensions: int, score: Score) -> Tensor:
+        """The result for a pooled vector (D,), after linears, normalisation or head  ->  (W,)."""
         if self._pooling.task is Task.SCORE:
-            return score(standing.unsqueeze(0))[0]
-        vector = standing.float()
+            return score(pooled.unsqueeze(0))[0]
+        vector = pooled.float()
         for linear in self._linears:
             vector = linear(vector)
         vector = vector[: dimensions or len(vector)]
@@ -128,7 +128,7 @@ class Pooler:
 
 @dataclass(frozen=True, slots=True)
 class PoolingLinear:
-    """A linear behind the pooling, with what follows it."""
+    """A linear after the pooling, with its activation."""
 
     weight: Tensor
     bias: Tensor | None
@@ -140,7 +140,7 @@ class PoolingLinear:
 
 
 def _added(piece: Tensor, before: Tensor | None) -> Tensor:
-    """The sum of a piece's vectors (n, D) and of those before it, each added by itself: (D,)."""
+    """The sum of a chunk's vectors (n, D) and `before`, added one by one: (D,)."""
     total = torch.zeros(piece.shape[1], dtype=torch.float64) if before is None else before
     for block in torch.split(piece, _BLOCK_TOKENS):
         total = torch.cat([total.unsqueeze(0), block.double()]).cumsum(dim=0)[-1]

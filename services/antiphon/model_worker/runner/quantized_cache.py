@@ -1,4 +1,4 @@
-"""A cache in eight bits: read where that costs nothing, or nothing starts."""
+"""The 8-bit KV cache: kernels must read it natively, or the worker does not start."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.load import LoadedModel
 
 READERS = frozenset({"attention.paged", "attention.shaped"})
-"""Operations that read a cache at every token."""
+"""Operations that read the cache for every token."""
 
 
 def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Check that no operation of the model reads a cache in eight bits by way of torch.
+    """Check that no operation of the model falls back to torch to read an 8-bit KV cache.
 
     Raises:
-        KernelUnavailable: One does; says which.
+        KernelUnavailable: One does; names it.
     """
     if model.build.cache_dtype is None:
         return

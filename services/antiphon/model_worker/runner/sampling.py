@@ -1,4 +1,4 @@
-"""Which token each row of logits gives: by its row's columns, and by nothing else in the batch.
+"""Sampling: the token of each row of logits depends on its row's parameters and on nothing else.
 
 Axes: R rows, L rows of logits, V vocabulary.
 """
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Draws tokens on one rank; every rank draws the same."""
+    """Samples tokens on one rank; every rank samples the same."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._drawn = TokenCounts()
+        self._random_rows = TokenCounts()
 
     def process_logits(
         self, plan: StepPlan, logit_row: Longs, logits: Tensor
     ) -> NDArray[np.bool_] | None:
         """Apply penalties, masks and biases to the logits, in place and in this order.
 
-        logits (L, V) float32, finite; logit_row (L,) the plan's row of each, rising
-        ->  which rows of the plan are left without a token, (R,); None if surely none is
+        logits (L, V) float32, finite; logit_row (L,) the plan's row of each, ascending
+        ->  which rows of the plan have no token left to sample, (R,); None if certainly none
 
         Raises:
-            PlanRefused: A row of which several tokens are verified is to be steered.
+            PlanRefused: A row that verifies several draft tokens has logits processors.
         """
         if plan.penalties is not None:
-            self._drawn.begin(plan.penalties)
+            self._random_rows.begin(plan.penalties)
             places = _places(plan.step, logit_row, plan.penalties.rows)
             slots = plan.slot[plan.penalties.rows]
-            self._drawn.apply(self._ops, logits, places, slots, plan.penalties)
+            self._random_rows.apply(self._ops, logits, places, slots, plan.penalties)
         if plan.token_masks is not None:
             assert plan.token_mask_rows is not None, "masks without rows"
             places = _places(plan.step, logit_row, plan.token_mask_rows)
@@ -57,10 +57,10 @@ class Sampler:
             self._ops.bias(logits, torch.as_tensor(places), ids, values)
         if plan.token_masks is None and plan.biases is None:
             return None
-        barren = np.zeros(len(plan.slot), np.bool_)
+        blocked = np.zeros(len(plan.slot), np.bool_)
         nothing = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
-        barren[logit_row[nothing]] = True
-        return barren
+        blocked[logit_row[nothing]] = True
+        return blocked
 
     def sample(
         self,
@@ -70,42 +70,44 @@ class Sampler:
         positions: Longs,
         argmax: Ints | None = None,
     ) -> Ints:
-        """Draw a token a row of logits.
+        """Sample a token from each row of logits.
 
         logits (L, V) float32; rows (L,) the plan's row of each; positions (L,) the index in its
-        sequence of the token being drawn; likeliest (L,) the first of the highest of each, where
-        that is known; it may be overwritten  ->  (L,)
+        sequence of the token being sampled; argmax (L,) the first of the highest of each, where
+        already computed; it may be overwritten  ->  (L,)
         """
         if not len(rows):
             return np.zeros(0, np.int32)
         random = is_random(columns)[rows]
         if random.all():
-            return self._draw(columns, logits, rows, positions)
+            return self._sample(columns, logits, rows, positions)
         tokens = self._greedy(logits) if argmax is None else argmax
-        drawn = np.flatnonzero(random)
-        if len(drawn):
-            some = logits[torch.as_tensor(drawn)]
-            tokens[drawn] = self._draw(columns, some, rows[drawn], positions[drawn])
+        random_rows = np.flatnonzero(random)
+        if len(random_rows):
+            some = logits[torch.as_tensor(random_rows)]
+            tokens[random_rows] = self._sample(
+                columns, some, rows[random_rows], positions[random_rows]
+            )
         return tokens
 
     def count(self, plan: StepPlan, starts: Ints, token_ids: Ints) -> None:
-        """Remember what the rows with penalties accepted, row r `[starts[r], starts[r + 1])`."""
+        """Count the accepted tokens of rows with penalties, row r `[starts[r], starts[r + 1])`."""
         if plan.penalties is None:
             return
         rows = plan.penalties.rows
         accepted = starts[rows + 1] - starts[rows]
         for number in range(int(accepted.max(initial=0))):
             more = rows[accepted > number]
-            self._drawn.count(plan.slot[more], token_ids[starts[more] + number])
+            self._random_rows.count(plan.slot[more], token_ids[starts[more] + number])
 
     def _greedy(self, logits: Tensor) -> Ints:
         return _ints(self._ops.argmax(logits))
 
-    def _draw(
+    def _sample(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
     ) -> Ints:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
-        drawn = self._ops.sample(
+        tokens = self._ops.sample(
             logits,
             torch.as_tensor(noise),
             torch.as_tensor(columns.temperature[rows]),
@@ -113,21 +115,21 @@ class Sampler:
             torch.as_tensor(columns.top_p[rows]),
             torch.as_tensor(columns.min_p[rows]),
         )
-        return _ints(drawn)
+        return _ints(tokens)
 
 
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
-    """Which rows are drawn by chance, (R,); the others take the highest logit."""
+    """Which rows are sampled at random, (R,); the others take the argmax."""
     return (columns.temperature >= TEMPERATURE_MIN) & (columns.top_k != 1)
 
 
 def changes_logits(plan: StepPlan) -> bool:
-    """Whether anything changes the logits of a plan."""
+    """Whether a plan has penalties, masks or biases."""
     return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
 
 
 def greedy(columns: SamplingColumns) -> bool:
-    """Whether each row surely takes its highest logit."""
+    """Whether each row takes the argmax."""
     return not any(columns.temperature.tolist())
 
 
@@ -136,8 +138,8 @@ def _ints(tokens: Tensor) -> Ints:
 
 
 def _places(step: int, logit_row: Longs, rows: Ints) -> Longs:
-    """Where in the logits each of these rows of the plan is."""
+    """The index in the logits of each of these rows of the plan."""
     first = np.searchsorted(logit_row, rows)
     if (np.searchsorted(logit_row, rows, "right") != first + 1).any():
-        raise PlanRefused(f"step {step}: this runner steers rows that draw one token each")
+        raise PlanRefused(f"step {step}: logits processors do not support draft tokens")
     return first

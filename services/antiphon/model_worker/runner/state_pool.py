@@ -1,4 +1,4 @@
-"""The places of a group of recurrent states as tensors.
+"""The recurrent states of a cache group as tensors.
 
 Axes: L layers of the group, S places, K taps of a convolution, C its channels, H matrices of a
 recurrence, I rows and J columns of one.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class StatePool:
-    """What convolutions keep, (L, S, K - 1, C), and the states of recurrences, (L, S, H, I, J).
+    """Convolution states, (L, S, K - 1, C), and recurrent states, (L, S, H, I, J).
 
-    A place holds nothing of use before it is written as a whole, and is read only then.
+    A place is undefined until it is written as a whole, and is read only after that.
     """
 
     def __init__(self, group: CacheGroup, spec: StateSpec, build: BuildContext) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model_worker.grammar.source import Source, source_of
+from antiphon.model_worker.grammar.source import GrammarSource, source_of
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 
@@ -17,7 +17,7 @@ STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}}
 
 
-def of(kind: GrammarKind, text: str) -> Source:
+def of(kind: GrammarKind, text: str) -> GrammarSource:
     return source_of(Grammar(kind=kind, text=text), 8)
 
 
@@ -26,7 +26,9 @@ def schema_of(schema: object) -> object:
 
 
 def test_any_object_is_a_schema() -> None:
-    assert of(GrammarKind.JSON_OBJECT, "") == Source(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    assert of(GrammarKind.JSON_OBJECT, "") == GrammarSource(
+        GrammarKind.JSON_SCHEMA, '{"type": "object"}'
+    )
 
 
 def test_two_spellings_of_a_schema_are_compiled_once() -> None:
@@ -54,7 +56,7 @@ def test_two_spellings_of_a_schema_are_compiled_once() -> None:
         (
             GrammarKind.STRUCTURAL_TAG,
             json.dumps({"format": {"type": "regex", "pattern": "a" * 9000}}),
-            "pattern has 9000 characters; the limit is 8192",
+            "pattern has 9000 characters",
         ),
         (
             GrammarKind.STRUCTURAL_TAG,
@@ -108,7 +110,7 @@ def test_what_is_absurd_is_refused_with_a_reason(
         ({**STRING, "pattern": r"\x22"}, "may not name quotes"),
         ({**STRING, "pattern": r"\u0022"}, "may not name quotes"),
         ({"type": "object", "patternProperties": {'"': {}}}, "may not name quotes"),
-        ({**STRING, "pattern": "a" * 9000}, "pattern has 9000 characters; the limit is 8192"),
+        ({**STRING, "pattern": "a" * 9000}, "the limit is 8192"),
         ({**OBJECT, "required": ["b"]}, "required 'b' must be among the properties"),
         ({**OBJECT, "patternProperties": {"x": {}}}, "patternProperties beside properties"),
         ({"type": "array", "items": [STRING]}, "#/items: not a schema"),

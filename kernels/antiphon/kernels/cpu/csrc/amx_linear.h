@@ -7,8 +7,8 @@
     if constexpr (PASSES) _tile_stream_loadd(TILE, __VA_ARGS__); \
     else _tile_loadd(TILE, __VA_ARGS__)
 
-// Which operand of its tiles a thread finds in the first-level cache: the other is told not to
-// drive it out.
+// Which operand of its tiles a thread finds in the first-level cache: the other is loaded without
+// evicting it.
 enum class Resident { rows, panel };
 
 // The tiles of one chunk, one after the other. Between the products of one, the sums of the one

@@ -23,7 +23,7 @@ struct SmallMScratch {
     bf16 *shares;              // (heads, queries, KEYS)
     bf16 *copies;              // (SQUARE, 2 * words) keys that cannot be read in place
     uint32_t *values;          // (2, SQUARE pairs of keys, width) of two steps
-    bf16 *zero_row;             // (2 * words,) zeros, in the place of keys that nobody may read
+    bf16 *zero_row;             // (2 * words,) zeros, read instead of keys that are out of range
     float *sums;               // (heads, queries, width)
     float *top, *mass;         // (heads, queries) running maximum and sum
     int64_t offsets[2][KEYS];  // of a block's tokens in the cache, in values; -1: not to be read

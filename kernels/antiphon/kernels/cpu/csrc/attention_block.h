@@ -26,7 +26,7 @@ static constexpr int AHEAD_STEPS = 2 * KEY_VECTORS + 2;
 static constexpr float LOWEST = -1e30f;
 static constexpr float LOG2_E = 1.44269504088896341f;
 
-// The keys of a block that somebody may see, [begin + from, begin + until).
+// The keys of a block that any query may attend to, [begin + from, begin + until).
 struct KeyBlock {
     int64_t begin;
     int from, until;
@@ -97,12 +97,12 @@ template <class T> struct AttentionScratch {
     uint32_t *values;      // (KEYS / WORD_VALUES, width)
     float *sums;           // (queries of all heads, width)
     float *top, *mass;     // (queries of all heads,) running maximum and sum
-    T *zero_row;            // (H, D) zeros, in the place of keys that nobody may read
+    T *zero_row;            // (H, D) zeros, read instead of keys that are out of range
     uint32_t *queries_transposed;       // (queries of all heads, square_words) for squares alone
     int64_t square_words;  // words of a head, whole steps of a square
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
-    // Offsets of a block's tokens in the cache, in values; -1 for those that nobody may read.
+    // Offsets of a block's tokens in the cache, in values; -1 for those that must not be read.
     int64_t offsets[2][KEYS];
     TokenPrefetcher ahead;
     int64_t lines_ahead;  // that are asked for at a time

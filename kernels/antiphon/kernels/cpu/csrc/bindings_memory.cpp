@@ -16,7 +16,7 @@ constexpr size_t LINE = 64;
 
 size_t rounded_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
-// Zeros on whole huge pages, as far as the kernel has them; given back when nobody uses it.
+// Zeros on whole huge pages, as far as the kernel has them; freed with the last reference.
 class Mapping {
   public:
     explicit Mapping(size_t size) : size_(rounded_up(size, HUGE_PAGE) + HUGE_PAGE) {

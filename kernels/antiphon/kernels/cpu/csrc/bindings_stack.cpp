@@ -22,8 +22,8 @@ using Optional = std::optional<at::Tensor>;
 using Ints = AttentionMetadata::Ints;
 using GroupMetadata = std::vector<std::shared_ptr<AttentionMetadata>>;
 
-// Memory of a result that is written again once nobody has that result any more: fresh memory costs
-// microseconds of cold code, and the kernel zeroes what is large page by page.
+// Memory of a result that is reused once no reference to that result is left: fresh memory costs
+// microseconds of cold code, and the kernel zeroes large memory page by page.
 class ReusableTensor {
   public:
     // Room for a result, until the next call; what was given away is left alone.
@@ -48,7 +48,7 @@ class ReusableTensor {
     void forget() { own_.reset(); }
 
   private:
-    at::Tensor own_;  // nobody else's, but its memory may be
+    at::Tensor own_;  // not shared, but its memory may be
 };
 
 // An array of int32 in one piece, mostly as it is: to ask numpy for that runs much cold code.
@@ -192,7 +192,7 @@ class Stack {
         ends_->count = count;
         make_room(&*ends_);
         Scores scores = compute_scores(ids, argmax_only);
-        ends_->logit_indices = nullptr;  // where it is all tokens, nobody looks which
+        ends_->logit_indices = nullptr;  // not read where all tokens have logits
         can_decode_next_ = count == tokens && all_one_each();
         if (!can_decode_next_) {  // this may be much, and the next one like it far
             states_.forget();

@@ -23,7 +23,7 @@ enum class Epilogue : int {
     silu_mul  // y[:, i] = silu(gate[i]) * up[i]; of a linear whose `halves` is set
 };
 
-// y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; whoever made it owns the memory.
+// y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; its creator owns the memory.
 struct PackedLinear {
     Weights weights;
     Dtype dtype;

@@ -1,5 +1,5 @@
 // The paged cache, the rows of a pass and a stack of layers, as both sides of the table know them.
-// Plain data; whoever made it owns the memory.
+// Plain data; its creator owns the memory.
 //
 // Axes: R rows, T tokens of all rows, P pages, S tokens a page, H kv heads, G query heads a kv
 // head, D head size, N entries of a page table.

@@ -15,7 +15,7 @@ class AttentionMetadata {
     using Ints = pybind11::array_t<int32_t, pybind11::array::c_style>;
 
     // tables (R, N), query_len and kv_len (R,). Raises if a token that is read or written has no
-    // page; -1 may stand for pages that nobody looks at.
+    // page; -1 may stand for pages that are not read.
     AttentionMetadata(
         int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size,
         int64_t window, Ints tables, Ints query_len, const Ints &kv_len);

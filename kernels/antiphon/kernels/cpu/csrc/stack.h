@@ -3,7 +3,7 @@
 // The phases call what the single operations call, with the same roundings in between, so that a
 // row has the same bits either way.
 
-// So few rows are normalised by whoever finishes the linear before; more are shared out.
+// So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
 // Phases of a stack of so many layers, at most: eight a layer, the first norm, and for logits the

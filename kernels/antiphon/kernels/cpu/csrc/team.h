@@ -25,7 +25,7 @@ class TeamThread {
     // thread that finished last. When it returns, all of it is finished and visible. Every member
     // calls it with the same `chunks`; of none, it returns at once.
     template <class Body, class After> void run(int64_t chunks, Body &&body, After &&after) {
-        if (chunks <= 0) return;  // nobody would finish last
+        if (chunks <= 0) return;  // no thread would finish last
         Phase &phase = *phase_++;
         int64_t finished = 0;
         for (;; ++finished) {

@@ -1,1 +1,1 @@
-"""One family of models a file, each a declaration that the registry names."""
+"""Model families, one a module; each is a declaration that the registry lists."""

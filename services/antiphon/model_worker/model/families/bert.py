@@ -1,4 +1,4 @@
-"""BERT and (XLM-)RoBERTa: attention both ways, and norms of the stream after each part."""
+"""BERT and (XLM-)RoBERTa: bidirectional attention, and post-norms after each block."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NAMES = AttentionNames(
 )
 NORMS = Norms(with_mixer="attention.output.LayerNorm", with_feed_forward="output.LayerNorm")
 FEATURES = (
-    *("attention both ways", "biases", "norms of the stream", "norm of the embedding"),
-    *("learned positions", "types of tokens", "layer norms", "exact GELU"),
+    *("bidirectional attention", "biases", "post-norms", "norm of the embedding"),
+    *("learned positions", "token types", "layer norms", "exact GELU"),
 )
 HEAD = ("dense layer", "activation of the dense layer", "first token", "biased head")
 
@@ -42,14 +42,14 @@ class _BertFields(msgspec.Struct, frozen=True):
 
 
 def declare_bert(config: ConfigFile) -> ModelSpec:
-    """Labels are scored by the first token, once the pooler has had it."""
+    """Labels are scored from the first token, after the pooler."""
     pooler = DenseSpec(name="bert.pooler.dense", activation="tanh")
     head = ClassificationHeadSpec(labels=config.labels, name="classifier", bias=True, dense=pooler)
     return _encoder("bert", config, head, positions_first=0)
 
 
 def declare_roberta(config: ConfigFile) -> ModelSpec:
-    """Its head has the layer of its own; its positions begin after that of padding."""
+    """Its head has its own dense layer; positions start after that of padding."""
     dense = DenseSpec(name="classifier.dense", activation="tanh")
     head = ClassificationHeadSpec(
         labels=config.labels, name="classifier.out_proj", bias=True, dense=dense
@@ -62,7 +62,7 @@ def declare_roberta(config: ConfigFile) -> ModelSpec:
 def _encoder(
     family: str, config: ConfigFile, head: ClassificationHeadSpec, *, positions_first: int
 ) -> ModelSpec:
-    """Equal layers, whose names begin with the family's."""
+    """Equal layers, whose names have the family's prefix."""
     fields = config.family_fields(_BertFields)
     if fields.position_embedding_type != "absolute" or fields.is_decoder:
         raise ModelLoadError(
@@ -107,7 +107,7 @@ def _encoder(
         layer_name=f"{family}.encoder.layer.{{}}",
         ignored=("embeddings.position_ids",),
         prefix=f"{family}.",
-        # What TensorFlow called them, which the first checkpoints kept.
+        # The names that TensorFlow used, which the first checkpoints have.
         old_endings=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     )
 

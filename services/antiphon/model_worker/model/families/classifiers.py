@@ -1,4 +1,4 @@
-"""Decoders that judge a whole text, or stand for it by its last token: no logits, another head."""
+"""Classifiers, reward and embedding models: decoders with another head, or with none."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def classifier(family: ModelFamily) -> ModelFamily:
-    """The family's models under a linear that scores labels by the last token."""
+    """The family's models with a linear head that scores labels from the last token."""
 
     def declare(config: ConfigFile) -> ModelSpec:
         return _headed(family, config, ClassificationHeadSpec(labels=config.labels))
 
-    return _made(family, declare, "last token")
+    return _family_of(family, declare, "last token")
 
 
 def reward_model(family: ModelFamily) -> ModelFamily:
-    """The family's models under two linears that give the last token one reward."""
+    """The family's models with two linears that compute a reward from the last token."""
 
     def declare(config: ConfigFile) -> ModelSpec:
         dense = DenseSpec(name="score.0", activation="relu")
@@ -35,7 +35,7 @@ def reward_model(family: ModelFamily) -> ModelFamily:
             family, config, ClassificationHeadSpec(labels=1, name="score.2", bias=True, dense=dense)
         )
 
-    return _made(
+    return _family_of(
         family,
         declare,
         *("last token", "dense layer", "activation of the dense layer", "biased head"),
@@ -43,15 +43,15 @@ def reward_model(family: ModelFamily) -> ModelFamily:
 
 
 def embedding_model(family: ModelFamily, *features: str) -> ModelFamily:
-    """The family's models without a head; some of them have features that no other has."""
+    """The family's models without a head; some have features that no generative model has."""
 
     def declare(config: ConfigFile) -> ModelSpec:
         return _headed(family, config, None)
 
-    return _made(family, declare, *features)
+    return _family_of(family, declare, *features)
 
 
-def _made(
+def _family_of(
     family: ModelFamily, declare: Callable[[ConfigFile], ModelSpec], *features: str
 ) -> ModelFamily:
     return ModelFamily(name=family.name, declare=declare, features=features, layers_of=family)
@@ -61,7 +61,7 @@ def _headed(
     family: ModelFamily, config: ConfigFile, head: ClassificationHeadSpec | None
 ) -> ModelSpec:
     spec = family.declare(config)
-    # A model that was saved without a head names its tensors from its layers on.
+    # Checkpoints of a model saved without a head lack the `model.` prefix.
     pooling = "last" if spec.causal else "mean"
     return msgspec.structs.replace(spec, head=head, pooling=pooling, prefix="model.")
 
@@ -76,7 +76,7 @@ QWEN3 = classifier(qwen3.QWEN3)
 QWEN2_REWARD = reward_model(qwen2.QWEN2)
 QWEN3_REWARD = reward_model(qwen3.QWEN3)
 GEMMA2_BASE = embedding_model(gemma2.GEMMA2)
-GEMMA3_BASE = embedding_model(gemma3.GEMMA3, "attention both ways")
+GEMMA3_BASE = embedding_model(gemma3.GEMMA3, "bidirectional attention")
 LLAMA_BASE = embedding_model(llama.LLAMA)
 MISTRAL_BASE = embedding_model(mistral.MISTRAL)
 QWEN2_BASE = embedding_model(qwen2.QWEN2)

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and what shares their shape, as Kimi K2: latent attention and experts."""
+"""DeepSeek V2, V3 and models of their shape, such as Kimi K2: latent attention and experts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever the config says of the others."""
+"""Epsilon of the norms of latents, whatever the config sets for the others."""
 
 
 class DeepseekFields(DeepseekMoeFields, frozen=True, kw_only=True):
-    """The fields of latent attention."""
+    """The config fields of latent attention (MLA)."""
 
     kv_lora_rank: Count
     q_lora_rank: Count | None = None
@@ -46,7 +46,7 @@ class DeepseekFields(DeepseekMoeFields, frozen=True, kw_only=True):
 
 
 def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
-    """Latent attention, whose scores grow with the stretch of the rotation."""
+    """Latent attention (MLA), with mscale in the scale of its scores."""
     sizes = LatentSizes(
         heads=config.num_attention_heads,
         latent=fields.kv_lora_rank,
@@ -67,7 +67,7 @@ def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
 
 
 def _mscale(config: ConfigFile) -> float:
-    """Of queries and of keys. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4."""
+    """The mscale of queries and keys. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4."""
     field = config.rope_parameters or config.rope_scaling
     if field is None or (field.rope_type or field.type or "default") == "default":
         return 1.0
@@ -77,10 +77,10 @@ def _mscale(config: ConfigFile) -> float:
 
 
 def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
-    """Softmax scores; the experts of the best groups only, where there are groups.
+    """Softmax scores; with expert groups, only experts of the best groups are selected.
 
     Raises:
-        ModelLoadError: Experts are chosen in another way.
+        ModelLoadError: The routing method is not supported.
     """
     if fields.topk_method not in ("greedy", "group_limited_greedy"):
         raise ModelLoadError(
@@ -88,7 +88,7 @@ def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
             " there are greedy and group_limited_greedy"
         )
     if fields.norm_topk_prob:
-        # No published model has it, and programs disagree on whether the factor then counts.
+        # No published model has it, and implementations disagree on whether the factor then counts.
         raise ModelLoadError("config.json: norm_topk_prob is not supported in this family")
     grouped = fields.topk_method == "group_limited_greedy"
     groups, kept = (fields.n_group or 1, fields.topk_group or 1) if grouped else (1, 1)
@@ -117,27 +117,27 @@ def _model(name: str, config: ConfigFile, fields: DeepseekFields, sparse: MoeSpe
 
 
 def declare_v2(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in whether they have experts."""
+    """Dense blocks in the first layers, experts in the others."""
     fields = msgspec.structs.replace(config.family_fields(DeepseekFields), rope_interleave=True)
     return _model("deepseek-v2", config, fields, softmax_moe(config, fields))
 
 
 def declare_v3(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in whether they have experts."""
+    """Dense blocks in the first layers, experts in the others."""
     fields = config.family_fields(DeepseekFields)
     return _model("deepseek-v3", config, fields, sigmoid_moe(config, fields))
 
 
 _LATENT = (
     "rope scaling",
-    "grown scores",
-    "neighbouring pairs",
-    "shared block",
+    "mscale",
+    "interleaved RoPE",
+    "shared expert",
     "scaling",
     "groups",
 )
 DEEPSEEK_V2 = ModelFamily(
-    name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "plain shares")
+    name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "unnormalised top-k weights")
 )
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek-v3",
@@ -145,6 +145,6 @@ DEEPSEEK_V3 = ModelFamily(
     features=(
         *_LATENT,
         "biases",
-        *("sigmoid scores", "correction", "groups by their two best", "renormalised routing"),
+        *("sigmoid scores", "correction", "groups by their two best", "normalised top-k weights"),
     ),
 )

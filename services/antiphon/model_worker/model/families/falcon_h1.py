@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba 2 side by side in every layer, and a multiplier at every turn."""
+"""Falcon-H1: attention and Mamba 2 in parallel in every layer, and multipliers throughout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SpecialFloat(msgspec.Struct, frozen=True):
-    """A number that JSON has not, as transformers writes it."""
+    """A float that JSON lacks, as transformers encodes it."""
 
     value: str = msgspec.field(name="__float__")
 
@@ -28,7 +28,7 @@ class SpecialFloat(msgspec.Struct, frozen=True):
 
 
 class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """What its config.json has beside the common fields."""
+    """Config fields of this family."""
 
     mamba_n_heads: int
     mamba_d_head: int
@@ -56,7 +56,7 @@ class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     fields, norm = config.family_fields(FalconH1Fields), rms_norm(config)
     scale_gate, scale_out = fields.mlp_multipliers
     layer = LayerSpec(
@@ -85,7 +85,7 @@ def _attention(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
     bias = config.attention_bias
     plain = attention(config)
     return MixerBranch(
-        # What multiplies keys multiplies scores, and nothing else is made of keys.
+        # A multiplier of keys is one of scores, since keys are used for nothing else.
         mixer=replace(
             plain, scale=plain.scale * fields.key_multiplier, qkv_bias=bias, out_bias=bias
         ),
@@ -121,7 +121,7 @@ FALCON_H1 = ModelFamily(
     declare=declare,
     features=(
         *("state", "biases", "step limits", "gated norm", "gate before the norm"),
-        *("gate behind the norm", "scaled inputs", "scaled branches", "scale of scores"),
+        *("gate behind the norm", "scaled inputs", "scaled branches", "attention scale"),
         *("scaled feed-forward", "scaled embedding", "scaled logits"),
     ),
 )

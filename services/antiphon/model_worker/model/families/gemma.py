@@ -1,4 +1,4 @@
-"""Gemma: norms by one and a weight, a tanh gate, a scaled embedding."""
+"""Gemma: norms with 1 + weight, a GELU (tanh) gate, a scaled embedding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     bias, norm = config.attention_bias, one_plus(config)
     layer = LayerSpec(
         mixer=replace(attention(config), qkv_bias=bias, out_bias=bias),
@@ -29,23 +29,23 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 def one_plus(config: ConfigFile) -> NormSpec:
-    """Norms of this family and those after it."""
+    """The norm of this family and later ones: factors are 1 + weight."""
     return NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
 
 
 def tanh_gated(config: ConfigFile) -> GatedMlpSpec:
-    """Its feed-forward block; `gelu` in its first configs meant the approximation."""
+    """Its feed-forward block; `gelu` in its first configs meant the tanh approximation."""
     activation = "gelu_tanh" if config.activation == "gelu" else config.activation
     return GatedMlpSpec(width=config.width, activation=activation)
 
 
 def scaled(spec: ModelSpec) -> ModelSpec:
-    """Scale the embedding by the root of its width."""
+    """Scale the embedding by the square root of the hidden size."""
     return msgspec.structs.replace(spec, embedding=EmbeddingSpec(scale=spec.hidden**0.5))
 
 
 GEMMA = ModelFamily(
     name="gemma",
     declare=declare,
-    features=("norms of one and a weight", "tanh GELU", "scaled embedding"),
+    features=("norms of 1 + weight", "tanh GELU", "scaled embedding"),
 )

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms around both parts, capped scores and logits, and local layers."""
+"""Gemma 2: Gemma with norms around both blocks, soft-capped scores and logits, and local layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Caps(msgspec.Struct, frozen=True):
-    """The scale of scores, and what scores and logits are capped by."""
+    """The scale of scores, and the soft caps of scores and logits."""
 
     query_pre_attn_scalar: float = 256.0
     attn_logit_softcapping: float | None = None
@@ -26,7 +26,7 @@ class Caps(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Local and global layers in turn, where the config does not say otherwise."""
+    """Local and global layers alternate, unless the config sets otherwise."""
     window = config.sliding_window
     alternating = (window, None) * config.num_hidden_layers
     windows = config.windows() if config.layer_types else alternating[: config.num_hidden_layers]
@@ -44,7 +44,7 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 def capped(config: ConfigFile, mixer: AttentionSpec) -> AttentionSpec:
-    """Attention with this family's scale and cap."""
+    """Attention with this family's scale and soft cap."""
     caps, bias = config.family_fields(Caps), config.attention_bias
     return replace(
         mixer,
@@ -56,7 +56,7 @@ def capped(config: ConfigFile, mixer: AttentionSpec) -> AttentionSpec:
 
 
 def finished(family: str, config: ConfigFile, stack: tuple[LayerSpec, ...]) -> ModelSpec:
-    """The model around the layers, with a capped head."""
+    """A model of these layers with a soft-capped head."""
     spec = scaled(model(family, config, stack, one_plus(config)))
     cap = config.family_fields(Caps).final_logit_softcapping
     head = HeadSpec(tied=config.tie_word_embeddings, softcap=cap)
@@ -67,7 +67,7 @@ GEMMA2 = ModelFamily(
     name="gemma2",
     declare=declare,
     features=(
-        *("norms of one and a weight", "tanh GELU", "scaled embedding", "sandwich norms"),
-        *("capped scores", "capped logits", "scale of scores", "window"),
+        *("norms of 1 + weight", "tanh GELU", "scaled embedding", "sandwich norms"),
+        *("capped scores", "capped logits", "attention scale", "window"),
     ),
 )

@@ -1,6 +1,6 @@
-"""Gemma 3 (text): Gemma 2 with norms of heads in place of caps, and a rotation for local layers.
+"""Gemma 3 (text): Gemma 2 with QK norms in place of soft caps, and separate RoPE for local layers.
 
-EmbeddingGemma is one that sees both ways.
+EmbeddingGemma is its bidirectional variant.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class _Gemma3Fields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Five local layers for each global one, where the config does not say otherwise.
+    """Five local layers for each global one, unless the config sets otherwise.
 
     Raises:
-        ModelLoadError: It sees both ways and is to write.
+        ModelLoadError: A bidirectional model is to generate text.
     """
     every, both_ways = _sight(config)
     if both_ways:
-        # Half of the window to each side, and the token itself.
+        # Half of the window on each side, and the token itself.
         window = None if config.sliding_window is None else config.sliding_window // 2 + 1
         config = msgspec.structs.replace(config, sliding_window=window)
     windows = (
@@ -65,12 +65,12 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 def _sight(config: ConfigFile) -> tuple[int, bool]:
-    """Each which layer is global, and whether tokens see what comes after them."""
+    """Every which layer is global, and whether attention is bidirectional."""
     fields = config.family_fields(_Gemma3Fields)
     both_ways = fields.use_bidirectional_attention
     if both_ways and task_of(config.architectures[0]) is Task.GENERATE:
         raise ModelLoadError(
-            "config.json: use_bidirectional_attention: such a model embeds texts and writes none"
+            "config.json: use_bidirectional_attention: such a model does not generate text"
         )
     return fields.sliding_window_pattern, both_ways
 
@@ -87,7 +87,7 @@ GEMMA3 = ModelFamily(
     name="gemma3",
     declare=declare,
     features=(
-        *("norms of one and a weight", "tanh GELU", "scaled embedding", "sandwich norms"),
-        *("qk-norm", "scale of scores", "window", "local rotation", "rope scaling"),
+        *("norms of 1 + weight", "tanh GELU", "scaled embedding", "sandwich norms"),
+        *("qk-norm", "attention scale", "window", "local RoPE", "rope scaling"),
     ),
 )

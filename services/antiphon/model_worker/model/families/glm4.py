@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms around both parts, and half of each head rotated in neighbouring pairs."""
+"""GLM-4 (0414): norms around both blocks, and interleaved RoPE on half of each head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NORMS = Norms(
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     norm = rms_norm(config)
     layer = LayerSpec(
         mixer=replace(attention(config), qkv_bias=config.attention_bias, interleaved_rope=True),
@@ -36,5 +36,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 GLM4 = ModelFamily(
     name="glm4",
     declare=declare,
-    features=("biases", "neighbouring pairs", "partial rotation", "sandwich norms"),
+    features=("biases", "interleaved RoPE", "partial RoPE", "sandwich norms"),
 )

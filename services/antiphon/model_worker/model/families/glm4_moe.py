@@ -1,4 +1,4 @@
-"""GLM-4.5 and later with experts: half of each head rotated, experts chosen as DeepSeek V3 does."""
+"""GLM-4.5 and later with experts: RoPE on half of each head, routing as in DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeFields(DeepseekMoeFields, frozen=True, kw_only=True):
-    """What GLM alone has."""
+    """Config fields of this family."""
 
     use_qk_norm: bool = False
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in whether they have experts."""
+    """Dense blocks in the first layers, experts in the others."""
     norm, fields = rms_norm(config), config.family_fields(Glm4MoeFields)
     mixer = replace(
         attention(config),
@@ -43,7 +43,7 @@ GLM4_MOE = ModelFamily(
     name="glm4-moe",
     declare=declare,
     features=(
-        *("biases", "qk-norm", "partial rotation", "shared block", "scaling", "groups"),
-        *("sigmoid scores", "correction", "groups by their two best", "renormalised routing"),
+        *("biases", "qk-norm", "partial RoPE", "shared expert", "scaling", "groups"),
+        *("sigmoid scores", "correction", "groups by their two best", "normalised top-k weights"),
     ),
 )

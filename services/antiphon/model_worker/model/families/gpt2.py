@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, and weights as (inputs, outputs)."""
+"""GPT-2: learned positions, and weights stored as (inputs, outputs)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class _Gpt2Fields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     fields = config.family_fields(_Gpt2Fields)
     if not fields.scale_attn_weights or fields.scale_attn_by_inverse_layer_idx:
-        raise UnsupportedVariant("config.json: scores of GPT-2 in another scale are not supported")
+        raise UnsupportedVariant("config.json: other attention scales of GPT-2 are not supported")
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     layer = LayerSpec(
         mixer=replace(attention(config), rotary=None, qkv_bias=True, out_bias=True, names=NAMES),

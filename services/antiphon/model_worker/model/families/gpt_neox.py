@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: parts side by side under norms of their own, heads fused one by one."""
+"""GPT-NeoX and Pythia: parallel blocks with a norm each, QKV fused head by head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _GptNeoxFields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     bias = config.attention_bias
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     layer = LayerSpec(
@@ -55,5 +55,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 GPT_NEOX = ModelFamily(
     name="gpt_neox",
     declare=declare,
-    features=("biases", "layer norms", "exact GELU", "parallel parts", "partial rotation"),
+    features=("biases", "layer norms", "exact GELU", "parallel blocks", "partial RoPE"),
 )

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every second layer with a window, experts with biases and a clamp."""
+"""gpt-oss: attention sinks, windows in every second layer, experts with biases and a clamp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What gpt-oss alone has."""
+    """Config fields of this family."""
 
     num_experts: Count
     num_experts_per_tok: Count = 4
@@ -30,7 +30,7 @@ class GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their window alone."""
+    """Layers differ only in their window."""
     norm, fields = rms_norm(config), config.family_fields(GptOssFields)
     check_routing(fields.num_experts, fields.num_experts_per_tok)
     experts = MoeSpec(
@@ -63,7 +63,7 @@ GPT_OSS = ModelFamily(
     declare=declare,
     features=(
         *("sinks", "window", "biases", "rope scaling"),
-        *("expert biases", "router bias", "renormalised routing"),
-        *("clamped gate", "sharpened gate", "gates and ups in turn"),
+        *("expert biases", "router bias", "normalised top-k weights"),
+        *("clamped gate", "gate alpha", "interleaved gate and up"),
     ),
 )

@@ -23,7 +23,7 @@ class _GraniteFields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     by, bias, norm = config.family_fields(_GraniteFields), config.attention_bias, rms_norm(config)
     mixer = replace(attention(config), scale=by.attention_multiplier)
     layer = LayerSpec(
@@ -43,7 +43,7 @@ GRANITE = ModelFamily(
     name="granite",
     declare=declare,
     features=(
-        *("biases", "scale of scores", "scaled parts"),
+        *("biases", "attention scale", "residual multiplier"),
         *("scaled embedding", "scaled logits"),
     ),
 )

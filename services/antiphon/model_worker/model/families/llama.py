@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     bias, norm = config.attention_bias, rms_norm(config)
     layer = LayerSpec(
         mixer=replace(attention(config), qkv_bias=bias, out_bias=bias),

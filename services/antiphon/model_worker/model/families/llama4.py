@@ -1,4 +1,4 @@
-"""Llama 4 (text): rotated layers that see runs of tokens, unrotated ones that see all, experts."""
+"""Llama 4 (text): RoPE layers with chunked attention, NoPE layers with full attention, experts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 class Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """What Llama 4 alone has.
+    """Config fields of this family.
 
     Attributes:
-        no_rope_layers: In spite of its name: 1 for a layer that is rotated.
-        attn_temperature_tuning: Published configs say 4, and mean that it is on.
+        no_rope_layers: Despite the name, 1 marks a layer with RoPE.
+        attn_temperature_tuning: Published configs have 4, which means enabled.
     """
 
     intermediate_size_mlp: Count
@@ -49,10 +49,11 @@ class Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their rotation, in how far they look, and in whether they have experts.
+    """Layers differ in RoPE, in their attention, and in whether they have experts.
 
     Raises:
-        ModelLoadError: A layer looks in another way, or the layers do not count up.
+        ModelLoadError: The attention of a layer is not supported, or the lists of layers do not
+            match.
     """
     fields, norm = config.family_fields(Llama4Fields), rms_norm(config)
     check_routing(fields.num_experts, fields.num_experts_per_tok)
@@ -70,29 +71,29 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 def _kinds(config: ConfigFile, fields: Llama4Fields) -> list[tuple[bool, str, bool]]:
-    """Of each layer: whether it is rotated, how it looks, whether it has experts."""
+    """For each layer: whether it has RoPE, its kind of attention, whether it has experts."""
     count, step = config.num_hidden_layers, fields.interleave_moe_layer_step
     rotated = [bool(flag) for flag in fields.no_rope_layers or ()] or [
         (index + 1) % fields.no_rope_layer_interval != 0 for index in range(count)
     ]
     if len(rotated) != count:
         raise ModelLoadError(f"config.json: no_rope_layers names {len(rotated)} of {count} layers")
-    sights = config.layer_types or tuple(CHUNKED if turns else FULL for turns in rotated)
+    sights = config.layer_types or tuple(CHUNKED if has_rope else FULL for has_rope in rotated)
     if unknown := sorted(set(sights) - {CHUNKED, FULL}):
         raise ModelLoadError(f"config.json: layer_types: {unknown[0]!r} is not supported")
     sparse = fields.moe_layers
     if sparse is None:
         sparse = tuple(range(step - 1, count, step))
     return [
-        (turns, sight, index in sparse)
-        for index, (turns, sight) in enumerate(zip(rotated, sights, strict=True))
+        (has_rope, sight, index in sparse)
+        for index, (has_rope, sight) in enumerate(zip(rotated, sights, strict=True))
     ]
 
 
 def _mixer(config: ConfigFile, fields: Llama4Fields, sight: str, *, rotated: bool) -> AttentionSpec:
     bias, norm = config.attention_bias, None
     if rotated and fields.use_qk_norm:
-        # After the rotation, where they were trained to be, norms without weights are the same.
+        # After RoPE, as in training: for norms without weights the order makes no difference.
         norm = NormSpec(eps=config.rms_norm_eps, affine=False)
     temperature = None
     if fields.attn_temperature_tuning and not rotated:
@@ -142,8 +143,14 @@ LLAMA4 = ModelFamily(
     name="llama4",
     declare=declare,
     features=(
-        *("unrotated layers", "runs of tokens", "temperature", "qk-norm", "neighbouring pairs"),
-        *("biases", "rope scaling", "sigmoid scores", "weighed input", "shared block"),
-        "plain shares",
+        *("NoPE layers", "chunked attention", "temperature", "qk-norm", "interleaved RoPE"),
+        *(
+            "biases",
+            "rope scaling",
+            "sigmoid scores",
+            "router weight on the input",
+            "shared expert",
+        ),
+        "unnormalised top-k weights",
     ),
 )

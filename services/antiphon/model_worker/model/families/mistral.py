@@ -1,4 +1,4 @@
-"""Mistral: Llama's shape, in its first versions with a window in every layer."""
+"""Mistral: Llama's shape, with a window in every layer in its first versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     norm = rms_norm(config)
     mixer = attention(config, window=config.sliding_window)
     layer = LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class MixtralFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What Mixtral alone has."""
+    """Config fields of this family."""
 
     num_experts: Count
     num_experts_per_tok: Count = 2
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     norm, fields = rms_norm(config), config.family_fields(MixtralFields)
     check_routing(fields.num_experts, fields.num_experts_per_tok)
     layer = LayerSpec(
@@ -50,4 +50,6 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("mixtral", config, (layer,) * config.num_hidden_layers, norm)
 
 
-MIXTRAL = ModelFamily(name="mixtral", declare=declare, features=("renormalised routing", "window"))
+MIXTRAL = ModelFamily(
+    name="mixtral", declare=declare, features=("normalised top-k weights", "window")
+)

@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder that looks both ways, most layers only near, with rotations and gates."""
+"""ModernBERT: a bidirectional encoder with RoPE, gated blocks and windows in most layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 QKV = "attn.Wqkv"
 NAMES = AttentionNames(query=QKV, key=QKV, value=QKV, out="attn.Wo")
 FIRST = Norms(before_feed_forward="mlp_norm")
-"""The embedding's norm is right before the first layer's."""
+"""The norm of the embedding directly precedes the first layer, which has no own norm there."""
 LATER = Norms(before_mixer="attn_norm", before_feed_forward="mlp_norm")
 
 
@@ -41,7 +41,7 @@ class _ModernBertFields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in how far they look, and in the rotation that goes with it."""
+    """Layers differ in their window and in the RoPE base that goes with it."""
     fields = config.family_fields(_ModernBertFields)
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=fields.norm_bias)
 
@@ -93,7 +93,7 @@ def _mixer(config: ConfigFile, fields: _ModernBertFields, window: int | None) ->
 
 
 def _windows(config: ConfigFile, fields: _ModernBertFields) -> tuple[int | None, ...]:
-    """Half of the config's span to each side, and the token itself."""
+    """Half of the config's window on each side, and the token itself."""
     kinds = config.layer_types or tuple(
         "sliding_attention" if index % fields.global_attn_every_n_layers else "full_attention"
         for index in range(config.num_hidden_layers)
@@ -114,7 +114,7 @@ def _head(config: ConfigFile, fields: _ModernBertFields, norm: NormSpec) -> Clas
 
 
 FEATURES = (
-    *("attention both ways", "window", "local rotation", "exact GELU", "biases", "layer norms"),
+    *("bidirectional attention", "window", "local RoPE", "exact GELU", "biases", "layer norms"),
     "norm of the embedding",
 )
 MODERNBERT = ModelFamily(name="modernbert", declare=declare, features=FEATURES)

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after both parts only, and norms of all queries and of all keys of a token."""
+"""OLMo 2: norms only after both blocks, and QK norms over all heads of a token at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     bias, norm = config.attention_bias, NormSpec(kind="rms_wide", eps=config.rms_norm_eps)
     layer = LayerSpec(
         mixer=replace(
@@ -33,5 +33,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 OLMO2 = ModelFamily(
-    name="olmo2", declare=declare, features=("biases", "qk-norm", "norms after parts only")
+    name="olmo2", declare=declare, features=("biases", "qk-norm", "output norms only")
 )

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: both parts of a layer side by side under one norm, with biases everywhere."""
+"""Phi 1, 1.5 and 2: parallel blocks that share a norm, with biases everywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = AttentionNames(
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     layer = LayerSpec(
         mixer=replace(
@@ -62,8 +62,8 @@ PHI = ModelFamily(
     features=(
         "biases",
         "biased head",
-        "parallel parts",
-        "partial rotation",
+        "parallel blocks",
+        "partial RoPE",
         "qk-norm",
         "layer norms",
         "tanh GELU",

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4: Llama's shape with fused linears and a rotation stretched pair by pair."""
+"""Phi 3, 3.5 and 4: Llama's shape with fused linears and LongRoPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATE_UP = "mlp.gate_up_proj"
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     norm = rms_norm(config)
     layer = LayerSpec(
         mixer=replace(
@@ -32,5 +32,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 PHI3 = ModelFamily(
-    name="phi3", declare=declare, features=("partial rotation", "rope scaling", "window")
+    name="phi3", declare=declare, features=("partial RoPE", "rope scaling", "window")
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def windows(config: ConfigFile) -> tuple[int | None, ...]:
-    """Every layer sees every token, unless the upper ones were told to see a window."""
+    """Full attention in every layer, unless the config enables a window for the upper ones."""
     if not config.use_sliding_window or config.sliding_window is None:
         return (None,) * config.num_hidden_layers
     if config.layer_types is not None:
@@ -26,7 +26,7 @@ def windows(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their window alone."""
+    """Layers differ only in their window."""
     norm = rms_norm(config)
 
     def layer(window: int | None) -> LayerSpec:

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts beside a block for all tokens, which has a gate of its own."""
+"""Qwen2-MoE: Qwen2 with experts and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class SharedFields(QwenMoeFields, frozen=True, kw_only=True):
-    """What Qwen's models with a gated block for all tokens have."""
+    """Config fields of Qwen's models with a gated shared expert."""
 
     shared_expert_intermediate_size: Count
 
 
 class Qwen2MoeFields(SharedFields, frozen=True, kw_only=True):
-    """What Qwen2-MoE alone has."""
+    """Config fields of Qwen2-MoE."""
 
     qkv_bias: bool = True
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their window, and in whether they have experts."""
+    """Layers differ in their window, and in whether they have experts."""
     norm, fields = rms_norm(config), config.family_fields(Qwen2MoeFields)
 
     def layer(kind: tuple[int | None, FeedForwardSpec]) -> LayerSpec:
@@ -44,7 +44,7 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 def mixture(config: ConfigFile, fields: SharedFields) -> MoeSpec:
-    """Experts beside a block for all tokens, which counts as much as its gate says."""
+    """Experts and a shared expert, whose output is scaled by a gate."""
     return MoeSpec(
         routing=fields.routing(),
         experts=fields.experts(config),
@@ -60,16 +60,16 @@ def mixture(config: ConfigFile, fields: SharedFields) -> MoeSpec:
 
 
 def windows(config: ConfigFile) -> tuple[int | None, ...]:
-    """Every layer sees every token, unless the config says by name which do not.
+    """Full attention in every layer, unless `layer_types` lists windows.
 
     Raises:
-        ModelLoadError: Layers have windows and nobody says which.
+        ModelLoadError: Windows are enabled without `layer_types`.
     """
     if not config.use_sliding_window:
         return (None,) * config.num_hidden_layers
     if config.layer_types is None:
         raise ModelLoadError(
-            "config.json: use_sliding_window: layer_types must say in which layers"
+            "config.json: use_sliding_window: layer_types must list the layers with windows"
         )
     return config.windows()
 
@@ -80,9 +80,9 @@ QWEN2_MOE = ModelFamily(
     features=(
         "biases",
         "window",
-        "shared block",
+        "shared expert",
         "shared gate",
-        "plain shares",
-        "renormalised routing",
+        "unnormalised top-k weights",
+        "normalised top-k weights",
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm of each query and key head in place of their biases."""
+"""Qwen3: Qwen2 with QK norms in place of QKV biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their window alone."""
+    """Layers differ only in their window."""
     norm, bias = rms_norm(config), config.attention_bias
 
     def layer(window: int | None) -> LayerSpec:

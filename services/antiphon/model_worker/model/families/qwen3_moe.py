@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in whether they have experts."""
+    """Layers differ in whether they have experts."""
     norm, fields = rms_norm(config), config.family_fields(QwenMoeFields)
     bias = config.attention_bias
     window = config.sliding_window if config.use_sliding_window else None
@@ -33,5 +33,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 QWEN3_MOE = ModelFamily(
     name="qwen3-moe",
     declare=declare,
-    features=("qk-norm", "biases", "window", "renormalised routing"),
+    features=("qk-norm", "biases", "window", "normalised top-k weights"),
 )

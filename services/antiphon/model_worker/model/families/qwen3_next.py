@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of gated delta net to one of gated attention."""
+"""Qwen3-Next: three gated delta net layers to one of gated attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What its config.json has beside the common fields."""
+    """Config fields of this family."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -33,7 +33,7 @@ class Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their mixer, and in whether they have experts."""
+    """Layers differ in their mixer, and in whether they have experts."""
     fields = config.family_fields(Qwen3NextFields)
     norm = NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
 
@@ -90,7 +90,7 @@ QWEN3_NEXT = ModelFamily(
     name="qwen3-next",
     declare=declare,
     features=(
-        *("gated norm", "gated attention", "partial rotation", "qk-norm", "biases"),
-        *("norms of one and a weight", "shared block", "shared gate", "renormalised routing"),
+        *("gated norm", "gated attention", "partial RoPE", "qk-norm", "biases"),
+        *("norms of 1 + weight", "shared expert", "shared gate", "normalised top-k weights"),
     ),
 )

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's shape with every fourth layer unrotated."""
+"""SmolLM3: Llama's shape with every fourth layer without RoPE (NoPE)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 class _SmolLm3Fields(msgspec.Struct, frozen=True):
     no_rope_layers: tuple[int, ...] | None = None
-    """In spite of its name: 1 for a layer that is rotated."""
+    """Despite the name, 1 marks a layer with RoPE."""
     no_rope_layer_interval: int = 4
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that are rotated or not."""
+    """Layers differ in whether they have RoPE."""
     fields, bias, norm = (
         config.family_fields(_SmolLm3Fields),
         config.attention_bias,
@@ -46,6 +46,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("smollm3", config, layers(kinds, layer), norm)
 
 
-SMOLLM3 = ModelFamily(
-    name="smollm3", declare=declare, features=("unrotated layers", "biases", "window")
-)
+SMOLLM3 = ModelFamily(name="smollm3", declare=declare, features=("NoPE layers", "biases", "window"))

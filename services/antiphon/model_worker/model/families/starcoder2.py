@@ -22,7 +22,7 @@ class _Starcoder2Fields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Equal layers."""
+    """All layers are equal."""
     bias = config.family_fields(_Starcoder2Fields).use_bias
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     mixer = attention(config, window=config.sliding_window)

@@ -1,1 +1,1 @@
-"""What weights are kept in: a file a format, each of which says what is where before it is read."""
+"""Checkpoint formats, one a module: each lists its tensors before any of them is read."""

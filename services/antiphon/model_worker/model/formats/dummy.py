@@ -1,4 +1,4 @@
-"""Weights that nobody trained: to measure speed and memory of a model by its config alone."""
+"""Random weights: to measure speed and memory of a model from its config alone."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import WeightSource
 
 DEVIATION = 0.02
-"""Of the weights: what most models are initialised with, so that no number runs away."""
+"""Standard deviation of the weights: most models are initialised with it, so nothing diverges."""
 
 
 @dataclass(frozen=True, slots=True)
 class DummyTensor:
-    """A tensor drawn from its own name: the same whoever draws it, in whichever order."""
+    """A random tensor seeded by its name, so that order and rank do not matter."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * torch.float32.itemsize
 
     def prefetch(self) -> None:
-        """Nothing: no disk has it."""
+        """Do nothing: there is no file."""
 
     def read(self) -> Tensor:
-        """Draw a matrix; the vectors are what leaves a signal as it is."""
+        """Generate the tensor: random if a matrix; a vector keeps a signal unchanged."""
         if len(self.shape) == 1:
             return torch.full(self.shape, 0.0 if self.name.endswith("bias") else 1.0)
         digest = hashlib.sha256(self.name.encode()).digest()
@@ -47,11 +47,11 @@ class DummyTensor:
         return torch.empty(self.shape).normal_(0.0, DEVIATION, generator=generator)
 
     def release(self) -> None:
-        """Nothing: what was drawn goes when nobody holds it."""
+        """Do nothing: the tensor is freed with its last reference."""
 
 
 def dummy_weights(sources: Iterable[WeightSource]) -> dict[str, StoredTensor]:
-    """Every tensor that a model takes."""
+    """Dummy tensors for all that a model loads."""
     return {
         source.name: StoredTensor(
             Path("dummy"),

@@ -1,4 +1,4 @@
-"""The bytes of files, mapped or copied."""
+"""The bytes of files, memory-mapped or copied."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.formats.stored_tensor import TensorData
 
     Part = Callable[[int, int], TensorData]
-    """What a file holds from a byte on, for so many bytes."""
+    """Returns a part of a file by its first byte and its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A part of a mapped file. Its memory is the kernel's cache of the file: there is no copy."""
+    """A part of a mapped file. Its memory is the page cache: there is no copy."""
 
     view: Tensor
 
     @property
     def size_bytes(self) -> int:
-        """Of the part."""
+        """Bytes of the part."""
         return self.view.nbytes
 
     def prefetch(self) -> None:
-        """Have the disk begin."""
+        """Start reading ahead."""
         pages.prefetch(self.view)
 
     def read(self) -> Tensor:
-        """Have the pages read."""
+        """Read the pages into memory."""
         pages.populate(self.view)
         return self.view
 
     def release(self) -> None:
-        """Forget the pages; they come back to whoever looks."""
+        """Drop the pages; a later access reads them again."""
         pages.drop(self.view)
 
 
@@ -59,14 +59,14 @@ class Copied:
     size_bytes: int
 
     def prefetch(self) -> None:
-        """Have the disk begin, where the system can be asked."""
+        """Start reading ahead, where the system supports it."""
         if not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError), self.file.open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), self.start, self.size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self) -> Tensor:
-        """Copy it.
+        """Copy the part.
 
         Raises:
             ModelLoadError: The file has become shorter, or cannot be read.
@@ -85,11 +85,11 @@ class Copied:
         return copy
 
     def release(self) -> None:
-        """Nothing: a copy goes when nobody holds it."""
+        """Do nothing: a copy is freed with its last reference."""
 
 
 def open_file(file: Path, *, mapped: bool) -> Part:
-    """Return what gives the parts of a file, mapped or copied.
+    """Open a file and return a function that gives its parts, mapped or copied.
 
     Raises:
         ModelLoadError: It cannot be read.
@@ -107,6 +107,6 @@ def open_file(file: Path, *, mapped: bool) -> Part:
 
 
 def numbers(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Bytes (N,) as numbers of a shape; copied where the file did not align them."""
+    """View bytes (N,) as elements of a shape; copied if the file does not align them."""
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: its names become the checkpoint's, its blocks become numbers.
+"""GGUF, the format of llama.cpp: maps tensor names to those of checkpoints and decodes blocks.
 
 The model itself is described by a config.json, as for every other format: by one beside the file,
 or by what `antiphon.model_card.converted` makes of the file's own settings. Only those of the
@@ -49,18 +49,18 @@ ROUNDED = tuple(
         *("TQ1_0", "TQ2_0", "MXFP4"),
     )
 )
-"""What the gguf package makes numbers of."""
+"""The block types that the gguf package decodes."""
 READABLE = (*PLAIN, *ROUNDED)
 COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""What llama.cpp keeps in a tensor and config.json says in words."""
+"""Tensors of llama.cpp whose content config.json describes as parameters."""
 HEAD = "lm_head.weight"
 NORM = "norm.weight"
-"""How the names of all norms of Gemma end."""
+"""The suffix of the names of all norms of Gemma."""
 ROTATED = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-"""In the name of one expert's tensor; llama.cpp stacks those of a layer."""
+"""In the name of one expert's tensor; llama.cpp stacks the experts of a layer."""
 ONE_ROW = "shared_expert_gate.weight"
-"""A linear of one output, which llama.cpp writes without its first axis."""
+"""A linear with one output, which llama.cpp stores without its first axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class GgufLayout:
 
     Attributes:
         model: The architecture's name in config.json.
-        with_experts: That of a file with experts, where it is another one.
-        interleaved: Queries and keys lie in the order of its rotation, which turns neighbours.
-        one_more: Weights of norms are what is multiplied with, and not one less.
+        with_experts: The name for a file with experts, if it differs.
+        interleaved: Queries and keys are permuted for interleaved RoPE.
+        one_more: Norm weights are stored as 1 + weight, the factor itself.
     """
 
     model: str
@@ -90,25 +90,25 @@ LAYOUTS = {
     "gemma2": GgufLayout("Gemma2ForCausalLM", one_more=True),
     "gemma3": GgufLayout("Gemma3ForCausalLM", one_more=True),
 }
-"""By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
+"""By `general.architecture`. The layout of any other architecture has not been verified."""
 
 
 def read_gguf_files(
     files: Sequence[Path], names: Iterable[str], *, mapped: bool
 ) -> dict[str, StoredTensor]:
-    """Read the headers of a model's parts.
+    """Read the headers of a model's files.
 
     Args:
-        files: The first says how tensors were laid out.
-        names: Of the tensors that are wanted, as other checkpoints call them.
-        mapped: Whether to map the files, not copy them.
+        files: The first one describes the layout of tensors.
+        names: Checkpoint names of the tensors to load.
+        mapped: Whether to map the files instead of copying them.
 
     Returns:
-        The wanted tensors under the names given, and all others under their own.
+        The tensors to load under the names given, and all others under their own.
 
     Raises:
-        ConfigError: A file is missing, cut short in its header, or none.
-        ModelLoadError: It is cut short, or of an architecture or number format that is not read.
+        ConfigError: A file is missing, truncated in its header, or not GGUF.
+        ModelLoadError: It is truncated, or its architecture or dtype is not supported.
     """
     headers = {file: read_gguf(file) for file in files}
     first = headers[files[0]]
@@ -135,7 +135,7 @@ def read_gguf_files(
 
 
 def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """The checkpoint's name of each of llama.cpp's; of experts, all that it holds, in order."""
+    """Checkpoint names by llama.cpp's name; for experts, all names in the stack, in order."""
     architecture = header.settings.get("general.architecture")
     if architecture not in LAYOUTS:
         raise ModelLoadError(
@@ -144,7 +144,7 @@ def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str,
         )
     layers = header.settings.get(f"{architecture}.block_count")
     if not isinstance(layers, int):
-        raise ModelLoadError(f"{file}: it says no {architecture}.block_count")
+        raise ModelLoadError(f"{file}: {architecture}.block_count is missing")
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(kind, layers)
     known: dict[str, dict[int, str]] = {}
@@ -159,10 +159,10 @@ def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str,
 def _parts(
     file: Path, own: str, tensor: GgufTensor, names: tuple[str, ...]
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The checkpoint's tensors that one of llama.cpp's holds.
+    """The checkpoint tensors that one tensor of llama.cpp contains.
 
     Raises:
-        ModelLoadError: It holds another number of experts.
+        ModelLoadError: It has another number of experts.
     """
     if not EXPERT.search(names[0]):
         one_row = names[0].endswith(ONE_ROW) and len(tensor.shape) == 1
@@ -205,13 +205,13 @@ def _decode(tensor: GgufTensor, order: Decode) -> Decode:
 
 
 def _scaled(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-    """Blocks of bytes, (N,) uint8, as the float32 numbers that they stand for."""
+    """Decode blocks of bytes, (N,) uint8, to float32."""
     rows = data.view(math.prod(shape[:-1]), -1).numpy()
     return torch.as_tensor(dequantize(rows, kind)).view(shape)
 
 
 def _order(header: GgufHeader, name: str) -> Decode:
-    """Undo what the converter did to a tensor."""
+    """Undo the converter's rearrangement of a tensor."""
     architecture = str(header.settings["general.architecture"])
     layout = LAYOUTS[architecture]
     if layout.one_more and name.endswith(NORM):
@@ -230,6 +230,6 @@ def _one_less(tensor: Tensor) -> Tensor:
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
-    """Rows (O, I) of each head, from neighbours that rotate together to halves that do."""
+    """Rows (O, I) of each head, permuted from interleaved RoPE to RoPE over halves."""
     pairs = tensor.view(heads, -1, 2, tensor.shape[-1])
     return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,7 +1,7 @@
-"""Hints about memory: bring these mapped pages in, drop those, give back what is free.
+"""Hints about memory: read mapped pages in, drop them, return free memory to the system.
 
-By address and not by `mmap.madvise`, which holds the interpreter while a disk is read, and which
-does not know mappings that torch made.
+By address and not by `mmap.madvise`, which holds the interpreter lock while a disk is read, and
+which does not know mappings that torch made.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14, which the `mmap` module does not name; older ones refuse it,
-and pages come one by one as they are read."""
+"""MADV_POPULATE_READ of Linux 5.14, which the `mmap` module does not define; older kernels refuse
+it, and pages are then read one by one on access."""
 
 
 def prefetch(mapped: Tensor) -> None:
-    """Have the disk read a tensor's pages into the kernel's cache of files, and do not wait."""
+    """Start reading a tensor's pages into the page cache, without waiting."""
     _advise(mapped, mmap.MADV_WILLNEED if sys.platform == "linux" else 0)
 
 
 def populate(mapped: Tensor) -> None:
-    """Read a tensor's pages, if they are not in memory. Lets other threads run meanwhile."""
+    """Read a tensor's pages that are not in memory. Other threads run meanwhile."""
     _advise(mapped, POPULATE_READ)
 
 
 def drop(mapped: Tensor) -> None:
-    """Let a tensor's pages go; whoever reads them again has them from the file again.
+    """Drop a tensor's pages from memory; a later access reads them from the file again.
 
     Only for tensors in a mapped file that were never written to.
     """
@@ -38,7 +38,7 @@ def drop(mapped: Tensor) -> None:
 
 
 def trim() -> None:
-    """Give back the memory that is free but still held, where the C library can."""
+    """Return freed memory to the system, where the C library can."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
@@ -47,7 +47,7 @@ def _advise(mapped: Tensor, advice: int) -> None:
     size = mapped.nbytes
     if sys.platform != "linux" or size == 0:
         return
-    # Whole pages; what a first or last one shares with a neighbour comes back when it is read.
+    # Whole pages; a dropped page that a neighbour shares is read again on access.
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(mapped.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE
     _LIBC.madvise(start, end - start, advice)

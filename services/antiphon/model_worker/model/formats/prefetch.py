@@ -1,4 +1,4 @@
-"""Reads what comes next while what came before is put into place."""
+"""Reads the next tensors while earlier ones are being copied."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.formats.stored_tensor import TensorData
 
 READERS = 2
-"""A disk or a network is kept busy by few; one that is slow to answer, by more than one."""
+"""Few readers keep a disk or a network busy; one alone does not where latency is high."""
 AHEAD_BYTES = 16 << 20
-"""How much may be read and not yet in place, beside one tensor."""
+"""Bytes that may be read but not yet copied, in addition to one tensor."""
 ASKED_BYTES = 64 << 20
-"""How much the disk may have been asked for beyond what is in place, beside one tensor. It comes
-into the kernel's cache of files, which is nobody's memory.
+"""Bytes of read-ahead beyond what is copied, in addition to one tensor. They are in the kernel's
+page cache, which no process is charged for.
 
-Pages that are asked for come in many requests at once; those that are waited for, in as many as
-there are readers. Measured beside other work, with readers alone and with asking: 2.3 and 1.2 s,
-2.5 and 1.8 s for 730 MB of packed weights.
+Read-ahead issues many requests at once; blocking reads, as many as there are readers. Measured
+beside other work, with readers alone and with read-ahead: 2.3 and 1.2 s, 2.5 and 1.8 s for 730 MB
+of packed weights.
 """
 
 
 def prefetch_tensors(tensors: Sequence[TensorData]) -> Iterator[Tensor]:
-    """Yield what tensors hold, in order; each is to be released before the next is taken."""
+    """Yield the contents of tensors, in order; release each before taking the next."""
     waiting: deque[tuple[TensorData, Future[Tensor]]] = deque()
     ahead_bytes = placed_bytes = 0
     readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
@@ -50,7 +50,7 @@ def prefetch_tensors(tensors: Sequence[TensorData]) -> Iterator[Tensor]:
 
 
 class _Prefetcher:
-    """Asks the disk for tensors in order, by a thread: who asks a busy disk has to wait."""
+    """Requests read-ahead of tensors in order, on a thread: a busy disk blocks the caller."""
 
     def __init__(self, tensors: Sequence[TensorData]) -> None:
         self._left = deque(tensors)
@@ -58,12 +58,12 @@ class _Prefetcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-asked")
 
     def until(self, size_bytes: int) -> None:
-        """Ask for what begins before so many bytes of all."""
+        """Request what begins within the first `size_bytes` of all tensors."""
         while self._left and self._asked_bytes < size_bytes:
             tensor = self._left.popleft()
             self._asked_bytes += tensor.size_bytes
             self._thread.submit(tensor.prefetch)
 
     def end(self) -> None:
-        """Ask for no more."""
+        """Request no more."""
         self._thread.shutdown(cancel_futures=True)

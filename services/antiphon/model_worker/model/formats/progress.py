@@ -1,4 +1,4 @@
-"""Says how far loading is, and how long it will take."""
+"""Progress of loading, with the estimated time left."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Between two lines of the log."""
+"""Between two log lines."""
 FRAME_S = 0.1
-"""Between two pictures of the bar."""
+"""Between two frames of the bar."""
 WIDTH = 30
 """Characters of the bar."""
 ERASED = "\r\033[K"
 
 
 class LoadProgress:
-    """Counts bytes: a bar in a terminal, elsewhere a line a second in the log; a line at the end.
+    """Counts loaded bytes: a bar in a terminal, else a log line a second; a line at the end.
 
     Args:
-        total_bytes: To come.
+        total_bytes: Expected in total.
         clock: Seconds.
-        stream: Where the bar is drawn if it is a terminal; stderr, where the log goes too.
+        stream: The bar is drawn here if it is a terminal; stderr, like the log.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class LoadProgress:
         self._done_bytes = 0
         self._clock = clock
         self._began_s = self._reported_s = clock()
-        chosen: TextIO | None = stream or sys.stderr  # which a process may have none of
+        chosen: TextIO | None = stream or sys.stderr  # None in a process without stderr
         self._terminal = chosen if chosen is not None and chosen.isatty() else None
 
     def add(self, size_bytes: int) -> None:
-        """Count what is in place."""
+        """Count bytes that are loaded."""
         self._done_bytes += size_bytes
         now_s = self._clock()
         if now_s - self._reported_s < (FRAME_S if self._terminal else PAUSE_S):
@@ -66,7 +66,7 @@ class LoadProgress:
         )
 
     def end(self) -> None:
-        """Say how fast it was."""
+        """Log the total time and throughput."""
         if self._terminal is not None:
             self._terminal.write(ERASED)
             self._terminal.flush()

@@ -1,4 +1,4 @@
-"""Safetensors: a header that says where every tensor is, then the tensors."""
+"""Safetensors: a header with the location of every tensor, then the tensors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What some layer takes, which says itself which, or checkpoints carry, as masks."""
+"""Dtypes that a layer loads (each layer lists its own) or that checkpoints contain, as masks."""
 
 
 def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
     """Read the header of a file: its tensors by name.
 
     Raises:
-        ConfigError: It is missing, or its header is cut short or none.
-        ModelLoadError: It is cut short, or holds what is not read.
+        ConfigError: It is missing, or its header is truncated or invalid.
+        ModelLoadError: It is truncated, or contains a dtype that is not supported.
     """
     header = read_header(file)
     if (size := file.stat().st_size) < header.bytes_expected:

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint, known before it is read."""
+"""One tensor of a checkpoint, described before it is read."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
 
 class TensorData(Protocol):
-    """Where the numbers of one tensor are. Any thread may read them."""
+    """The data of one tensor. Any thread may read it."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes to read."""
         ...
 
     def prefetch(self) -> None:
-        """Have the disk begin to read them; returns before it is done."""
+        """Start reading ahead; returns before it is done."""
         ...
 
     def read(self) -> Tensor:
-        """Bring them into memory. What is returned is not written to."""
+        """Read the data into memory. The result must not be written to."""
         ...
 
     def release(self) -> None:
-        """Give memory back that what was read does not hold by itself."""
+        """Release memory that the result of `read` does not own."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint: what it is, and where.
+    """One tensor of a checkpoint: its type and location.
 
     Attributes:
-        file: That holds it.
-        shape: As the model wants it.
-        dtype: Of the numbers that reading gives.
+        file: The file that contains it.
+        shape: As the model needs it.
+        dtype: Of the decoded elements.
         data: Its bytes.
-        decode: Makes the numbers of the bytes, (…,)  ->  `shape`.
+        decode: Decodes bytes, (…,)  ->  `shape`.
     """
 
     file: Path
@@ -55,5 +55,5 @@ class StoredTensor:
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)

@@ -1,4 +1,4 @@
-"""torch's own files (.bin, .pt): pickles, of which nothing but tensors is let in."""
+"""Files of torch (.bin, .pt): pickles, of which only tensors are accepted."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class LoadedTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return self._tensor.nbytes
 
     def prefetch(self) -> None:
-        """Nothing: it is there."""
+        """Do nothing: the tensor is in memory."""
 
     def read(self) -> Tensor:
         """The tensor."""
         return self._tensor
 
     def release(self) -> None:
-        """It goes with the whole file, whose tensors may share memory."""
+        """Do nothing: tensors may share memory, which is freed with the whole file."""
 
 
 def read_torch(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
-    """Read the outline of a file: its tensors by name.
+    """Read the structure of a file: its tensors by name.
 
     Raises:
-        ModelLoadError: It is missing, cut short, holds code, or something else than tensors.
+        ModelLoadError: It is missing, truncated, or contains code or anything but tensors.
     """
     mappable = mapped and zipfile.is_zipfile(file)
     return {
@@ -64,7 +64,7 @@ def _outline(file: Path, *, mapped: bool) -> Mapping[str, Tensor]:
     try:
         content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        # The message goes on with advice to let it in.
+        # The rest of the message is advice on how to allow the code.
         code = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it would run {code[1]}" if code else "not a file of torch, or cut short"
         raise ModelLoadError(f"{file}: refused: {what}") from error
@@ -74,7 +74,7 @@ def _outline(file: Path, *, mapped: bool) -> Mapping[str, Tensor]:
         line = str(error).partition("\n")[0]
         raise ModelLoadError(f"{file}: cut short, or not a file of torch: {line}") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{file}: it holds a {type(content).__name__}, not tensors by name")
+        raise ModelLoadError(f"{file}: contains a {type(content).__name__}, not a dict of tensors")
     named = cast("dict[object, object]", content)
     for name, value in named.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):

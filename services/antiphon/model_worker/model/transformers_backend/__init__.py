@@ -1,1 +1,1 @@
-"""Models that no family declares: modules of transformers over the paged cache."""
+"""The transformers backend: models without a family run transformers' modules over our KV cache."""

@@ -1,10 +1,10 @@
-"""Models that no family here declares: transformers' own modules over our paged cache.
+"""The transformers backend: modules of transformers over our paged KV cache.
 
-transformers calls what is registered under the name of an attention implementation in place of its
-own attention. Ours keeps keys and values in the cache of the pass and attends over the pages of
-each row, so that such a model is batched, chunked and cached as all others are. What its layers
-keep and how far they look is not declared anywhere: one token is run through the model before it
-serves, and whatever its attention asks for that we cannot give is refused then.
+transformers calls the function registered for an attention implementation in place of its own
+attention. Ours writes keys and values to the KV cache of the forward pass and attends over the
+pages of each row, so that such a model is batched, chunked and cached like all others. What its
+layers cache and their attention windows are not declared anywhere: one token is run through the
+model before it serves, and attention features that we do not support are refused then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from antiphon.layers.context import ForwardContext
 
 IMPLEMENTATION = "antiphon"
-"""What a config calls our attention."""
+"""The name under which our attention is registered."""
 HARMLESS = frozenset(
     {
         *("dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"),
@@ -52,11 +52,11 @@ HARMLESS = frozenset(
         *("logits_to_keep", "num_items_in_batch", "head_mask"),
     }
 )
-"""What attention is told that changes nothing here: the cache, the mask and the pass know it."""
+"""Attention arguments without effect here: the KV cache, the mask and the plan cover them."""
 
 
 class TransformersConfig(Protocol):
-    """What every config of transformers says of a text model."""
+    """The fields that every text model's config of transformers has."""
 
     vocab_size: int
     hidden_size: int
@@ -70,8 +70,8 @@ class AttentionCall:
 
     Attributes:
         query, key, value: (1, Q or H, T, D), rotated as the model does it.
-        mask: What our mask function gave; None in a pass.
-        said: All else, by name.
+        mask: The result of our mask function; None in a forward pass.
+        kwargs: All other arguments.
     """
 
     layer: int
@@ -84,22 +84,22 @@ class AttentionCall:
 
 _ATTEND: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("attend")
 _PROBED: ContextVar[int] = ContextVar("probed", default=0)
-"""The context of the model that is being looked at; 0 in a pass."""
+"""The context length of the model that is being probed; 0 in a forward pass."""
 
 
 @dataclass
 class LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """What layers leave, with every field that some head reads of it; most hand it on."""
+    """The output of layers, with every field that some head reads; most heads only pass them on."""
 
     router_logits: tuple[Tensor, ...] | None = None
     shared_kv_states: None = None
 
 
 class TransformersDecoder:
-    """The modules of transformers in the place of a `Decoder`."""
+    """Modules of transformers in place of a `Decoder`."""
 
     invariant = False
-    """torch multiplies."""
+    """torch's matmuls are not batch-invariant."""
     rotary: RotarySpec | None = None
 
     def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
@@ -108,11 +108,11 @@ class TransformersDecoder:
         self._given = _FixedLayers()
         self._head = _headed(model, self._given)
         config = cast("TransformersConfig", model.config)
-        self.spec, self._manners = _probe_layers(model, config, self._base, self.logits)
+        self.spec, self._params = _probe_layers(model, config, self._base, self.logits)
         _refuse_hidden_state(self._base, config)
         _refuse_token_mixing(self._base, config)
         self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
-        shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
+        shaped = {each.softcap is not None or each.sinks is not None for each in self._params}
         kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
         self.operations = frozenset({"attention.heads", *kernels})
         """Names of the kernels that its layers call."""
@@ -130,7 +130,7 @@ class TransformersDecoder:
         assert ctx.positions is not None
 
         def attend(call: AttentionCall) -> Tensor:
-            mixed = ctx.attend(call.layer, _pad_heads(call), self._manners[call.layer])
+            mixed = ctx.attend(call.layer, _pad_heads(call), self._params[call.layer])
             return mixed[..., : call.value.shape[-1]]
 
         if inputs_embeds is not None:
@@ -148,24 +148,24 @@ class TransformersDecoder:
         return Hidden(left.last_hidden_state[0], {})
 
     def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
-        """Score hidden (L, hidden)  ->  (L, V) float32."""
+        """Logits of hidden states (L, hidden)  ->  (L, V) float32."""
         self._given.hidden = hidden
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
     def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
-        """There is none.
+        """The fused decoder does not support these modules.
 
         Raises:
-            NotPlain: Always.
+            NotStackable: Always.
         """
-        raise NotStackable("the layers are those of transformers")
+        raise NotStackable("the model uses the transformers backend")
 
 
 def _pad_heads(call: AttentionCall) -> Tensor:
-    """Heads of one size, (T, Q + 2 H, D): the cache has one for keys and values.
+    """Pad heads to one size, (T, Q + 2 H, D): the KV cache has one for keys and values.
 
-    Latent attention gives keys and values of different sizes. Zeros behind a key and its query add
-    nothing to a score, and those behind a value are cut off from the result.
+    Latent attention (MLA) has keys and values of different sizes. Zeros behind a key and its query
+    add nothing to a score, and those behind a value are cut off from the result.
     """
     size = max(call.key.shape[-1], call.value.shape[-1])
     parts = (call.query, call.key, call.value)
@@ -174,17 +174,17 @@ def _pad_heads(call: AttentionCall) -> Tensor:
 
 
 class _FixedLayers(torch.nn.Module):
-    """In the place of a model's layers, so that its head alone runs."""
+    """Replaces a model's layers, so that its head runs alone."""
 
     hidden: Tensor
 
     @property
     def decoder(self) -> _FixedLayers:
-        """Some heads ask the layers of their layers."""
+        """Some heads access the layers through this attribute."""
         return self
 
     def forward(self, *_: object, **__: object) -> LayersOutput:
-        """What the layers have left."""
+        """The hidden states that the layers computed before."""
         left = cast("torch.FloatTensor", self.hidden[None])
         return LayersOutput(last_hidden_state=left)
 
@@ -194,7 +194,7 @@ class _Scores(Protocol):
 
 
 def _headed(model: PreTrainedModel, given: _FixedLayers) -> Callable[..., _Scores]:
-    """The model with `given` for its layers: whatever it does to logits it still does."""
+    """The model with `given` as its layers, so that all its own logits processing still runs."""
     head = copy.copy(model)
     parts = {**dict(model.named_children()), model.base_model_prefix: given}
     head.__dict__["_modules"] = parts
@@ -205,7 +205,7 @@ def _headed(model: PreTrainedModel, given: _FixedLayers) -> Callable[..., _Score
 def _attention_function(
     attend: Callable[[AttentionCall], Tensor], probed: int = 0
 ) -> Generator[None]:
-    """Let attention of this thread be `attend`."""
+    """Use `attend` for attention on this thread."""
     attending, probing = _ATTEND.set(attend), _PROBED.set(probed)
     try:
         yield
@@ -220,20 +220,22 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **said: object,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer: (1, Q, T, D)  ->  (1, T, Q, D)."""
+    """The function that transformers calls for each layer: (1, Q, T, D)  ->  (1, T, Q, D)."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise ModelLoadError(f"{type(module).__name__} does not say which layer it is of")
-    said = {**said, "is_causal": said.get("is_causal", getattr(module, "is_causal", True))}
-    return _ATTEND.get()(AttentionCall(layer, query, key, value, attention_mask, said))[None], None
+        raise ModelLoadError(f"{type(module).__name__} has no layer_idx")
+    kwargs = {**kwargs, "is_causal": kwargs.get("is_causal", getattr(module, "is_causal", True))}
+    return _ATTEND.get()(AttentionCall(layer, query, key, value, attention_mask, kwargs))[
+        None
+    ], None
 
 
 def _mask(
     *, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object
 ) -> Tensor | None:
-    """None in a pass, whose cache knows the mask; the window, as (1, 1, 1, 1), when looked at."""
+    """None in a forward pass, whose cache has the mask; in a probe the window, (1, 1, 1, 1)."""
     context_tokens = _PROBED.get()
     if not context_tokens:
         return None
@@ -264,10 +266,10 @@ def _probe_layers(
     base: Callable[..., LayersOutput],
     logits: Callable[[None, Tensor], Tensor],
 ) -> tuple[ModelSpec, tuple[AttentionParams, ...]]:
-    """Run one token, and write down what each layer asks for.
+    """Run one token, and record the attention of each layer.
 
     Raises:
-        ModelLoadError: Something that we cannot give.
+        ModelLoadError: A layer uses a feature that is not supported.
     """
     found: dict[int, tuple[AttentionSpec, AttentionParams]] = {}
 
@@ -283,18 +285,18 @@ def _probe_layers(
         hidden = base(**token, **at).last_hidden_state
     layers = config.num_hidden_layers
     if sorted(found) != list(range(layers)):
-        raise ModelLoadError(f"{len(found)} of its {layers} layers attend as others do")
+        raise ModelLoadError(f"{len(found)} of its {layers} layers use standard attention")
     with _attention_function(_nothing):
         whole = cast("Callable[..., _Scores]", model)(**token, **at).logits[0].float()
     assert hidden is not None
     if not torch.equal(whole, logits(None, hidden[0])):
-        raise ModelLoadError("its head cannot be told from its layers")
+        raise ModelLoadError("its head cannot be separated from its layers")
     mixers = [found[layer] for layer in range(layers)]
     return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
 
 
 def _nothing(call: AttentionCall) -> Tensor:
-    """What attention gives, as zeros: (T, Q, D) of the values' size."""
+    """Zeros in the shape of an attention output: (T, Q, D) of the values' size."""
     _, heads, tokens, _ = call.query.shape
     return call.query.new_zeros(tokens, heads, call.value.shape[-1])
 
@@ -303,22 +305,22 @@ def _nothing(call: AttentionCall) -> Tensor:
 def _refuse_token_mixing(base: Callable[..., LayersOutput], config: TransformersConfig) -> None:
     """Run a prompt forwards and backwards: without attention no token may depend on another.
 
-    What a layer keeps beside keys and values (a convolution's last inputs, a recurrent state) is
-    lost between two passes, and the text would be wrong without an error. Both passes have one
+    What a layer caches beside keys and values (a convolution's last inputs, a recurrent state) is
+    lost between two passes, and the output would be wrong without an error. Both passes have one
     size and each token its own position, so that rounding hides nothing in any dtype. A fourth of
-    the tokens differ, for sums over all of them.
+    the tokens may differ, which still catches sums over all of them.
 
     Raises:
         ModelLoadError: Most tokens differ by more than rounding explains.
     """
     places = torch.arange(_PROBE_TOKENS)
-    tokens, kept = places % config.vocab_size, places % 4 > 0
-    others = torch.where(kept, tokens, (tokens + config.vocab_size // 2) % config.vocab_size)
+    tokens, unchanged = places % config.vocab_size, places % 4 > 0
+    others = torch.where(unchanged, tokens, (tokens + config.vocab_size // 2) % config.vocab_size)
     forwards = _alone(base, tokens, places)
     backwards = _alone(base, others.flip(0), places.flip(0))
     for one, other in zip(forwards, backwards, strict=True):
-        # Few tokens may differ: a mixture of experts is free to choose anew on a near tie.
-        apart = float(_distances(other.flip(0), one)[kept].quantile(0.75))
+        # A few tokens may differ: a mixture of experts may route differently on a near tie.
+        apart = float(_distances(other.flip(0), one)[unchanged].quantile(0.75))
         if not apart <= max(1e-4, 4 * torch.finfo(one.dtype).eps):
             raise ModelLoadError(
                 "it keeps state beside keys and values, which would be lost between the chunks of "
@@ -328,7 +330,7 @@ def _refuse_token_mixing(base: Callable[..., LayersOutput], config: Transformers
 
 
 def _alone(base: Callable[..., LayersOutput], tokens: Tensor, places: Tensor) -> list[Tensor]:
-    """Run tokens (T,), each of which attends to itself; return all that is computed, (T, ...)."""
+    """Run tokens (T,), each attending only to itself; return all hidden states, (T, ...)."""
     seen: list[Tensor] = []
 
     def attend(call: AttentionCall) -> Tensor:
@@ -344,18 +346,18 @@ def _alone(base: Callable[..., LayersOutput], tokens: Tensor, places: Tensor) ->
 
 
 _PROBE_TOKENS, _PROBE_FIRST = 160, 144
-"""Of the prompt that is run in one pass and in two, and those of the first of the two: some models
-compress what lies 128 tokens back."""
+"""Tokens of the prompt that is run in one pass and in two, and of the first of the two: some
+models compress what is over 128 tokens back."""
 _NOISE_MAX = 8.0
-"""How many times what rounding changes the second pass may differ."""
+"""Maximum difference of the second pass, relative to the effect of rounding."""
 
 
 @torch.inference_mode()
 def _refuse_hidden_state(base: Callable[..., LayersOutput], config: TransformersConfig) -> None:
     """Run a short prompt in one pass and in two: keys and values must be all that they share.
 
-    What a layer keeps beside them (a convolution's last inputs, a recurrent state) is lost between
-    two passes, and the text would be wrong without an error.
+    What a layer caches beside them (a convolution's last inputs, a recurrent state) is lost
+    between two passes, and the output would be wrong without an error.
 
     Raises:
         ModelLoadError: The second pass differs by more than rounding explains.
@@ -381,12 +383,12 @@ def _refuse_hidden_state(base: Callable[..., LayersOutput], config: Transformers
 
 
 def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Run tokens (T,) in passes of these lengths, with dense attention over all that came before.
+    """Run tokens (T,) in passes of these lengths, with dense attention over all previous tokens.
 
     Returns:
         (T, hidden). Windows, caps and sinks are left out: both sides of a comparison lack them.
     """
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(call: AttentionCall) -> Tensor:
         key, value = call.key[0], call.value[0]  # (H, T, D)
@@ -394,10 +396,10 @@ def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) 
             raise ModelLoadError(
                 f"layer {call.layer} has {key.shape[1]} keys for {call.query.shape[2]} tokens"
             )
-        if call.layer in kept:
-            key = torch.cat((kept[call.layer][0], key), dim=1)
-            value = torch.cat((kept[call.layer][1], value), dim=1)
-        kept[call.layer] = key, value
+        if call.layer in cache:
+            key = torch.cat((cache[call.layer][0], key), dim=1)
+            value = torch.cat((cache[call.layer][1], value), dim=1)
+        cache[call.layer] = key, value
         queries, keys = call.query.shape[2], key.shape[1]
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         heads = torch.nn.functional.scaled_dot_product_attention(
@@ -419,24 +421,24 @@ def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) 
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The mean over tokens of how far two hidden states (T, hidden) are apart, relative."""
+    """The mean relative distance of tokens of two hidden states (T, hidden)."""
     return float(_distances(one, other).mean())
 
 
 def _distances(one: Tensor, other: Tensor) -> Tensor:
-    """How far each token (T, hidden) is from the other, relative: (T,)."""
+    """The relative distance of each token of two hidden states (T, hidden): (T,)."""
     apart = (one.float() - other.float()).square().sum(-1).sqrt()
     return apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)
 
 
 def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, AttentionParams]:
-    said = dict(call.kwargs)
-    scale, softcap = said.pop("scaling", None), said.pop("softcap", None)
-    sinks = said.pop("s_aux", None)
-    if said.pop("is_causal") is False:
-        raise ModelLoadError("its attention looks ahead")
-    if unknown := [name for name in said if name not in HARMLESS and said[name] is not None]:
-        raise ModelLoadError(f"its attention wants {', '.join(unknown)}")
+    kwargs = dict(call.kwargs)
+    scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
+    if kwargs.pop("is_causal") is False:
+        raise ModelLoadError("its attention is not causal")
+    if unknown := [name for name in kwargs if name not in HARMLESS and kwargs[name] is not None]:
+        raise ModelLoadError(f"its attention needs {', '.join(unknown)}")
     if call.mask is None or call.mask.numel() != 1:
         raise ModelLoadError("its attention has a mask of its own")
     if call.value.shape[:-1] != call.key.shape[:-1]:
@@ -461,7 +463,7 @@ def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, AttentionParams]:
 
 
 def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:
-    """What a runner must know of it; the layers themselves are transformers'."""
+    """The spec for the runner; the layers themselves are those of transformers."""
     norm = NormSpec(eps=0.0)
     layers = (
         LayerSpec(mixer=mixer, feed_forward=None, norm=norm, norms=Norms()) for mixer in mixers

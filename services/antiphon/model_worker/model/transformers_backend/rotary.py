@@ -1,8 +1,8 @@
-"""Dynamic rotations of transformers' modules, made a function of the position alone.
+"""Dynamic RoPE of transformers' modules, made a function of the position alone.
 
-Such a module changes its frequencies by the longest text it was last called for, and rotates all
-tokens of a call by them. Ours are called for many texts at once and keep keys for others: here each
-token beyond the trained text is rotated by a call of its own, as if it were the last of its text.
+Such a module changes its frequencies by the longest text of a call, and rotates all tokens of the
+call by them. Our calls batch many texts and cache keys for later requests: here each token beyond
+the trained context is rotated by a call of its own, as if it were the last of its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Rotation(Protocol):
-    """What transformers' modules that rotate have; `inv_freq` is what they change."""
+    """The attributes of transformers' RoPE modules; `inv_freq` is what they change."""
 
     forward: Forward
     rope_type: object
@@ -34,26 +34,26 @@ class _Rotation(Protocol):
 
 
 def patch_dynamic_rotary(model: PreTrainedModel) -> None:
-    """Change the dynamic rotations of a model.
+    """Patch the dynamic RoPE modules of a model.
 
     Raises:
-        ModelLoadError: Layers of one type only are rotated so.
+        ModelLoadError: Only some types of layers have dynamic RoPE.
     """
     for module in model.modules():
         kind: object = getattr(module, "rope_type", None)
         by_layer = cast("dict[str, object]", kind) if isinstance(kind, dict) else {}
-        for name in ("dynamic", "longrope"):  # both go by the longest text of a call
+        for name in ("dynamic", "longrope"):  # both depend on the longest text of a call
             if name in by_layer.values():
-                raise ModelLoadError(f"layers of one type are rotated by {name}, others are not")
+                raise ModelLoadError(f"only some types of layers have {name} RoPE")
         if kind == "dynamic":
             rotation = cast("_Rotation", module)
             rotation.forward = _by_position(rotation, rotation.forward)
 
 
 def _by_position(rotation: _Rotation, forward: Forward) -> Forward:
-    """`forward` for each position beyond the trained text by itself.
+    """Call `forward` separately for each position beyond the trained context.
 
-    Axes: T tokens. position_ids (1, T)  ->  what `forward` gives, (1, T, ...)
+    Axes: T tokens. position_ids (1, T)  ->  the result of `forward`, (1, T, ...)
     """
     trained = rotation.original_max_seq_len
 

@@ -1,4 +1,4 @@
-"""Whether transformers has a model whose modules we may borrow, and getting it."""
+"""Checks whether transformers' modules support a model, and loads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def unsupported_reason(config: ConfigFile) -> str | None:
-    """Why transformers' modules cannot run this model here, or None."""
+    """Why the transformers backend cannot run this model, or None."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415 (it takes a second)
 
     names = cast("dict[str, str]", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -45,11 +45,11 @@ def unsupported_reason(config: ConfigFile) -> str | None:
 
 
 def declared_spec(files: ModelFiles, config: ConfigFile, implementation: str) -> ModelSpec | None:
-    """The model as a family declares it; None: transformers' modules are to run it.
+    """The model as a family declares it; None: use the transformers backend.
 
     Raises:
-        ModelLoadError: Neither can.
-        ConfigError: The config names code of its own in no way that is known.
+        ModelLoadError: Neither supports the model.
+        ConfigError: The `auto_map` of the config is malformed.
     """
     spec, reason = _chosen(files, config, implementation)
     if spec is None and implementation != "transformers":
@@ -61,11 +61,11 @@ def declared_spec(files: ModelFiles, config: ConfigFile, implementation: str) ->
 
 
 def implementation_of(files: ModelFiles, implementation: str) -> ResolvedValue[str]:
-    """Whose layers run a model, for the plan: what they keep of a token differs.
+    """The implementation that runs a model, for the resolved plan: their cache sizes differ.
 
     Raises:
-        ModelLoadError: Neither our decoder nor transformers' modules can.
-        ConfigError: The config is broken.
+        ModelLoadError: Neither our decoder nor the transformers backend supports the model.
+        ConfigError: The config is invalid.
     """
     spec, reason = _chosen(files, read_config(files), implementation)
     return ResolvedValue("transformers" if spec is None else "antiphon", reason)
@@ -74,7 +74,7 @@ def implementation_of(files: ModelFiles, implementation: str) -> ResolvedValue[s
 def _chosen(
     files: ModelFiles, config: ConfigFile, implementation: str
 ) -> tuple[ModelSpec | None, str]:
-    """What a family declares, None where transformers' modules are to run, and the reason."""
+    """The family's spec, or None for the transformers backend; and the reason for the choice."""
     if implementation == "transformers":
         return None, "model.implementation"
     try:
@@ -98,10 +98,10 @@ def _chosen(
 def load_transformers(
     files: ModelFiles, config: ConfigFile, build: BuildContext, linear: str, *, quantized: bool
 ) -> TransformersDecoder:
-    """Load a model with transformers' modules, which attend over our cache.
+    """Load a model with transformers' modules, which attend over our KV cache.
 
     Raises:
-        ModelLoadError: They cannot; says why.
+        ModelLoadError: They cannot run it; names the reason.
     """
     refusals = (
         (linear not in ("plain", "packed"), f"keep no linears as {linear!r}"),
@@ -130,17 +130,17 @@ class _Padding(msgspec.Struct, frozen=True):
 
 
 def _hold_against_plan(files: ModelFiles, decoder: TransformersDecoder) -> None:
-    """The plan divides memory by what config.json says of the cache."""
+    """Check the bytes of cache a token: the plan divides memory by what config.json implies."""
     planned = read_card(files).with_full_heads().kv_bytes(Dtype.FLOAT32)
     groups = decoder.spec.cache_groups()
-    kept = sum(
+    used = sum(
         len(layers) * spec.token_bytes(1, torch.float32)
         for spec, layers in groups
         if isinstance(spec, KvSpec)
     )
-    if kept > planned:
+    if used > planned:
         raise ModelLoadError(
-            f"{files.folder}: a token takes {kept} bytes of cache, and config.json says {planned}"
+            f"{files.folder}: a token takes {used} bytes of cache, and config.json says {planned}"
         )
 
 
@@ -165,7 +165,7 @@ def _open_decoder(
                 config, dtype=build.dtype, attn_implementation=backend.IMPLEMENTATION
             )
         else:
-            model, told = auto.from_pretrained(
+            model, loading_info = auto.from_pretrained(
                 files.folder,
                 config=config,
                 dtype=build.dtype,
@@ -176,7 +176,7 @@ def _open_decoder(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            _refuse_missing_weights(told)
+            _refuse_missing_weights(loading_info)
         return backend.TransformersDecoder(model.eval(), context_tokens)
     except KeyError as error:
         if error.args == (backend.IMPLEMENTATION,):
@@ -201,7 +201,7 @@ def _open_decoder(
 
 
 def _with_floats(value: object) -> object:
-    """A value of config.json, with the floats in it that JSON lacks and transformers spells out."""
+    """A value of config.json, with the floats that JSON lacks and transformers encodes."""
     if isinstance(value, dict):
         fields = cast("dict[str, object]", value)
         spelled = fields.get("__float__")
@@ -214,7 +214,7 @@ def _with_floats(value: object) -> object:
 
 
 def _refuse_missing_weights(loading_info: Mapping[str, object]) -> None:
-    """Refuse what transformers would draw by itself, and only warn of."""
+    """Refuse missing weights: transformers would initialise them randomly, with only a warning."""
     kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape"}
     for kind, shown in kinds.items():
         if found := sorted(map(str, cast("Iterable[object]", loading_info[kind]))):
