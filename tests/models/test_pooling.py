@@ -174,12 +174,12 @@ def test_a_deterministic_vector_has_its_bits_however_it_was_computed(
     ("sampling", "complaint"),
     [
         (SamplingParams(max_new_tokens=4), "does not generate"),
-        (SamplingParams(max_new_tokens=4, pool=PoolParams()), "has no answer"),
+        (SamplingParams(max_new_tokens=4, pool=PoolParams()), "generates no tokens"),
         (
             SamplingParams(
                 max_new_tokens=0, details=TokenOutputParams(ids=True), pool=PoolParams()
             ),
-            "has no answer",
+            "generates no tokens",
         ),
         (SamplingParams(max_new_tokens=0, pool=PoolParams(dimensions=WIDTH + 1)), "dimensions"),
     ],

@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "pending": (Request, "pending"),
     "launch": (Request, "launch"),
     "build": (loop, "build_plan"),
-    "pieces": (builder, "_pieces"),
+    "pieces": (builder, "_chunks"),
     "layout": (Slots, "layout"),
     "commit": (OutcomeProcessor, "_commit_row"),
     "accept": (Request, "accept"),

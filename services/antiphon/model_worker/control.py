@@ -1,4 +1,4 @@
-"""What operators tell a worker: drain, flush, pause, go on, another weight version, dump."""
+"""Operator commands to a worker: drain, flush, pause, continue, set weight version, dump."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ControlMessage = (
 
 
 class ControlEndpoint:
-    """Answers control calls. The loop obeys its orders in the order in which they were given."""
+    """Answers control calls. The loop applies its commands in the order in which they arrived."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class ControlEndpoint:
         live_count: Callable[[], int],
         send_heartbeat: Callable[[], Awaitable[None]],
     ) -> None:
-        """Take orders.
+        """Make it.
 
         Args:
-            mailbox: Of the loop that obeys most of them.
+            mailbox: The mailbox of the loop, which applies most commands.
             dumps: Writes plans.
-            drain: Begins to leave.
-            live_count: Choices that go on, as those know it who read what they say.
+            drain: Starts draining.
+            live_count: Number of running choices, by what was sent of them.
             send_heartbeat: Sends a heartbeat now.
         """
         self._mailbox = mailbox
@@ -58,19 +58,19 @@ class ControlEndpoint:
         self._waiting: deque[asyncio.Future[ControlDone]] = deque()
 
     async def answer(self, message: ControlMessage) -> ControlDone:
-        """Do what is asked, and return when it has taken effect.
+        """Apply a command, and return when it has taken effect.
 
         Raises:
-            DeadlineExceeded: No step ended for so long. The order stands, and is obeyed later.
-            Overloaded: Too many orders wait.
-            Unsupported: It is not set up for that.
+            DeadlineExceeded: No step ended for so long. The command is still applied later.
+            Overloaded: Too many commands are pending.
+            Unsupported: The worker is not configured for it.
         """
         match message:
             case DrainWorker():
                 self._drain()
                 return ControlDone()
             case DumpPlans():
-                file = await asyncio.to_thread(self._dumps.write, "a command asked for it")
+                file = await asyncio.to_thread(self._dumps.write, "requested by a command")
                 return ControlDone(file=str(file))
             case FlushCache(unless_busy=True) if live := self._live_count():
                 return ControlDone(requests=live)
@@ -78,23 +78,23 @@ class ControlEndpoint:
                 return await self._submit(message)
             case _:
                 done = await self._submit(message)
-                # Whoever asks after the reply finds it in the heartbeat, at every gateway.
+                # After the reply every gateway has the new state by the heartbeat.
                 await self._send_heartbeat()
                 return done
 
     def complete(self, replies: Iterable[ControlDone]) -> None:
-        """The loop has obeyed its next orders, with these results."""
+        """Complete the next commands with these results of the loop."""
         for reply in replies:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_result(reply)
 
-    async def _submit(self, order: ControlCommand) -> ControlDone:
-        self._mailbox.submit_command(order)
-        obeyed: asyncio.Future[ControlDone] = asyncio.get_running_loop().create_future()
-        self._waiting.append(obeyed)
+    async def _submit(self, command: ControlCommand) -> ControlDone:
+        self._mailbox.submit_command(command)
+        applied: asyncio.Future[ControlDone] = asyncio.get_running_loop().create_future()
+        self._waiting.append(applied)
         try:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                return await obeyed
+                return await applied
         except TimeoutError:
             raise DeadlineExceeded(f"no step ended in {COMMAND_TIMEOUT_S:g} s") from None

@@ -1,4 +1,4 @@
-"""Wires the batching loop and the output machine to the bus."""
+"""The worker service: connects the batching loop and the held requests to the bus."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 LINGER_S = 3.0
-"""How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
+"""How long a drained worker keeps ids for a replay: five heartbeats."""
 LEAVE_S = 2.0
-"""How long a leaving worker waits for the step that runs."""
+"""How long a stopping worker waits for the running step."""
 
 
 class ModelWorker:
@@ -110,7 +110,7 @@ class ModelWorker:
                 (_watch(ended), "batching"),
                 (_watch(self._reports.failed), "steps"),
                 (self._tick(), "tick"),
-                (self._numerics.wait_for_conflict(), "agreement"),
+                (self._numerics.wait_for_conflict(), "numerics"),
             ):
                 runtime.group.create_task(self._guard(work), name=name)
             runtime.peers.watch(self._on_peer)
@@ -128,7 +128,7 @@ class ModelWorker:
             thread.shutdown(wait=False)
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """What leaders, detokenizers, gateways and operators say, and who missed KV events."""
+        """Commands, stops, open lists, operator commands, and replays of KV events."""
         here = {"worker": self._runtime.process.instance}
         return (
             StreamEndpoint(route=COMMAND, apply=self._on_command, address=here),
@@ -139,11 +139,11 @@ class ModelWorker:
         )
 
     def model(self) -> ModelName | None:
-        """The model that it runs."""
+        """The served model."""
         return self._model
 
     def report(self) -> Report:
-        """What it holds and how much more it takes; nothing while the model is being loaded."""
+        """Load and capacity for the heartbeat; empty while the model is being loaded."""
         if self._last is None:
             return Report(load=0)
         output, last, limits = self._output, self._last, self._engine.core.limits
@@ -179,7 +179,7 @@ class ModelWorker:
         )
 
     async def drain(self) -> None:
-        """Finish what runs, send the rest, and wait a little for its owners to have it."""
+        """Finish running requests, send the rest, and wait a little for their owners to have it."""
         self._output.draining = True
         self._requeue_waiting(self._runtime.clock.unix_ms())
         while self._output.live_count or self._output.has_unsent:
@@ -269,10 +269,10 @@ class ModelWorker:
         self._watchdog = LoopWatchdog(self._loop, watchdog, self._accounting.metrics.stalled)
 
     def _on_command(self, batch: CommandBatch) -> None:
-        returned, refused = self._output.requeued_count, self._output.refused
+        requeued, refused = self._output.requeued_count, self._output.refused
         unelected = self._output.unelected_count
         if not self._busy:
-            # The age of a step tells of a stall: a rest before it must not pass for one.
+            # The age of a step shows a stall: idle time before it must not count.
             self._stepped_at = self._runtime.clock.now()
         with self._sender.lock:
             now_ms = self._runtime.clock.unix_ms()
@@ -282,11 +282,11 @@ class ModelWorker:
             self._note_refused(batch, offset_ms, first=refused is None)
         if self._output.unelected_count > unelected:
             self._note_unelected(batch.leader)
-        if self._output.requeued_count > returned:
+        if self._output.requeued_count > requeued:
             self._runtime.health.changed()
 
     def _note_refused(self, batch: CommandBatch, offset_ms: int | None, *, first: bool) -> None:
-        """Say that commands were refused: to the operator once, to the leader at once."""
+        """Report refused commands: in the log once, to the leader at once."""
         refused = self._output.refused
         if refused is None:
             return
@@ -306,7 +306,7 @@ class ModelWorker:
         )
 
     def _note_unelected(self, term: Term) -> None:
-        """Count commands under a term that no election gives, and log one batch every second."""
+        """Count commands of a term that was not elected, and log one batch every second."""
         self._accounting.metrics.refused.labels("term").inc()
         now = self._runtime.clock.now()
         if now - self._unelected_logged_at >= LOG_PAUSE_S:
@@ -375,7 +375,7 @@ class ModelWorker:
                     self._mailbox.drop(key, kept)
 
     def _record(self, note: Callable[[], object]) -> None:
-        """Do some bookkeeping, on which no answer may depend."""
+        """Do some bookkeeping, whose failures must not affect requests."""
         try:
             note()
         except Exception:
@@ -386,14 +386,14 @@ class ModelWorker:
         """Whether a step is due: choices whose grammars are being compiled wait for none."""
         return self._output.live_count > len(self._grammar_queue)
 
-    def _submit_with_matcher(self, run: RunChoice, guide: GrammarMatcher) -> None:
+    def _submit_with_matcher(self, run: RunChoice, matcher: GrammarMatcher) -> None:
         if not self._busy:
             self._stepped_at = self._runtime.clock.now()
-        self._submit(run, guide)
+        self._submit(run, matcher)
 
-    def _submit(self, run: RunChoice, guide: GrammarMatcher | None = None) -> None:
+    def _submit(self, run: RunChoice, matcher: GrammarMatcher | None = None) -> None:
         try:
-            self._mailbox.run(run.key, run.state, guide)
+            self._mailbox.run(run.key, run.state, matcher)
         except Overloaded as error:
             self._refuse(run.key, error)
 
@@ -405,18 +405,18 @@ class ModelWorker:
         self._moved.set()
 
     def _relay(self, report: StepReport) -> bool:
-        """In the batching thread: do as `_on_report`, if it is only tokens and it is their turn.
+        """Do the work of `_on_report` in the batching thread, if it is only tokens and in order.
 
-        It waits for nobody: while the event loop is at something, that takes this in as well.
+        It never waits: while the event loop holds the lock, the report is queued for it.
         """
         if not self._sender.lock.acquire(blocking=False):
             return False
         try:
             return self._relay_now(report)
         except Exception:
-            # It may be half taken in, so it is not taken in again: its requests end.
+            # It may be half processed, so it is not processed again: its requests end.
             log.exception("report failed", extra={"step": report.step})
-            self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
+            self._drop_failed(self._output.fail([news.key for news in report.progress]))
             return True
         finally:
             self._sender.lock.release()
@@ -433,7 +433,7 @@ class ModelWorker:
         return True
 
     def _on_reports(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
-        """Take in what the loop has reported, and send what is new.
+        """Process the reports of the loop, and send new tokens.
 
         Rows are relayed only if they are sent before those of the next step.
         """
@@ -444,7 +444,7 @@ class ModelWorker:
                 except Exception:
                     log.exception("report failed", extra={"step": report.step})
             self._sender.publish()
-            self._drop_spoiled(self._output.take_failed())
+            self._drop_failed(self._output.take_failed())
         if self._kv_events.has_unsent:
             self._publish_kv_events()
         if self._output.draining:
@@ -459,13 +459,13 @@ class ModelWorker:
             ended = self._output.step(report.step, report.progress, relays=relays)
         except Exception:
             log.exception("progress failed", extra={"step": report.step})
-            self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
+            self._drop_failed(self._output.fail([news.key for news in report.progress]))
             ended = True
         for take in (self._take_started, self._take_requeued, self._take_done, self._take_events):
             try:
                 take(report)
             except Exception:
-                # What the others have to do is for other requests, or other receivers.
+                # The others are for other requests, or other receivers.
                 log.exception("report failed", extra={"step": report.step})
         self._record(partial(self._accounting.record, report, now, ended=ended))
 
@@ -476,7 +476,7 @@ class ModelWorker:
     def _take_requeued(self, report: StepReport) -> None:
         if report.returned:
             self._act(self._output.requeued(report.returned))
-            self._runtime.health.changed()  # the leader shall hear of it now
+            self._runtime.health.changed()  # so that the leader is informed now
 
     def _take_done(self, report: StepReport) -> None:
         if report.done:
@@ -486,13 +486,13 @@ class ModelWorker:
         if report.events:
             self._kv_events.add(report.events)
 
-    def _drop_spoiled(self, drops: Iterable[Action]) -> None:
-        """Free in the loop what has ended here by a failure."""
+    def _drop_failed(self, drops: Iterable[Action]) -> None:
+        """Drop choices that have ended by a failure from the loop."""
         for drop in drops:
             self._mailbox.drop(drop.key)
 
     def _publish_kv_events(self) -> None:
-        """Tell of what came into the cache and went; or not, which the numbers will show."""
+        """Publish KV cache events. Unsent ones are a gap in the numbers, which listeners notice."""
         bus, worker = self._runtime.bus, self._runtime.process.instance
         for batch in self._kv_events.take():
             if not bus.link.up:
@@ -514,12 +514,12 @@ class ModelWorker:
             except LoopHung:
                 raise
             except Exception:
-                log.exception("pulse failed")
+                log.exception("watchdog failed")
 
     def _on_tick(self, now_ms: int) -> None:
         with self._sender.lock:
             self._act(self._output.tick(now_ms))
-            self._drop_spoiled(self._output.take_failed())
+            self._drop_failed(self._output.take_failed())
         self._publish_kv_events()
         self._requeue_waiting(now_ms)
         self._accounting.metrics.show_held(
@@ -528,21 +528,21 @@ class ModelWorker:
         )
 
     def _requeue_waiting(self, now_ms: int) -> None:
-        """Ask the loop to give up what it has not started, if others would do so sooner."""
+        """Requeue requests that are not started, if other workers would start them sooner."""
         loads = other_workers(self._runtime.peers.accepting_work(Role.WORKER), self._model)
         after_s = self._settings.queue.hand_back_s
         longest = longest_elsewhere(loads, self._engine.core.limits.context_tokens)
         if self._output.draining and loads:
             waiting = self._output.unstarted(now_ms, longest)
-        elif after_s is not None and (places := free_slots(loads)):
-            waiting = self._output.unstarted(now_ms - round(after_s * 1000), longest)[:places]
+        elif after_s is not None and (slots := free_slots(loads)):
+            waiting = self._output.unstarted(now_ms - round(after_s * 1000), longest)[:slots]
         else:
             return
         for keys in waiting:
             self._mailbox.requeue(keys)
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """Leave the last plans behind when something ends the process."""
+        """Write the last plans to a file when an error ends the process."""
         try:
             await work
         except Exception as error:
@@ -550,14 +550,14 @@ class ModelWorker:
             raise
 
     async def _change(self) -> None:
-        """Wait until something has moved. For `drain` only; each tick counts as a move."""
+        """Wait for the next change. For `drain` only; each tick counts as one."""
         self._moved.clear()
         await self._moved.wait()
 
 
 async def _watch(work: asyncio.Future[None]) -> None:
-    """End the process with the exception of what no task runs, should it have one.
+    """End the process with the exception of a future that no task runs, should it have one.
 
-    Shielded: the loop ends by its mailbox, and whoever leaves waits for that.
+    Shielded: the loop ends when its mailbox is closed, and `lifespan` waits for that.
     """
     await asyncio.shield(work)

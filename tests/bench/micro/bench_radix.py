@@ -86,7 +86,7 @@ def loaded(tokens: int, *, announced: bool = False) -> Loaded:
         pages_total=6 * NODES,
     )
     pools = CachePools([group])
-    index = RadixIndex(pools, told=BlockTracker() if announced else None)
+    index = RadixIndex(pools, tracker=BlockTracker() if announced else None)
     for _ in range(NODES // 100):
         system = ids(source, 256)
         for _ in range(99):

@@ -35,7 +35,7 @@ from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
         ({"adapter_digest": "a"}, Unsupported),
     ],
 )
-def test_what_can_never_run_is_refused(
+def test_request_that_can_never_run_is_rejected(
     change: dict[str, str | bytes], error: type[Exception]
 ) -> None:
     with pytest.raises(error) as refused:
@@ -43,15 +43,15 @@ def test_what_can_never_run_is_refused(
     assert type(refused.value) is error
 
 
-def test_a_prompt_that_fills_the_context_may_ask_for_nothing_more() -> None:
+def test_prompt_that_fills_the_context_may_request_no_tokens() -> None:
     check(state(40, max_new_tokens=0), LIMITS)
 
 
-def test_the_answer_is_clipped_to_the_context() -> None:
+def test_output_is_limited_to_the_context() -> None:
     assert outputs_max(state(30, max_new_tokens=1000), LIMITS) == 10
 
 
-def test_who_asks_for_no_tokens_has_its_prompt_computed_and_nothing_drawn() -> None:
+def test_request_for_no_tokens_is_prefilled_and_samples_nothing() -> None:
     steps = Steps(cached=True)
     steps.add(1, 12, max_new_tokens=0)
     assert steps.batching.take_progress() == ()
@@ -67,7 +67,7 @@ def test_who_asks_for_no_tokens_has_its_prompt_computed_and_nothing_drawn() -> N
     assert steps.batching.index.evictable() == [3]
 
 
-def test_who_asks_for_no_tokens_reserves_none() -> None:
+def test_request_for_no_tokens_reserves_no_growth() -> None:
     steps = Steps(pages=10)
     for key in range(3):
         steps.add(key, 12, max_new_tokens=0)
@@ -75,7 +75,7 @@ def test_who_asks_for_no_tokens_reserves_none() -> None:
     assert steps.batching.capacity().pages_promised == 2 * 3 - 4
 
 
-def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
+def test_reclaimable_pages_exclude_those_a_window_released() -> None:
     steps = Steps(pages=20, window=4, context_tokens=80)
     steps.add(1, 32, max_new_tokens=8, ignore_eos=True)
     while not steps.batching.running or steps.batching.running[0].prefilling:
@@ -100,7 +100,7 @@ def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
         ({"max_new_tokens": 2, "ignore_eos": True}, [5, 9], None),
     ],
 )
-def test_where_a_choice_ends_within_the_tokens_of_one_step(
+def test_choice_finishes_within_the_tokens_of_one_step(
     sampling: dict[str, Any], said: list[int], matched: int | None
 ) -> None:
     steps = Steps()
@@ -110,7 +110,7 @@ def test_where_a_choice_ends_within_the_tokens_of_one_step(
     assert (progress.finish.matched_stop if progress.finish else None) == matched
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
+def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     steps = Steps()
     steps.add(1)
     steps.run([5])
@@ -125,7 +125,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
     assert plan.tokens.tolist() == [5, *range(18, 26)]
 
 
-def test_a_row_that_draws_nothing_is_tried_again() -> None:
+def test_row_that_samples_nothing_is_run_again() -> None:
     steps = Steps()
     steps.add(1)
     assert steps.run([]) == ()
@@ -133,7 +133,7 @@ def test_a_row_that_draws_nothing_is_tried_again() -> None:
     assert (row.start, row.length, row.draws) == (2, 1, True)
 
 
-def test_whoever_does_not_fit_beside_the_others_waits() -> None:
+def test_request_that_does_not_fit_waits() -> None:
     steps = Steps(pages=10)
     steps.add(1, 16, max_new_tokens=16, ignore_eos=True)
     steps.add(2, 20, max_new_tokens=16, ignore_eos=True)
@@ -144,7 +144,7 @@ def test_whoever_does_not_fit_beside_the_others_waits() -> None:
     assert [row.request.key for row in steps.next()] == [2]
 
 
-def test_only_a_share_of_an_answer_that_may_end_early_is_kept_free() -> None:
+def test_only_a_share_of_the_remaining_output_is_reserved() -> None:
     steps = Steps(pages=10)
     for key in (1, 2):
         steps.add(key, 8, max_new_tokens=16)  # 2 pages, and 3 of the 4 that it may take yet
@@ -157,7 +157,7 @@ def test_only_a_share_of_an_answer_that_may_end_early_is_kept_free() -> None:
     assert certain.running() == [1]
 
 
-def test_the_share_falls_step_by_step_and_jumps_when_somebody_is_retracted() -> None:
+def test_new_token_ratio_decays_and_jumps_at_a_retraction() -> None:
     ratio = NewTokenRatio(1.0)
     assert ratio.value == 0.7
     for _ in range(300):
@@ -176,7 +176,7 @@ def test_the_share_falls_step_by_step_and_jumps_when_somebody_is_retracted() -> 
     assert NewTokenRatio(3.0).value == 1.0
 
 
-def test_the_youngest_gives_way_and_keeps_its_tokens_and_its_place() -> None:
+def test_youngest_request_is_retracted_and_keeps_tokens_and_position() -> None:
     steps = Steps(pages=10, conservativeness=0.0)
     steps.add(1, 15, max_new_tokens=25)
     steps.add(2, 15, max_new_tokens=25)
@@ -195,7 +195,7 @@ def test_the_youngest_gives_way_and_keeps_its_tokens_and_its_place() -> None:
     assert steps.batching.waiting.first() is waiting
 
 
-def test_what_a_retracted_request_had_computed_is_found_again() -> None:
+def test_retracted_request_finds_its_own_pages_in_the_cache() -> None:
     steps = Steps(pages=10, conservativeness=0.0, cached=True)
     steps.add(1, range(15), max_new_tokens=25)
     steps.add(2, range(50, 65), max_new_tokens=25)
@@ -207,7 +207,7 @@ def test_what_a_retracted_request_had_computed_is_found_again() -> None:
     assert length < 10, "it was computed anew"
 
 
-def test_a_retracted_request_is_not_refused_by_a_full_queue() -> None:
+def test_retracted_request_is_not_rejected_by_a_full_queue() -> None:
     steps = Steps(pages=10, conservativeness=0.0, queue_max=1, running_max=2)
     steps.add(1, 15, max_new_tokens=25)
     steps.add(2, 15, max_new_tokens=25)
@@ -222,7 +222,7 @@ def test_a_retracted_request_is_not_refused_by_a_full_queue() -> None:
     assert (progress.key, progress.finish is not None) == (4, True)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+def test_full_queue_rejects_with_retry_after() -> None:
     steps = Steps(queue_max=2, running_max=1)
     for key in range(4):
         steps.add(key)
@@ -242,7 +242,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         ({}, {}),
     ],
 )
-def test_nobody_waits_or_runs_for_longer_than_allowed(
+def test_request_waits_and_runs_for_no_longer_than_allowed(
     limits: dict[str, Any], ends: dict[int, str]
 ) -> None:
     steps = Steps(running_max=1, **limits)
@@ -254,7 +254,7 @@ def test_nobody_waits_or_runs_for_longer_than_allowed(
     assert {key: finish.error.code for key, finish in finished if finish.error} == ends
 
 
-def test_the_time_in_the_queue_goes_on_where_it_was_before_the_request_came() -> None:
+def test_queue_timeout_counts_time_waited_elsewhere() -> None:
     steps = Steps(running_max=1, queue_timeout_s=9.0)
     steps.add(1, max_new_tokens=30)
     steps.add(2)
@@ -267,7 +267,7 @@ def test_the_time_in_the_queue_goes_on_where_it_was_before_the_request_came() ->
     assert ended == [[3], [], [], [], [4], [], [], [], [2]]
 
 
-def test_nothing_is_kept_of_what_has_ended_however_far_off_its_time_is() -> None:
+def test_timeouts_forget_ended_requests() -> None:
     steps = Steps(running_max=2, queue_max=50, queue_timeout_s=1e6, running_timeout_s=1e6)
     for key in range(20):
         steps.add(key)
@@ -284,7 +284,7 @@ def test_nothing_is_kept_of_what_has_ended_however_far_off_its_time_is() -> None
     assert [ref() for ref in held] == [None] * 3
 
 
-def test_answers_are_told_in_pieces_with_their_first_and_last_token_at_once() -> None:
+def test_stream_interval_reports_first_and_last_tokens_at_once() -> None:
     steps = Steps(stream_interval=3)
     steps.add(1, max_new_tokens=6)
     told = [steps.run([token]) for token in range(20, 26)]
@@ -298,7 +298,7 @@ def test_answers_are_told_in_pieces_with_their_first_and_last_token_at_once() ->
     ]
 
 
-def test_the_next_step_may_be_chosen_before_the_last_is_known() -> None:
+def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=3)
     steps.add(2, max_new_tokens=1)
@@ -317,7 +317,7 @@ def test_the_next_step_may_be_chosen_before_the_last_is_known() -> None:
     assert steps.batching.idle
 
 
-def test_a_step_chosen_on_a_wrong_guess_is_passed_over() -> None:
+def test_step_planned_on_a_wrong_assumption_is_skipped() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=5)
     first, second = steps.next(), steps.next()
@@ -327,7 +327,7 @@ def test_a_step_chosen_on_a_wrong_guess_is_passed_over() -> None:
     assert (row.start, row.end, row.draws) == (3, 5, True)
 
 
-def test_who_asks_beyond_the_end_of_a_known_length_is_not_run_again() -> None:
+def test_request_of_known_length_is_not_run_beyond_its_end() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=1)
     rows = steps.next()
@@ -341,7 +341,7 @@ def test_who_asks_beyond_the_end_of_a_known_length_is_not_run_again() -> None:
     page_tokens=st.sampled_from([1, 4, 16]),
     spare=st.integers(0, 40),
 )
-def test_who_surely_fits_never_runs_out_of_pages(
+def test_fits_exactly_never_runs_out_of_pages(
     lengths: list[tuple[int, int]], page_tokens: int, spare: int
 ) -> None:
     """Played through step by step, with every page counted."""
@@ -358,7 +358,7 @@ def test_who_surely_fits_never_runs_out_of_pages(
         assert fits
 
 
-def test_answers_of_known_length_share_the_pages_that_others_give_back() -> None:
+def test_requests_of_known_length_share_freed_pages() -> None:
     """Together they would need 15 pages at their ends, but never more than 10 at once."""
     steps = Steps(pages=10, running_max=3)
     for key, answer in enumerate((4, 12, 24)):
@@ -370,7 +370,7 @@ def test_answers_of_known_length_share_the_pages_that_others_give_back() -> None
     assert steps.batching.retractions == 0
 
 
-def test_a_choice_is_dropped_wherever_it_is() -> None:
+def test_choice_is_dropped_in_any_phase() -> None:
     steps = Steps(running_max=1, cached=True)
     steps.add(1, 20)
     steps.add(2)
@@ -384,9 +384,7 @@ def test_a_choice_is_dropped_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize(("kept", "found"), [(None, 4), (0, 4), (3, 4), (4, 8), (99, 16)])
-def test_of_an_answer_that_was_cut_others_find_what_is_part_of_it(
-    kept: int | None, found: int
-) -> None:
+def test_only_kept_outputs_of_a_stopped_request_are_cached(kept: int | None, found: int) -> None:
     steps = Steps(cached=True)
     steps.add(1, [5] * 4, max_new_tokens=30)
     for _ in range(14):
@@ -396,7 +394,7 @@ def test_of_an_answer_that_was_cut_others_find_what_is_part_of_it(
     assert steps.batching.idle
 
 
-def test_a_choice_that_never_ran_leaves_nothing_behind() -> None:
+def test_choice_that_never_ran_leaves_nothing_behind() -> None:
     steps = Steps(running_max=1, cached=True)
     steps.add(1)
     steps.add(2, [5] * 8)

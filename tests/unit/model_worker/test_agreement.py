@@ -97,7 +97,7 @@ def open_with(bits: str) -> Callable[[Settings], Engine]:
 
     class Promising(Engine):
         @property
-        def bits(self) -> str:
+        def numerics_digest(self) -> str:
             return bits
 
     def opener(settings: Settings) -> Engine:

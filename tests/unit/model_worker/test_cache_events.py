@@ -122,7 +122,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=page_tokens, pages_total=64
     )
     pools, log = CachePools([group]), EventLog()
-    index = RadixIndex(pools, told=BlockTracker())
+    index = RadixIndex(pools, tracker=BlockTracker())
     name = Namespace(model_digest="m").digest()
     key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
     table = PageTable(pools)
@@ -204,7 +204,7 @@ def hybrid(*others: GroupKind, window: int | None = None) -> tuple[CachePools, R
         for layer, kind in enumerate((GroupKind.FULL, *others))
     ]
     pools = CachePools(groups)
-    return pools, RadixIndex(pools, told=BlockTracker())
+    return pools, RadixIndex(pools, tracker=BlockTracker())
 
 
 def computed(pools: CachePools, tokens: int) -> PageTable:

@@ -88,7 +88,7 @@ def dumping_to(folder: Path) -> Settings:
     return msgspec.structs.replace(QUICK, batching=batching)
 
 
-async def test_a_paused_worker_says_so_and_lets_requests_wait() -> None:
+async def test_paused_worker_reports_it_and_lets_requests_wait() -> None:
     async with staged() as stage:
         assert await stage.order(PauseWorker()) == ControlDone()
         await until(lambda: stage.load is not None and stage.load.paused)
@@ -106,7 +106,7 @@ async def test_a_paused_worker_says_so_and_lets_requests_wait() -> None:
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
-async def test_a_request_that_was_paused_says_all_of_it(mode: PauseMode) -> None:
+async def test_paused_request_sends_all_of_its_output(mode: PauseMode) -> None:
     async with staged() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
@@ -117,7 +117,7 @@ async def test_a_request_that_was_paused_says_all_of_it(mode: PauseMode) -> None
         assert len(stage.ids("a")) == 900
 
 
-async def test_an_aborting_pause_ends_requests_with_what_they_have_said() -> None:
+async def test_aborting_pause_ends_requests_with_their_outputs_so_far() -> None:
     async with staged() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
@@ -127,7 +127,7 @@ async def test_an_aborting_pause_ends_requests_with_what_they_have_said() -> Non
         assert 0 < len(stage.ids("a")) < 900
 
 
-async def test_orders_are_answered_each_with_its_own_result() -> None:
+async def test_commands_are_answered_each_with_its_own_result() -> None:
     async with staged() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
@@ -140,7 +140,7 @@ async def test_orders_are_answered_each_with_its_own_result() -> None:
         assert (await stage.order(PauseWorker())).requests == 0
 
 
-async def test_a_flush_that_shall_disturb_nobody_is_not_done_while_a_request_runs() -> None:
+async def test_flush_unless_busy_is_skipped_while_a_request_runs() -> None:
     gently = FlushCache(unless_busy=True)
     async with staged() as stage:
         await stage.order(PauseWorker())
@@ -153,30 +153,30 @@ async def test_a_flush_that_shall_disturb_nobody_is_not_done_while_a_request_run
         assert (await stage.order(gently)).requests == 0
 
 
-async def test_a_version_without_a_name_is_refused() -> None:
+async def test_weight_version_without_a_name_is_rejected() -> None:
     async with staged() as stage:
         with pytest.raises(InvalidRequest, match="version"):
             await stage.order(SetWeightVersion(version=""))
 
 
-async def test_plans_are_written_when_somebody_asks(tmp_path: Path) -> None:
+async def test_plans_are_written_by_a_command(tmp_path: Path) -> None:
     async with staged(dumping_to(tmp_path)) as stage:
         await stage.command(admit("a"))
         await until(lambda: stage.ended("a"))
         done = await stage.order(DumpPlans())
         recording = read(tmp_path / done.file)
         assert recording.header.instance == stage.worker.process.instance
-        assert recording.header.reason == "a command asked for it"
+        assert recording.header.reason == "requested by a command"
         assert len(recording.records) >= 5
 
 
-async def test_without_a_folder_no_plans_are_written() -> None:
+async def test_plans_are_not_written_without_a_folder() -> None:
     async with staged() as stage:
         with pytest.raises(Unsupported, match="dump_folder is empty"):
             await stage.order(DumpPlans())
 
 
-async def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+async def test_dump_to_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
     async with staged(dumping_to(file)) as stage:
@@ -197,7 +197,7 @@ class Stuck:
         return Engine(engine.core, self.runner)
 
 
-async def test_a_step_that_takes_too_long_is_told_once_with_its_stack_and_plan(
+async def test_stalled_step_is_logged_once_with_its_stack_and_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stuck = Stuck()
@@ -211,13 +211,13 @@ async def test_a_step_that_takes_too_long_is_told_once_with_its_stack_and_plan(
             stuck.runner.go.set()
             await until(lambda: stage.ended("a"))
             assert stage.metric("stalls_total") == 1.0
-    (said,) = [r for r in caplog.records if r.message == "batching stands still"]
+    (said,) = [r for r in caplog.records if r.message == "batching loop stalled"]
     told = vars(said)
     assert "self.go.wait" in told["stack"]
     assert (told["rows"], told["tokens"]) == (1, 3)
 
 
-async def test_a_step_that_hangs_ends_the_process_and_leaves_its_plans(tmp_path: Path) -> None:
+async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -> None:
     stuck = Stuck()
     with pytest.RaisesGroup(LoopHung, flatten_subgroups=True):
         async with staged(dumping_to(tmp_path), stuck.open, stuck.clock) as stage:
@@ -230,7 +230,7 @@ async def test_a_step_that_hangs_ends_the_process_and_leaves_its_plans(tmp_path:
             await stage.worker.gone.wait()
     (file,) = tmp_path.glob("*.plans")
     recording = read(file)
-    assert recording.header.reason.startswith("Hung: ")
+    assert recording.header.reason.startswith("LoopHung: ")
     assert recording.records[-1].outcome is None
 
 
@@ -244,7 +244,7 @@ class Babbling(EngineCore):
         return tuple(msgspec.structs.replace(news, token_ids=None) for news in progress)
 
 
-async def test_progress_that_cannot_be_taken_in_ends_its_request_alone(tmp_path: Path) -> None:
+async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Path) -> None:
     def open_babbling(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
         batching = engine.core

@@ -24,7 +24,7 @@ STATE = RequestState(
 )
 
 
-def test_mail_is_taken_once_and_in_the_order_of_its_coming() -> None:
+def test_mail_is_taken_once_and_in_order() -> None:
     box = Mailbox(4)
     box.run(B, STATE)
     box.run(A, STATE)
@@ -32,7 +32,7 @@ def test_mail_is_taken_once_and_in_the_order_of_its_coming() -> None:
     assert box.take(wait=False) == Mail()
 
 
-def test_a_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
+def test_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
     box = Mailbox(1)
     box.run(A, STATE)
     box.drop(A)
@@ -40,7 +40,7 @@ def test_a_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
     assert box.take(wait=True) == Mail(runs=((B, STATE),))
 
 
-def test_a_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
+def test_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
     box = Mailbox(1)
     box.run(A, STATE)
     box.take(wait=True)
@@ -48,7 +48,7 @@ def test_a_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
     assert box.take(wait=True) == Mail(drops={A: 3})
 
 
-def test_a_full_box_says_when_to_come_back() -> None:
+def test_full_mailbox_rejects_with_retry_after() -> None:
     box = Mailbox(1)
     box.run(A, STATE)
     with pytest.raises(Overloaded) as refused:
@@ -56,7 +56,7 @@ def test_a_full_box_says_when_to_come_back() -> None:
     assert refused.value.retry_after_s == 1.0
 
 
-def test_orders_are_taken_once_and_in_the_order_given() -> None:
+def test_commands_are_taken_once_and_in_order() -> None:
     box = Mailbox(1)
     orders = (PauseWorker(), FlushCache(), ContinueWorker(), FlushCache())
     for order in orders:
@@ -65,7 +65,7 @@ def test_orders_are_taken_once_and_in_the_order_given() -> None:
     assert box.take(wait=False) == Mail()
 
 
-def test_a_loop_that_never_looks_is_given_a_bounded_number_of_orders() -> None:
+def test_mailbox_bounds_pending_commands() -> None:
     box = Mailbox(1)
     for _ in range(COMMANDS_MAX):
         box.submit_command(FlushCache())
@@ -73,14 +73,14 @@ def test_a_loop_that_never_looks_is_given_a_bounded_number_of_orders() -> None:
         box.submit_command(FlushCache())
 
 
-def test_a_loop_that_has_something_to_do_at_a_time_waits_no_longer() -> None:
+def test_mailbox_take_returns_after_its_timeout() -> None:
     box = Mailbox(1)
     assert box.take(wait=True, timeout_s=0.0) == Mail()
     box.run(A, STATE)
     assert box.take(wait=True, timeout_s=0.0) == Mail(runs=((A, STATE),))
 
 
-def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
+def test_mailbox_take_wakes_for_mail_and_close() -> None:
     box = Mailbox(1)
     taken: list[Mail | None] = []
 

@@ -519,7 +519,11 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "draining"),
-    [(HeldRequest, "_told", False), (WorkerOutput, "_requeue", True), (HeldChoice, "stop", False)],
+    [
+        (HeldRequest, "_detail_store", False),
+        (WorkerOutput, "_requeue", True),
+        (HeldChoice, "stop", False),
+    ],
 )
 def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
     owner: type, name: str, draining: bool, monkeypatch: pytest.MonkeyPatch
@@ -569,7 +573,7 @@ def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
             raise AssertionError("a bug, on purpose")
         return real(output, held)
 
-    monkeypatch.setattr(WorkerOutput, "_return", give_back)
+    monkeypatch.setattr(WorkerOutput, "_requeue", give_back)
     actions = bench.output.requeued([ChoiceKey(1), ChoiceKey(2)])
     assert set(actions) == {DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))}
     assert given_back(bench) == ["b"]

@@ -41,7 +41,7 @@ def state_group(slots: int) -> CacheGroup:
     )
 
 
-def test_a_page_released_twice_is_a_bug() -> None:
+def test_page_released_twice_is_a_bug() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
     pool.release(pages)
@@ -49,7 +49,7 @@ def test_a_page_released_twice_is_a_bug() -> None:
         pool.release(pages)
 
 
-def test_a_released_page_is_free_only_after_the_plan_that_may_read_it() -> None:
+def test_released_page_is_free_only_after_the_plan_that_may_read_it() -> None:
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.launched(7)
@@ -61,7 +61,7 @@ def test_a_released_page_is_free_only_after_the_plan_that_may_read_it() -> None:
     assert pool.free_count == 1
 
 
-def test_a_page_released_while_no_plan_runs_is_free_at_once() -> None:
+def test_page_released_while_no_plan_runs_is_free_at_once() -> None:
     pool = PagePool(1)
     pool.launched(1)
     pool.finished(1)
@@ -69,7 +69,7 @@ def test_a_page_released_while_no_plan_runs_is_free_at_once() -> None:
     assert pool.free_count == 1
 
 
-def test_a_shared_page_is_free_when_its_last_holder_has_let_go() -> None:
+def test_shared_page_is_free_when_its_last_holder_releases_it() -> None:
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.share(pages)
@@ -79,7 +79,7 @@ def test_a_shared_page_is_free_when_its_last_holder_has_let_go() -> None:
     assert pool.free_count == 1
 
 
-def test_a_page_is_loose_while_only_the_index_holds_it() -> None:
+def test_page_is_loose_while_only_the_prefix_cache_holds_it() -> None:
     pool = PagePool(2)
     pages = pool.allocate(2)
     pool.cache(pages[:1])
@@ -93,7 +93,7 @@ def test_a_page_is_loose_while_only_the_index_holds_it() -> None:
     assert (pool.loose_count, pool.free_count) == (0, 2)
 
 
-def test_a_forgotten_page_waits_only_for_plans_that_may_read_it() -> None:
+def test_evicted_page_waits_only_for_plans_that_may_read_it() -> None:
     pool = PagePool(2)
     early, late = pool.allocate(1), pool.allocate(1)
     pool.cache(early + late)
@@ -110,7 +110,7 @@ def test_a_forgotten_page_waits_only_for_plans_that_may_read_it() -> None:
     assert pool.free_count == 2
 
 
-def test_a_forgotten_page_that_a_request_holds_is_free_when_it_lets_go() -> None:
+def test_evicted_page_that_a_request_holds_is_free_when_released() -> None:
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.cache(pages)
@@ -120,7 +120,7 @@ def test_a_forgotten_page_that_a_request_holds_is_free_when_it_lets_go() -> None
     assert pool.free_count == 1
 
 
-def test_a_watched_page_is_named_once_when_it_is_loose() -> None:
+def test_watched_page_is_reported_once_when_it_is_loose() -> None:
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.cache(pages)
@@ -134,7 +134,7 @@ def test_a_watched_page_is_named_once_when_it_is_loose() -> None:
 
 
 @pytest.mark.parametrize("misuse", ["cache twice", "forget", "watch", "release", "watch loose"])
-def test_a_cached_page_handled_wrongly_is_a_bug(misuse: str) -> None:
+def test_cached_page_misuse_is_a_bug(misuse: str) -> None:
     pool = PagePool(2)
     cached, other = pool.allocate(2)
     pool.cache([cached])
@@ -150,7 +150,7 @@ def test_a_cached_page_handled_wrongly_is_a_bug(misuse: str) -> None:
         wrong[misuse]()
 
 
-def test_a_table_says_when_entries_that_were_there_have_changed() -> None:
+def test_table_revision_grows_when_entries_change() -> None:
     pools = CachePools([full_group(8), window_group(8, window=5)])
     table = PageTable(pools)
     table.allocate(16)
@@ -165,7 +165,7 @@ def test_a_table_says_when_entries_that_were_there_have_changed() -> None:
     assert table.revision > moved
 
 
-def test_a_window_group_lets_go_of_pages_behind_the_window() -> None:
+def test_window_group_releases_pages_behind_the_window() -> None:
     pools = CachePools([full_group(8), window_group(8, window=5)])
     table = PageTable(pools)
     table.allocate(16)
@@ -176,7 +176,7 @@ def test_a_window_group_lets_go_of_pages_behind_the_window() -> None:
     assert pools.used() == [4, 1]
 
 
-def test_a_fork_shares_whole_pages_and_writes_none_of_them() -> None:
+def test_fork_shares_full_pages_and_writes_none_of_them() -> None:
     pools = CachePools([full_group(8), window_group(8, window=5)])
     table = PageTable(pools)
     table.allocate(10)
@@ -199,7 +199,7 @@ def run(table: PageTable, end: int) -> None:
     table.commit(end)
 
 
-def test_a_request_reads_one_state_and_writes_another_however_long_it_is() -> None:
+def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
     pools = CachePools([full_group(8), state_group(2)])
     table = PageTable(pools)
     pairs: list[tuple[int, int]] = []
@@ -219,7 +219,7 @@ def test_a_request_reads_one_state_and_writes_another_however_long_it_is() -> No
     assert pools.free() == [8, 2]
 
 
-def test_a_row_that_is_run_again_reads_what_it_read_before() -> None:
+def test_row_that_is_run_again_reads_the_same_state() -> None:
     pools = CachePools([full_group(8), state_group(3)])
     table = PageTable(pools)
     run(table, 5)
@@ -238,7 +238,7 @@ def test_a_row_that_is_run_again_reads_what_it_read_before() -> None:
     assert table.committed == 5
 
 
-def test_a_state_that_somebody_else_holds_is_never_written() -> None:
+def test_state_with_another_holder_is_never_written() -> None:
     pools = CachePools([full_group(8), state_group(3)])
     table = PageTable(pools)
     run(table, 8)
@@ -250,7 +250,7 @@ def test_a_state_that_somebody_else_holds_is_never_written() -> None:
     assert pools.loose() == [0, 1]
 
 
-def test_rejected_drafts_give_their_pages_back() -> None:
+def test_rejected_drafts_release_their_pages() -> None:
     pools = CachePools([full_group(4)])
     table = PageTable(pools)
     table.allocate(14)
@@ -262,7 +262,7 @@ def test_rejected_drafts_give_their_pages_back() -> None:
 @pytest.mark.parametrize(
     ("kind", "window"), [(GroupKind.WINDOW, None), (GroupKind.FULL, 4), (GroupKind.CROSS, None)]
 )
-def test_a_group_that_makes_no_sense_is_refused(kind: GroupKind, window: int | None) -> None:
+def test_cache_group_with_a_wrong_window_is_rejected(kind: GroupKind, window: int | None) -> None:
     with pytest.raises(ValueError, match=r"window|cross"):
         CacheGroup(
             kind=kind, layers=(0,), page_bytes=1, page_tokens=1, pages_total=1, window=window
@@ -270,7 +270,7 @@ def test_a_group_that_makes_no_sense_is_refused(kind: GroupKind, window: int | N
 
 
 @given(window=st.integers(1, 40), tokens=st.integers(0, 200))
-def test_no_page_that_a_later_query_sees_is_dead(window: int, tokens: int) -> None:
+def test_dead_pages_are_never_attended_to_later(window: int, tokens: int) -> None:
     dead_tokens = window_group(1, window).dead_len(tokens) * PAGE_TOKENS
     border = tokens // PAGE_TOKENS * PAGE_TOKENS
     assert dead_tokens <= max(0, border - window + 1)

@@ -37,7 +37,7 @@ STEM = list(range(40, 76))
     fill=st.none() | st.integers(1, 64),
     prompts=st.none() | st.integers(1, 3),
 )
-def test_a_plan_takes_prompts_in_order_until_it_is_full(
+def test_plan_takes_prefills_in_order_until_it_is_full(
     lengths: list[int], step: int, chunk: int | None, fill: int | None, prompts: int | None
 ) -> None:
     limits = msgspec.structs.replace(
@@ -91,7 +91,7 @@ def on_two_cores(tokens: int) -> float:
     return 0.6e-3 * max(16, tokens)
 
 
-def test_the_first_of_a_burst_are_answered_before_the_last_are_computed() -> None:
+def test_first_requests_of_a_burst_decode_before_the_last_prefill() -> None:
     together = burst(on_two_cores, chunk_tokens=4096)
     one_by_one = burst(on_two_cores, chunk_tokens=512, fill_tokens=256)
     assert together[0] == together[-1]
@@ -102,7 +102,7 @@ def test_the_first_of_a_burst_are_answered_before_the_last_are_computed() -> Non
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_a_decode_never_waits_for_more_than_one_step(mixed: bool) -> None:
+def test_decode_waits_for_at_most_one_step(mixed: bool) -> None:
     steps = Steps(pages=60, mixed=mixed, context_tokens=200)
     steps.add(1, max_new_tokens=60)
     steps.go()
@@ -145,7 +145,7 @@ def order(
     return started
 
 
-def test_lof_starts_the_longest_answer_first() -> None:
+def test_lof_starts_the_longest_output_first() -> None:
     requests = [{"max_new_tokens": n} for n in (2, 9, 4, 9)]
     assert order(Policy.LOF, [], requests) == [1, 3, 2, 0]
 
@@ -158,7 +158,7 @@ def test_lpm_starts_the_longest_cached_prefix_first() -> None:
     assert order(Policy.LPM, [STEM], requests) == [2, 1, 0, 3]
 
 
-def test_dfs_weight_stays_in_the_subtree_that_most_wait_for() -> None:
+def test_dfs_weight_stays_in_the_largest_subtree() -> None:
     left, right = [*STEM[:8], *[1] * 8], [*STEM[:8], *[2] * 8]
     requests = [
         {"prompt": prompt}
@@ -175,7 +175,7 @@ def test_dfs_weight_stays_in_the_subtree_that_most_wait_for() -> None:
     assert order(Policy.DFS_WEIGHT, [left, right], requests, slots=7) == [1, 3, 5, 0, 4, 6, 2]
 
 
-def test_random_is_none_of_the_others_and_always_the_same() -> None:
+def test_random_policy_differs_from_others_and_is_reproducible() -> None:
     requests: list[dict[str, Any]] = [{} for _ in range(8)]
     drawn = order(Policy.RANDOM, [], requests)
     assert sorted(drawn) == list(range(8)) != drawn
@@ -189,7 +189,7 @@ def test_priorities_go_before_the_policy(low_first: bool, expected: list[int]) -
     assert order(Policy.FCFS, [], requests) == [0, 1, 2, 3]
 
 
-def test_a_priority_is_refused_where_none_counts_if_that_is_asked_for() -> None:
+def test_priority_is_rejected_where_disabled_if_configured() -> None:
     steps = Steps(rules=QueueRules(refuse_priority=True))
     steps.add(1, priority=1)
     steps.add(2)
@@ -199,7 +199,7 @@ def test_a_priority_is_refused_where_none_counts_if_that_is_asked_for() -> None:
     assert progress.finish.error.param == "priority"
 
 
-def test_beyond_128_waiting_the_tree_does_not_count() -> None:
+def test_tree_policies_fall_back_to_arrival_beyond_128_waiting() -> None:
     steps = Steps(
         pages=400, running_max=1, cached=True, queue_max=500, rules=QueueRules(policy=Policy.LPM)
     )
@@ -214,7 +214,7 @@ def test_beyond_128_waiting_the_tree_does_not_count() -> None:
     assert 500 in started[:6], "it was not passed over when fewer waited"
 
 
-def test_nobody_is_overtaken_for_longer_than_allowed() -> None:
+def test_request_is_overtaken_for_no_longer_than_allowed() -> None:
     steps = Steps(
         pages=400, running_max=1, rules=QueueRules(priority=True, max_overtake_s=5.0), queue_max=99
     )
@@ -228,7 +228,7 @@ def test_nobody_is_overtaken_for_longer_than_allowed() -> None:
     assert started[6:9] == [1, 1, 1], "it was preempted, or passed again"
 
 
-def test_who_outranks_by_enough_takes_the_place_of_the_weakest() -> None:
+def test_higher_priority_preempts_the_lowest() -> None:
     rules = QueueRules(priority=True, preempt_threshold=3)
     steps = Steps(pages=40, running_max=2, cached=True, rules=rules)
     steps.add(1, range(8), priority=2)
@@ -249,7 +249,7 @@ def test_who_outranks_by_enough_takes_the_place_of_the_weakest() -> None:
     assert all(p.finish.error is None for p in told if p.finish)
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_preemption_happens_only_if_it_frees_enough_pages() -> None:
     steps = Steps(pages=10, running_max=3, rules=QueueRules(priority=True, preempt_threshold=0))
     steps.add(1, range(20), priority=9, max_new_tokens=8, ignore_eos=True)
     steps.add(2, [1], priority=0, max_new_tokens=4, ignore_eos=True)
@@ -260,7 +260,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     assert steps.batching.preemptions == 0
 
 
-def test_with_pages_to_spare_nobody_is_preempted() -> None:
+def test_preemption_does_not_happen_with_free_pages() -> None:
     steps = Steps(pages=40, running_max=3, rules=QueueRules(priority=True, preempt_threshold=0))
     steps.add(1, priority=0)
     steps.add(2, priority=9)
@@ -268,7 +268,7 @@ def test_with_pages_to_spare_nobody_is_preempted() -> None:
     assert steps.running() == [2, 1]
 
 
-def test_requests_that_begin_alike_follow_the_first_one() -> None:
+def test_requests_with_a_common_prefix_wait_for_the_first_prefill() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     for key in range(3):
         steps.add(key, [*STEM, key])
@@ -277,7 +277,7 @@ def test_requests_that_begin_alike_follow_the_first_one() -> None:
     assert steps.go() == [(0, 1), (3, 1), (1, 1), (2, 1)]
 
 
-def test_who_follows_is_not_held_back_by_a_leader_that_left() -> None:
+def test_request_does_not_wait_for_a_leader_that_left() -> None:
     steps = Steps(pages=60, cached=True)
     for key in range(2):
         steps.add(key, [*STEM, key])
@@ -286,7 +286,7 @@ def test_who_follows_is_not_held_back_by_a_leader_that_left() -> None:
     assert steps.go() == [(1, 8)]
 
 
-def test_a_short_common_beginning_is_not_worth_waiting_for() -> None:
+def test_short_common_prefix_is_not_waited_for() -> None:
     steps = Steps(pages=60, cached=True)
     for key in range(2):
         steps.add(key, [*STEM[:5], key])
@@ -295,7 +295,7 @@ def test_a_short_common_beginning_is_not_worth_waiting_for() -> None:
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("cached", [True, False], ids=["tree", "fork"])
-def test_the_choices_of_a_request_share_its_prompt(cached: bool, window: int | None) -> None:
+def test_choices_of_a_request_share_its_prefill(cached: bool, window: int | None) -> None:
     steps = Steps(pages=60, cached=cached, window=window, step_tokens_max=256, chunk_tokens=256)
     for key in range(3):
         steps.add(key, STEM[:22], request_id=RequestId("one"), choice=key)
@@ -312,7 +312,7 @@ def test_the_choices_of_a_request_share_its_prompt(cached: bool, window: int | N
 
 
 @pytest.mark.parametrize(("salt", "found"), [(b"a" * 32, 36), (b"b" * 32, 0), (b"", 0)])
-def test_a_prefix_is_found_only_by_those_who_brought_the_same_salt(salt: bytes, found: int) -> None:
+def test_prefix_matches_only_with_the_same_salt(salt: bytes, found: int) -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     steps.add(0, [*STEM, 1], cache_salt=b"a" * 32, max_new_tokens=1)
     steps.go()
@@ -322,7 +322,7 @@ def test_a_prefix_is_found_only_by_those_who_brought_the_same_salt(salt: bytes, 
     assert request.cached_tokens == found
 
 
-def test_nobody_waits_for_a_prompt_of_another_salt() -> None:
+def test_request_does_not_wait_for_a_prefill_of_another_salt() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     for key, salt in enumerate((b"a" * 32, b"b" * 32, b"a" * 32)):
         steps.add(key, [*STEM, key], cache_salt=salt)
@@ -330,7 +330,7 @@ def test_nobody_waits_for_a_prompt_of_another_salt() -> None:
     assert steps.go() == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_cached_tokens_count_no_work_of_the_request_itself_after_a_retraction() -> None:
+def test_cached_tokens_exclude_own_tokens_after_a_retraction() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256, context_tokens=200)
     steps.add(1, 30, max_new_tokens=60, ignore_eos=True)
     for _ in range(40):
@@ -347,7 +347,7 @@ def test_cached_tokens_count_no_work_of_the_request_itself_after_a_retraction() 
     assert {p.cached_tokens for p in steps.batching.take_progress()} == {0}
 
 
-def test_a_salt_stays_with_a_request_over_other_weights() -> None:
+def test_salt_stays_with_a_request_across_weight_versions() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     salts = (b"a" * 32, b"a" * 32, b"b" * 32)
     for key, salt in enumerate(salts):
@@ -360,7 +360,7 @@ def test_a_salt_stays_with_a_request_over_other_weights() -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["tree", "fork"])
-def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
+def test_pages_of_older_weights_are_not_shared(cached: bool) -> None:
     steps = Steps(pages=60, cached=cached, step_tokens_max=256, chunk_tokens=256)
     for key in range(2):
         steps.add(key, STEM[:22], request_id=RequestId("one"), choice=key)
@@ -369,7 +369,7 @@ def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
     assert steps.go() == [(0, 1), (1, 22)]
 
 
-def test_what_older_weights_say_of_a_prompt_is_not_told() -> None:
+def test_prompt_logprobs_of_older_weights_are_discarded() -> None:
     steps = Steps(pages=60, step_tokens_max=8, chunk_tokens=8)
     details = TokenOutputParams(logprobs=True, prompt_start=0)
     steps.add(0, STEM[:20], max_new_tokens=2, details=details)
@@ -405,7 +405,7 @@ def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
     return tuple(steps.batching.take_progress())
 
 
-def test_a_choice_that_comes_too_late_for_a_window_computes_its_prompt_itself() -> None:
+def test_choice_too_late_for_a_window_prefills_itself() -> None:
     steps = Steps(pages=60, window=6, running_max=1)
     steps.add(0, STEM[:22], request_id=RequestId("one"), choice=0, max_new_tokens=9)
     steps.add(1, STEM[:22], request_id=RequestId("one"), choice=1, max_new_tokens=9)
@@ -414,7 +414,7 @@ def test_a_choice_that_comes_too_late_for_a_window_computes_its_prompt_itself() 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_order_by_arrival_holds_however_many_come_and_go(seed: int) -> None:
+def test_queue_order_by_arrival_holds_for_any_sequence(seed: int) -> None:
     chance = random.Random(seed)
     steps = Steps(pages=400, running_max=4, queue_max=999)
     started: list[int] = []
@@ -429,7 +429,7 @@ def test_the_order_by_arrival_holds_however_many_come_and_go(seed: int) -> None:
     assert started == sorted(started)
 
 
-def test_what_the_next_ones_will_find_is_not_evicted_before_them() -> None:
+def test_cached_prefixes_of_next_requests_are_not_evicted() -> None:
     steps = Steps(pages=10, running_max=1, cached=True)
     wanted, unwanted = [40] * 8, [50] * 8
     for key, prompt in enumerate((wanted, unwanted)):
@@ -444,7 +444,7 @@ def test_what_the_next_ones_will_find_is_not_evicted_before_them() -> None:
     assert steps.cached_tokens([*unwanted, 1]) == 0
 
 
-def test_of_those_who_wait_the_first_keeps_what_it_will_find_for_longest() -> None:
+def test_cached_prefix_of_the_first_waiting_request_is_evicted_last() -> None:
     steps = Steps(pages=10, running_max=1, cached=True)
     first, second = [40] * 8, [50] * 8
     for key, prompt in enumerate((first, second)):
@@ -459,7 +459,7 @@ def test_of_those_who_wait_the_first_keeps_what_it_will_find_for_longest() -> No
     assert steps.batching.running[0].cached_tokens == len(first)
 
 
-def test_what_the_tree_has_is_kept_where_the_window_of_who_was_followed_has_moved_on() -> None:
+def test_cached_prefix_is_used_where_the_leaders_window_moved_on() -> None:
     steps = Steps(
         pages=120, cached=True, window=6, step_tokens_max=256, chunk_tokens=256, context_tokens=200
     )
@@ -474,7 +474,7 @@ def test_what_the_tree_has_is_kept_where_the_window_of_who_was_followed_has_move
     assert [r.cached_tokens for r in steps.batching.running.values()] == [len(STEM)] * 2
 
 
-def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
+def test_waiting_request_counts_no_cache_hit() -> None:
     steps = Steps(pages=10, running_max=2, cached=True)
     steps.add(0, [40] * 8, max_new_tokens=1)
     steps.go()
@@ -488,7 +488,7 @@ def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
     assert steps.hits([40]) == 1
 
 
-def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowed() -> None:
+def test_repeatedly_preempted_request_is_overtaken_no_longer_than_allowed() -> None:
     rules = QueueRules(priority=True, preempt_threshold=0, max_overtake_s=10.0)
     steps = Steps(pages=400, running_max=1, rules=rules)
     steps.add(0, priority=0, max_new_tokens=30, ignore_eos=True)
@@ -501,7 +501,7 @@ def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowe
     assert steps.batching.preemptions == 2, "it gave way although it had waited 16 s in all"
 
 
-def test_a_prompt_is_compared_once_with_each_of_those_that_begin_alike(
+def test_prompt_is_compared_once_with_each_prefilling_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[tuple[int, int]] = []
@@ -510,8 +510,8 @@ def test_a_prompt_is_compared_once_with_each_of_those_that_begin_alike(
         compared.append((a.key, b.key))
         return agreed_in_full(a, b, longest)
 
-    agreed_in_full = sharing._agreed
-    monkeypatch.setattr(sharing, "_agreed", agreed)
+    agreed_in_full = sharing._common_length
+    monkeypatch.setattr(sharing, "_common_length", agreed)
     steps = Steps(pages=10, cached=True, chunk_tokens=2, step_tokens_max=8)
     steps.add(1, [*STEM[:4], *range(16)], max_new_tokens=16, ignore_eos=True)
     steps.go()
@@ -522,7 +522,7 @@ def test_a_prompt_is_compared_once_with_each_of_those_that_begin_alike(
     assert compared == [(1, 2)]
 
 
-def test_beyond_a_token_each_the_first_ones_take_what_is_left_of_a_step() -> None:
+def test_decodes_with_several_tokens_share_the_rest_of_a_step_in_order() -> None:
     steps = Steps(step_tokens_max=6, running_max=2)
     steps.add(1)
     steps.add(2)

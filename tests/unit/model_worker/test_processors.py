@@ -111,7 +111,7 @@ def test_a_clock_that_looked_often_says_what_one_says_that_looks_once(outputs, d
 
 
 def test_a_clock_does_not_count_tokens_that_are_not_drawn_yet() -> None:
-    with pytest.raises(AssertionError, match="not drawn yet"):
+    with pytest.raises(AssertionError, match="not sampled yet"):
         ThinkingClock(BUDGET, ints(1)).forced(ints(1, BEGIN, future(0)))
 
 

@@ -51,7 +51,7 @@ def running(outputs: tuple[int, ...] = (5,)) -> Request:
 
 
 @pytest.mark.parametrize("tokens", [[0], [5, 70_000, 2**31 - 1]])
-def test_steps_that_end_nothing_can_be_written_at_once(tokens: list[int]) -> None:
+def test_decode_steps_without_a_finish_can_be_appended_at_once(tokens: list[int]) -> None:
     one, other = running(), running()
     one.go_on(np.array(tokens, np.int32))
     for token in tokens:

@@ -103,7 +103,7 @@ def open_hash_engine(settings: Settings) -> Engine:
         weights_digest="",
     )
     pools = CachePools([group])
-    batching = EngineCore(limits, pools, RadixIndex(pools, told=BlockTracker()))
+    batching = EngineCore(limits, pools, RadixIndex(pools, tracker=BlockTracker()))
     return Engine(batching, HashRunner([group], VOCAB_SIZE))
 
 
@@ -434,7 +434,7 @@ async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:
     assert reply == ControlDone(pages_freed=0)
 
 
-@pytest.mark.parametrize("name", ["put_down", "begin", "drop"])
+@pytest.mark.parametrize("name", ["record", "begin", "drop"])
 async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
     stage: Stage, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,9 +448,7 @@ async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
     assert await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(StepAccounting, "put_down"), (WorkerOutput, "started")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(StepAccounting, "record"), (WorkerOutput, "started")])
 async def test_failing_bookkeeping_keeps_no_request_from_being_given_back(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,7 +550,7 @@ async def test_malformed_admit_of_a_leader_ends_its_request_alone(
         if self.request_id == "bad":
             raise AssertionError("a bug, on purpose")
 
-    monkeypatch.setattr(HeldRequest, "_told", told)
+    monkeypatch.setattr(HeldRequest, "_detail_store", told)
     await stage.command(admit("a"), admit("bad"), admit("b"))
     await until(lambda: stage.ended("a") and stage.ended("b"))
     assert not stage.worker.gone.is_set()

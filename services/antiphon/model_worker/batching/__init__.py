@@ -1,1 +1,1 @@
-"""Who runs in the next step. Pure: no torch, no bus, simulated by the thousand steps."""
+"""Continuous batching: which requests run in the next step. Pure: no torch, no bus."""

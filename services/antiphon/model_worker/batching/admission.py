@@ -1,4 +1,4 @@
-"""Who may come in at all: what can never run here is refused before it costs anything."""
+"""Engine limits, and the check that rejects requests that can never run on this worker."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step, one request and this model can take.
+    """Limits of a step, of a request and of the model.
 
     Attributes:
-        step_tokens_max: Most tokens of one plan.
-        chunk_tokens: Longest piece of one prompt in a plan. None: prompts are never cut, and one
+        step_tokens_max: Maximum number of tokens in a plan.
+        chunk_tokens: Maximum length of a prefill chunk. None: chunked prefill is off, and a prompt
             that is longer than a step has a step to itself.
-        fill_tokens: Prompt tokens with which a plan is full: no further prompt joins it, so that
-            the first prompts have their answers begun before the last are computed. None: a plan
+        fill_tokens: Number of prefill tokens with which a plan is full: no further prefill joins
+            it, so that the first requests decode before the last ones are prefilled. None: a plan
             takes as many as fit.
-        prefill_max: Most prompts in one plan; None: as many as fit.
-        mixed: Whether prompts are computed in the same plans as decodes. If not they take turns,
-            so that neither waits for more than one plan of the others.
-        running_max: Most requests with pages.
-        queue_max: Most requests that wait beyond those that have a slot coming.
-        context_tokens: Most tokens of prompt and answer, by the model and by the page pool.
-        end_ids: Tokens with which the model ends an answer.
-        weight_version: What the weights are called, beyond what was loaded at the start.
-        stream_interval: Tokens of an answer that are worth a word.
-        hidden_states: Whether a request may be told hidden states.
-        pool_width: How many numbers a prompt becomes, in a model that draws no tokens. None: one
-            that does, and pools nothing.
-        queue_timeout_s: How long a request may wait until it is started. None: for ever.
-        running_timeout_s: How long a request may take once it is started. None: for ever.
-        checkpoint_tokens: A state is kept for others each so many tokens; whole pages. Of models
-            without recurrent states it says nothing.
-        follow_timeout_s: How long a token may take to be followed through a grammar.
-        conservativeness: By how much more of their answers is kept free for running requests than
-            experience asks for; see `NewTokenRatio`.
+        prefill_max: Maximum number of prefilling requests in a plan. None: as many as fit.
+        mixed: Whether prefill chunks and decodes share a plan (mixed chunked prefill). If not,
+            prefill steps and decode steps alternate, so that neither waits for more than one plan
+            of the other kind.
+        running_max: Maximum number of running requests.
+        queue_max: Maximum number of waiting requests beyond those that get a free slot.
+        context_tokens: Maximum number of tokens of prompt and output, by model and page pool.
+        end_ids: The model's EOS ids.
+        weight_version: Name of the weights, which may change after they were loaded.
+        stream_interval: Number of output tokens from one message of a stream to the next.
+        hidden_states: Whether requests may ask for hidden states.
+        pool_width: Width of the pooled vector of a model that generates no tokens. None: a
+            generative model, which pools nothing.
+        queue_timeout_s: Maximum time in the queue. None: no limit.
+        running_timeout_s: Maximum time from the start of a request. None: no limit.
+        checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
+            Unused for models without recurrent states.
+        follow_timeout_s: Maximum time for a grammar matcher to accept a token.
+        conservativeness: Factor on the share of remaining output tokens for which pages are
+            reserved; see `NewTokenRatio`.
     """
 
     step_tokens_max: int
@@ -64,13 +65,13 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(state: RequestState, limits: EngineLimits) -> None:
-    """Refuse what can never run here, before it costs anything.
+    """Reject a request that can never run on this worker.
 
     Raises:
-        InvalidRequest: There is no prompt, or an id is not in the vocabulary.
+        InvalidRequest: The prompt is empty, or an id is not in the vocabulary.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
-        Unsupported: It was begun with other weights or an adapter, or wants hidden states; or it
-            wants tokens of a model that gives vectors, or the other way round.
+        Unsupported: The request was started with other weights or an adapter, or asks for hidden
+            states; or it asks a pooling model for tokens, or a generative one for a vector.
     """
     if len(state.prompt_ids) % 4 or len(state.output_ids) % 4:
         raise InvalidRequest("token ids are not a multiple of 4 bytes", param="input_ids")
@@ -88,12 +89,12 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     logprobs.check_logprobs(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
     pooling.check_pooling(state.sampling, limits.pool_width)
     if state.adapter_digest:
-        raise Unsupported("this worker runs no adapters")
+        raise Unsupported("this worker does not support adapters")
     if state.weights_digest not in {"", limits.weights_digest}:
-        raise Unsupported("the answer was begun with other weights")
+        raise Unsupported("the request was started with other weights")
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:
-    """Length of the longest answer: what was asked for, as far as the context goes."""
+    """Maximum number of output tokens: `max_new_tokens`, limited by the context."""
     prompt_tokens = len(state.prompt_ids) // 4
     return min(state.sampling.max_new_tokens, limits.context_tokens - prompt_tokens)

@@ -1,4 +1,4 @@
-"""From rows to the flat arrays of a plan."""
+"""Builds step plans: the rows of a batch as flat arrays."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request that a plan computes: `[start, start + length)`.
 
     Attributes:
-        draws: Whether a token is drawn after it: a chunk in the middle of a prompt draws none.
-        life: The request's when the row was made; of another life its outcome says nothing.
+        draws: Whether a token is sampled after it: not after a prefill chunk within a prompt.
+        life: The generation of the request when the row was made; if the request's has changed
+            since, the outcome of the row is dropped.
     """
 
     request: Request
@@ -35,7 +36,7 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def launched(cls, request: Request, end: int) -> BatchRow:
-        """The next row of a request, up to `end`, from the moment on when it is launched."""
+        """Make the next row of a request, up to `end`, and mark it as launched."""
         start, expected = request.planned, request.length + request.ahead
         if end > request.length:
             request.ids[request.length : end] = future(request.slot)
@@ -51,24 +52,24 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> bool:
-        """Whether its request still waits for its outcome."""
+        """Whether the request still waits for the outcome of this row."""
         return self.life == self.request.life
 
     def repeat(self) -> None:
-        """It is run once more: what is counted of its request is counted from here."""
+        """Note that the row runs once more: progress of its request counts from its start."""
         self.request.began = self.start
 
 
 def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
-    """Lay the rows out, in the order given. None of their requests has lost its slot."""
+    """Build the plan of these rows, in the order given. Their requests must have their slots."""
     layout = slots.layout(rows)
-    tokens, positions, kv_len = _decodes(rows) if layout.decodes else _pieces(rows, layout)
-    steering = slots.logits_processors
+    tokens, positions, kv_len = _decodes(rows) if layout.decodes else _chunks(rows, layout)
+    processors = slots.logits_processors
     masks = masked = penalties = biases = None
-    if not steering.idle:
-        masks, masked = steering.masks(rows)
-        penalties = steering.penalties(rows, layout.slot, layout.draws)
-        biases = steering.biases(rows)
+    if not processors.idle:
+        masks, masked = processors.masks(rows)
+        penalties = processors.penalties(rows, layout.slot, layout.draws)
+        biases = processors.biases(rows)
     pooling = None if layout.decodes else pooling_request(rows)
     return StepPlan(
         step=step,
@@ -94,7 +95,7 @@ def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
 
 
 def _decodes(rows: Sequence[BatchRow]) -> tuple[Ints, Ints, Ints]:
-    """What `_pieces` gives of rows of one token each, in one array for all."""
+    """`_chunks` for rows of one token each, in one array for all."""
     tokens = [row.request.ids.item(row.start) for row in rows]
     starts = [row.start for row in rows]
     ends = [start + 1 for start in starts]
@@ -102,8 +103,8 @@ def _decodes(rows: Sequence[BatchRow]) -> tuple[Ints, Ints, Ints]:
     return columns[0], columns[1:2], columns[2]
 
 
-def _pieces(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]:
-    """The tokens of all rows, their positions, and how many tokens each row knows at its end."""
+def _chunks(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]:
+    """Tokens and positions of all rows, and the KV length at the end of each row."""
     start = np.array([row.start for row in rows], np.int32)
     tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
     positions = layout.index + start[layout.row]
@@ -111,7 +112,7 @@ def _pieces(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]
 
 
 def _page_tables(rows: Sequence[BatchRow], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
-    """The page tables by group; of states, what each row reads and what it writes."""
+    """The page tables by group; for a state group, the states that each row reads and writes."""
     first = rows[0].request.table
     assert first is not None, "a running request has no pages"
     tables = slots.page_tables(slot)

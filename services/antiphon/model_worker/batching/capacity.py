@@ -1,4 +1,4 @@
-"""What a worker could take on: what the cluster's scheduler counts its credit from."""
+"""The free capacity of a worker, which the scheduler needs to place requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.table import CachePools
 
 HORIZON_STEPS = 32
-"""How far ahead the release of pages is predicted: about as long as a bound request is on its way
-and queues, and so near that few answers end in between without it being known."""
+"""How far ahead the release of pages is predicted: about as long as a request takes from its
+placement to its start, and so near that few requests finish unpredicted in between."""
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Pages of one group: all, those that nobody holds, and those that only the cache holds."""
+    """Pages of one group: all, the free ones, and those that only the prefix cache holds."""
 
     total: int
     free: int
@@ -34,18 +34,17 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Pages of the group that has the fewest to offer, recurrent states aside: slots count them.
+    """Pages of the group with the fewest available, recurrent states aside: slots count those.
 
     Attributes:
-        pages_free: That nobody holds.
-        pages_evictable: That only the prefix cache holds: as good as free.
-        pages_promised: Of these two, those that running requests are expected to take yet.
-        pages_returning: That surely come back within `HORIZON_STEPS` decodes, because their
-            requests reach the end that they asked for. Others come back, too, at ends that nobody
-            knows.
+        pages_free: Free pages.
+        pages_evictable: Pages that only the prefix cache holds: as good as free.
+        pages_promised: Pages of these two kinds that are reserved for running requests.
+        pages_returning: Pages that are certainly freed within `HORIZON_STEPS` decode steps, because
+            their requests reach their maximum length. Others are freed by unpredictable finishes.
         slots_free: Requests that could be started.
         sequence_tokens: Tokens of all running requests.
-        window: Pages of the group of sliding windows that has the fewest to offer, if there is one.
+        window: Pages of the sliding-window group with the fewest available, if there is one.
         states: Recurrent states, likewise.
     """
 
@@ -60,14 +59,14 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def pages_available(self) -> int:
-        """What a new request may count on; negative if too much was promised."""
+        """Pages available to a new request; negative if more are reserved than there are."""
         return self.pages_free + self.pages_evictable - self.pages_promised
 
 
 def measure_capacity(
     pools: CachePools, index: PrefixIndex, budget: PageBudget, slots: Slots
 ) -> Capacity:
-    """How things stand now. Some additions over arrays of slots, whatever the load."""
+    """Measure the capacity now. A few array operations over the slots, whatever the load."""
     left = slots.tokens_max - slots.length
     ending = (slots.length > 0) & (left <= HORIZON_STEPS)
     sequence_tokens = int(slots.length.sum())
@@ -94,7 +93,7 @@ def measure_capacity(
 
 
 def _least(pools: CachePools, index: PrefixIndex, groups: Sequence[int]) -> PoolUse | None:
-    """Of these groups the one that has the fewest pages to offer."""
+    """The use of the group with the fewest available pages."""
     if not groups:
         return None
     free, evictable = pools.free(), index.evictable()

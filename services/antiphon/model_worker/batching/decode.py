@@ -1,4 +1,4 @@
-"""Pages for the next tokens of whoever runs."""
+"""Page allocation for the scheduled rows of running requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.slots import Slots
 
 ScheduledRow = tuple["Request", int]
-"""A running request, and up to which of its tokens the next row goes."""
+"""A running request, and the end of its next row in tokens of the request."""
 
 
 def ensure_pages(
@@ -24,31 +24,32 @@ def ensure_pages(
     running: Callable[[], Collection[Request]],
     retract: Callable[[Request], None],
 ) -> list[ScheduledRow]:
-    """Give running requests the pages of their next row, retracting some if it must.
+    """Allocate the pages of the scheduled rows, retracting requests if pages run out.
 
-    The oldest are served first. A request that runs alone always fits, as `check` saw to, so
-    somebody is left. Where pages are on their way back, because a launched plan may still read
-    them, nobody is retracted: whoever waits for them has no row in this plan.
+    The oldest requests are served first. A request that runs alone always fits, because
+    `admission.check` saw to that, so at least one row remains. Where enough pages are pending free,
+    because a launched plan may still read them, no request is retracted: the row that needs them
+    is left out of this plan.
 
     Args:
-        scheduled: Rows to make room for.
-        budget: Where pages are found.
-        slots: Where they are written down.
-        running: All that could give way.
-        retract: Takes its victim out of `running`.
+        scheduled: Rows that need pages.
+        budget: Where pages are allocated.
+        slots: Where the new page tables are written.
+        running: All requests that could be retracted.
+        retract: Retracts a request, which removes it from `running`.
 
     Returns:
-        Those of `wants` that have their pages, in their order.
+        The scheduled rows that have their pages, in the same order.
     """
     short = [row for row in scheduled if not _covered(*row)]
     if not short:
         return scheduled
     if len(short) > 1:
-        # One eviction for all: page by page it took longer than all else in a step of decodes.
+        # One eviction for all: page by page it took longer than all else in a decode step.
         budget.ensure_free(pages_needed(short))
         short.sort(key=lambda row: row[0].arrival)
     for request, end in short:
-        # Its table goes when it is retracted itself, maybe for one before it.
+        # The request may have been retracted itself, for an earlier row: then it has no table.
         while request.table is not None and not budget.allocate(request.table, end):
             if budget.pending_free(request.table.need(end)):
                 break
@@ -59,11 +60,11 @@ def ensure_pages(
 
 
 def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
-    """Pages a group that all of these rows take yet."""
+    """Pages by group that all of these rows still need."""
     each = [request.table.need(end) for request, end in scheduled if request.table is not None]
     return [sum(needs) for needs in zip(*each, strict=True)]
 
 
 def _covered(request: Request, end: int) -> bool:
-    """Whether it runs, and has pages for its row."""
+    """Whether the request still runs and has pages for its row."""
     return request.table is not None and request.table.covers(end)

@@ -1,4 +1,4 @@
-"""The requests of one worker, and the choice of what runs in the next step."""
+"""The engine core: the requests of one worker, and the rows of the next step."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class EngineCore:
     """Waiting and running requests, their slots and pages.
 
     Called from one thread only: `add` and `drop` between steps, then `next_rows`, then `commit` or
-    `fail` with what became of them. The next rows may be chosen before the last are committed;
-    their tokens are `future` then. Knows no clock: `now` is any that never goes back, in seconds.
+    `fail` with the outcome. The next rows may be planned before the last are committed; their
+    tokens are `future` then. Has no clock: `now` is any monotonic one, in seconds.
 
     Attributes:
-        running: Requests with pages by slot, in the order in which they were started. Of steady
-            rows they do not know yet what was drawn; whoever asks here for anything does.
-        slots: What plans are gathered from.
+        running: Running requests by slot, in the order in which they were started. On the decode
+            fast path their tokens lag behind; the methods here bring them up to date.
+        slots: The arrays from which plans are gathered.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineCore:
         matcher_executor: MatcherExecutor | None = None,
     ) -> None:
         assert limits.context_tokens <= pools.tokens_max, "the longest request would never fit"
-        assert limits.running_max <= limits.step_tokens_max, "not everybody could decode"
+        assert limits.running_max <= limits.step_tokens_max, "some requests could not decode"
         self.limits = limits
         self.pools = pools
         self.rules = rules or QueueRules()
@@ -94,7 +94,7 @@ class EngineCore:
         self._rows_launched = 0
         self._progress: list[Progress] = []
         self._stretch = Stretch(self._batch, self._planner, self._fail_alone)
-        self._commits = OutcomeProcessor(
+        self._outcomes = OutcomeProcessor(
             self._batch,
             self._pending_grammar,
             report=self._report_running,
@@ -109,37 +109,37 @@ class EngineCore:
 
     @property
     def can_plan(self) -> bool:
-        """Whether somebody runs, and the next rows can be chosen without a wait for a guide."""
+        """Whether the next rows can be planned without a wait for a grammar matcher."""
         return bool(self.running) and not self._pending_grammar
 
     @property
     def retractions(self) -> int:
-        """Requests that lost their pages because none were left, since start."""
+        """Requests retracted because pages ran out, since start."""
         return self._planner.retractions
 
     @property
     def retracted_tokens(self) -> int:
-        """Tokens that these had in the cache, since start."""
+        """Tokens of the retracted requests, since start."""
         return self._planner.retracted_tokens
 
     @property
     def retracted_prompt_tokens(self) -> int:
-        """Of those, the prompts', since start."""
+        """Prompt tokens of the retracted requests, since start."""
         return self._planner.retracted_prompt_tokens
 
     @property
     def new_token_ratio(self) -> float:
-        """Share of the longest answers for which pages are kept free."""
+        """Share of the remaining output tokens for which pages are reserved."""
         return self._planner.new_token_ratio
 
     @property
     def preemptions(self) -> int:
-        """Requests that lost their pages to one that outranks them, since start."""
+        """Requests preempted for one of higher priority, since start."""
         return self._planner.preemptions
 
     @property
     def next_due(self) -> float | None:
-        """When `expire` next has somebody to end, if anybody's time is limited."""
+        """When `expire` next has a request to end; None if there is no timeout."""
         dues = [
             due
             for due in (self._timeouts.next_due, self._pending_grammar.next_due)
@@ -150,11 +150,11 @@ class EngineCore:
     def add(
         self, key: ChoiceKey, state: RequestState, now: float, matcher: GrammarMatcher | None = None
     ) -> None:
-        """Take a choice in. One that can never run, or not wait, ends at once with the reason.
+        """Add a choice to the queue. One that can never run, or not wait, ends with an error.
 
-        `guide` belongs to its grammar, and stands where its answer stands.
+        `matcher` belongs to its grammar, and has accepted its output tokens.
         """
-        assert (matcher is None) == (state.sampling.grammar is None), "not the guide of this choice"
+        assert (matcher is None) == (state.sampling.grammar is None), "no matcher of this choice"
         try:
             check(state, self.limits)
             self._check_priority(state)
@@ -170,12 +170,12 @@ class EngineCore:
             self._timeouts.arrived(request)
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
-        """Free what a choice holds and say no more of it. An unknown key is no error.
+        """Release a choice's slot and pages and stop reporting it. Unknown keys are ignored.
 
         Args:
             key: Names the choice.
-            kept: Output ids of its answer, where it ended before what was made of it: others may
-                find the pages of these, and never those after them.
+            kept: Number of output ids in the response, where more were sampled: only their pages
+                are inserted into the prefix cache.
         """
         request = self._requests.get(key)
         if request is None:
@@ -186,7 +186,7 @@ class EngineCore:
         self._free(request)
 
     def requeue(self, keys: Sequence[ChoiceKey]) -> bool:
-        """Free the choices of a request, if none of them was ever started; say whether it is so."""
+        """Drop the choices of a request, if none of them was ever started; whether that is so."""
         requests = [self._requests.get(key) for key in keys]
         if any(request is None or request.started_s is not None for request in requests):
             return False
@@ -195,18 +195,18 @@ class EngineCore:
         return True
 
     def next_rows(self, now: float) -> Sequence[BatchRow]:
-        """Choose the work of the next step.
+        """Plan the rows of the next step.
 
-        Nothing only if nothing is left to do, or nothing before launched rows are committed.
+        Empty only if nothing is left to do, or nothing before launched rows are committed.
         """
         self.expire(now)
         steady = self._stretch.next_rows() if self._full else ()
         rows = steady or self._plan_rows(now)
         self._rows_launched += len(rows)
-        stands = not rows and not self._rows_launched
-        if stands and self._pending_grammar:
+        stalled = not rows and not self._rows_launched
+        if stalled and self._pending_grammar:
             self._pending_grammar.wait()
-        assert not stands or self._pending_grammar or self.idle, "requests wait and nothing runs"
+        assert not stalled or self._pending_grammar or self.idle, "requests wait and nothing runs"
         return rows
 
     def _plan_rows(self, now: float) -> Sequence[BatchRow]:
@@ -223,38 +223,38 @@ class EngineCore:
         return rows
 
     def _unlaunch(self, rows: Sequence[BatchRow]) -> None:
-        """Rows that were made are not launched after all."""
+        """Undo `BatchRow.launched` for rows that are not launched after all."""
         for row in rows:
             if row.current:
                 row.request.resume(row.request.computed)
 
     @property
     def _full(self) -> bool:
-        """Whether nobody starts before somebody ends: whoever waits has no slot to wait for."""
+        """Whether no request starts until a running one finishes: all slots are taken."""
         return not len(self.waiting) or not (self.slots.free_count or self.rules.priority)
 
     def expire(self, now: float) -> None:
-        """End those whose time is over: it runs in a pause, too, in which no rows are chosen."""
+        """End requests that timed out. Also called in a pause, in which no rows are planned."""
         if self._pending_grammar:
-            self._commits.commit_pending()
+            self._outcomes.commit_pending()
         if self._timeouts.any_due(now):
             self._end_overdue(self._timeouts.take_due(now))
         if self._pending_grammar:
             self._end_overdue(self._pending_grammar.overdue(now))
 
     def commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
-        """Apply what a plan produced. Rows whose requests went other ways are passed over."""
+        """Apply the outcome of a plan. Rows that are no longer current are skipped."""
         self._rows_launched -= len(rows)
         if isinstance(rows, SteadyRows):
             if self._stretch.take(rows, outcome):
                 return
             rows = rows[:]
-        self._commits.commit(rows, outcome)
+        self._outcomes.commit(rows, outcome)
         if not self._rows_launched:
             self._stretch.begin(rows, outcome, self.limits)
 
     def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
-        """End a choice that could not be taken in, or not be dropped."""
+        """End a choice that could not be added or dropped."""
         request = self._requests.get(key)
         if request is None:
             self._progress.append(Progress(key=key, finish=Finish.failed(error)))
@@ -262,15 +262,15 @@ class EngineCore:
             self._end_failed(request, error)
 
     def fail_planned(self, request: Request | None, error: EngineError) -> None:
-        """End the request at fault after no rows could be chosen.
+        """End the request at fault after planning failed.
 
-        None: it is not known. Then all that run end, or the first that waits if none does, so that
-        each turn comes nearer to the one at fault.
+        None: it is unknown. Then all running requests end, or the first waiting one if none runs,
+        so that each turn comes nearer to the one at fault.
         """
         if request is not None:
             at_fault = [request]
         elif self.running:
-            self._stretch.forget()  # of whom nobody is left
+            self._stretch.forget()  # none of its requests is left
             at_fault = list(self.running.values())
         else:
             at_fault = self.waiting.head()[:1]
@@ -288,7 +288,7 @@ class EngineCore:
         """End a request whose own state may be broken; nothing more is reported of it.
 
         Raises:
-            SharedStateBroken: What it holds cannot be freed.
+            SharedStateBroken: Its pages cannot be freed.
         """
         if request.phase is Phase.ENDED:
             return
@@ -301,10 +301,10 @@ class EngineCore:
             raise SharedStateBroken("what a failed request holds cannot be freed") from failure
 
     def _fail_alone(self, request: Request, error: Exception) -> None:
-        """End the request that a fault belongs to: the requests beside it go on.
+        """End the request at fault: the other requests continue.
 
         Raises:
-            SharedStateBroken: The fault is in what all requests share.
+            SharedStateBroken: The fault is in state that all requests share.
         """
         raise_if_shared(error)
         log.error("request failed", exc_info=error, extra={"request_id": request.state.request_id})
@@ -317,24 +317,24 @@ class EngineCore:
         self._end_each([row.request for row in rows if row.current], Finish.failed(error))
 
     def discard_launched(self, rows: Sequence[BatchRow]) -> None:
-        """Forget launched rows: nobody will say what became of them."""
+        """Forget launched rows whose outcome will not be committed."""
         self._rows_launched -= len(rows)
         for row in rows:
             if row.current:
                 row.request.resume(row.request.computed)
 
     def prepare_pause(self, mode: PauseMode) -> int:
-        """Prepare for a pause; return how many choices it meets. What they are told is in the mode.
+        """Prepare for a pause: abort, retract or leave requests, by its mode; return how many.
 
-        Only between steps of which nothing is in flight.
+        Only while no step is in flight.
         """
         self._stretch.end()
         running = list(self.running.values())
         match mode:
             case PauseMode.ABORT:
-                everybody = list(self._requests.values())
-                self._end_each(everybody, Finish(reason=FinishReason.ABORT))
-                return len(everybody)
+                requests = list(self._requests.values())
+                self._end_each(requests, Finish(reason=FinishReason.ABORT))
+                return len(requests)
             case PauseMode.RETRACT:
                 self._do_each(running, self._planner.retract)
             case PauseMode.IN_PLACE:
@@ -342,44 +342,44 @@ class EngineCore:
         return len(running)
 
     def set_weight_version(self, weight_version: str) -> int:
-        """Compute with other weights from here on; return the pages that nobody could use.
+        """Compute with other weights from here on; return the number of evicted pages.
 
-        Only between steps of which nothing is in flight. Whoever answers goes on with the pages
-        that it has, and shares them with nobody; who does not begins its prompt again, and what
-        was to be told of it is forgotten: the answer will be of other weights.
+        Only while no step is in flight. Decoding requests continue with their pages, which are not
+        shared any more; prefilling requests start again, and prompt logprobs that were not sent are
+        discarded, since the output will be that of other weights.
         """
         self._stretch.end()
         prefilling = [request for request in self.running.values() if request.prefilling]
         self._do_each(prefilling, self._planner.retract)
-        self._do_each(list(self._requests.values()), self._begin_anew)
+        self._do_each(list(self._requests.values()), self._reset_prefill)
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return self._batch.set_weight_version(weight_version)
 
-    def _begin_anew(self, request: Request) -> None:
-        """Forget what other weights say of a prompt."""
+    def _reset_prefill(self, request: Request) -> None:
+        """Discard what other weights have computed of a prompt."""
         request.following = None
         request.untell()
         self._report(request)
 
     def flush(self) -> int:
-        """Forget every page that no request holds; return how many."""
+        """Evict every cached page that no request holds; return how many."""
         self._stretch.end()
         return self.index.clear()
 
     def take_progress(self) -> Sequence[Progress]:
         """What happened to each choice since the last call."""
-        drawn = self._stretch.take_drawn()
+        sampled = self._stretch.take_drawn()
         if not self._progress:
-            return () if drawn is None else drawn
-        progress, self._progress = (*(drawn or ()), *self._progress), []
+            return () if sampled is None else sampled
+        progress, self._progress = (*(sampled or ()), *self._progress), []
         return progress
 
     def take_started(self) -> Sequence[Request]:
-        """Those that were started for the first time since the last call."""
+        """Requests that were started for the first time since the last call."""
         return self._planner.take_started()
 
     def capacity(self) -> Capacity:
-        """What could be taken on now."""
+        """The capacity now."""
         self._stretch.settle()
         return measure_capacity(self.pools, self.index, self._batch.page_budget, self.slots)
 
@@ -400,10 +400,14 @@ class EngineCore:
 
     def _check_priority(self, state: RequestState) -> None:
         if state.priority and self.rules.refuse_priority and not self.rules.priority:
-            raise InvalidRequest("this worker goes by no priorities", param="priority")
+            raise InvalidRequest(
+                "priority scheduling is disabled; start the worker with"
+                " --enable-priority-scheduling",
+                param="priority",
+            )
 
     def _check_queue(self, request: Request) -> None:
-        """Refuse one more than may wait: the last by rank, of those that were never started."""
+        """If the queue is full, reject this request, or a never started one of lower priority."""
         if len(self.waiting) < self.limits.queue_max + self.slots.free_count:
             return
         full = Overloaded("the worker's queue is full", retry_after_s=_RETRY_AFTER_S)
@@ -421,7 +425,7 @@ class EngineCore:
         self._do_each(requests, lambda request: self._end(request, finish))
 
     def _do_each(self, requests: Iterable[Request], work: Callable[[Request], None]) -> None:
-        """Do something to requests that have nothing in common: one that fails ends alone."""
+        """Do the work for each request: one that fails ends alone."""
         for request in requests:
             try:
                 work(request)
@@ -435,13 +439,13 @@ class EngineCore:
         self._free(request)
 
     def _report_running(self, request: Request) -> None:
-        """Report what is new of a choice that goes on, if that is worth a word yet."""
+        """Report the new tokens of a running choice, if they fill a stream interval."""
         self._report(request, self.limits.stream_interval)
 
     def _report(self, request: Request, interval: int = 1) -> None:
-        """Report what nobody was told yet of a choice, if that is worth a word."""
+        """Report the new tokens of a choice, if there are at least `interval`, or it finishes."""
         progress = request.progress(self.limits.weight_version, interval)
-        assert progress is not None or request.finish is None, "a request ended without an end"
+        assert progress is not None or request.finish is None, "a finish was not reported"
         if progress is not None:
             self._progress.append(progress)
 

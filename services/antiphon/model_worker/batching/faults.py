@@ -1,4 +1,4 @@
-"""Failures in the batching loop: whose they are, and which of them end the process."""
+"""Failures in the batching loop: which request is at fault, and which failures end the process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHARED = frozenset(
     f"antiphon.model_worker.cache.{module}"
     for module in ("pages", "states", "table", "radix", "tree", "eviction", "index", "events")
 )
-"""Modules of what all requests share: the page pools with the tables that hold their pages, and the
-tree of cached prefixes. What has no state counts where one of these calls it: the hash of a prompt
-that cannot be made before that is the fault of its request, which would else end every worker."""
+"""Modules with state that all requests share: page pools, page tables and the radix tree. Stateless
+modules count only where one of these calls them: a prompt that cannot be hashed before that is a
+fault of its request, which would otherwise end one worker after the other."""
 
 
 class RequestFault(Exception):
-    """Planning failed on account of one request. The cause is chained."""
+    """Planning failed because of one request. The cause is chained."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(f"request {request.state.request_id}, choice {request.state.choice}")
@@ -33,10 +33,10 @@ class RequestFault(Exception):
 
 
 def raise_if_shared(error: Exception) -> None:
-    """Raise if pages or the prefix tree are broken, which no request can be ended for.
+    """Raise if pages or the radix tree are broken, which ending a request does not repair.
 
     Raises:
-        SharedStateBroken: The error was raised there.
+        SharedStateBroken: The error was raised in shared state.
     """
     while isinstance(error, RequestFault) and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -49,9 +49,9 @@ def raise_if_shared(error: Exception) -> None:
 
 
 def _passed_shared(error: BaseException) -> bool:
-    """Whether a shared module was left by the error, or by one that led to it.
+    """Whether the error, or one of its causes, passed through a shared module.
 
-    However deep it was raised: a change that was begun there is not finished.
+    However deep it was raised: a change in progress there was not completed.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -64,7 +64,6 @@ def _passed_shared(error: BaseException) -> bool:
 
 
 def _modules(traceback: TracebackType | None) -> Iterator[str]:
-    """The modules of all frames."""
     while traceback is not None:
         yield traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next

@@ -1,6 +1,6 @@
-"""What changes the logits of running requests beyond temperature and filters, by slot.
+"""Logits processors of running requests: masks, biases and penalties, by slot.
 
-A step in which nobody has any of it pays for nothing but the question.
+They cost nothing in a step in which no request has any.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LogitsProcessors:
         self._biases: dict[int, tuple[Ints, Floats]] = {}
 
     def fill(self, request: Request) -> None:
-        """Write down what the request that has just got its slot asks for."""
+        """Store the parameters of a request that was given a slot."""
         slot, sampling = request.slot, request.state.sampling
         if sampling.penalised:
             self._penalised[slot] = True
@@ -64,7 +64,7 @@ class LogitsProcessors:
             self._biases[slot] = unpack_bias(sampling.logit_bias)
 
     def clear(self, slot: int) -> None:
-        """The request in a slot is gone."""
+        """Clear a slot."""
         if self._penalised[slot]:
             self._penalised[slot] = False
             self._penalised_count -= 1
@@ -74,37 +74,37 @@ class LogitsProcessors:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether anybody follows a grammar."""
+        """Whether any running request has a grammar."""
         return bool(self._matchers)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has any of it."""
+        """Whether no running request has a logits processor."""
         return not (self._penalised_count or self._filters or self._matchers or self._biases)
 
     def penalties(
         self, rows: Sequence[BatchRow], slots: Ints, draws: NDArray[np.bool_]
     ) -> Penalties | None:
-        """The penalties of the rows that draw, and the counts that begin with this plan.
+        """The penalties of the rows that sample, and the counts that are reset by this plan.
 
-        A count begins with the first row since its request got its slot, so that a plan made again
-        from the same rows says so again.
+        A count is reset with the first row since its request was given its slot, so that a plan
+        built again from the same rows resets it again.
         """
         if not self._penalised_count:
             return None
         penalised = self._penalised[slots]
-        drawing = np.flatnonzero(penalised & draws)
+        sampling = np.flatnonzero(penalised & draws)
         begun = [
             row.request
             for row, counts in zip(rows, penalised.tolist(), strict=True)
             if counts and row.start == row.request.began
         ]
-        if not len(drawing) and not begun:
+        if not len(sampling) and not begun:
             return None
         outputs = [request.ids[request.prompt_tokens : request.length] for request in begun]
-        picked = slots[drawing]
+        picked = slots[sampling]
         return Penalties(
-            rows=drawing.astype(np.int32),
+            rows=sampling.astype(np.int32),
             frequency=self._frequency[picked],
             presence=self._presence[picked],
             repetition=self._repetition[picked],
@@ -114,7 +114,7 @@ class LogitsProcessors:
         )
 
     def masks(self, rows: Sequence[BatchRow]) -> tuple[Ints | None, Ints | None]:
-        """The words of the rows whose tokens are restricted, and which rows these are."""
+        """The token masks of the rows whose tokens are restricted, and their row indices."""
         if not self._filters and not self._matchers:
             return None, None
         masked = [
@@ -127,14 +127,15 @@ class LogitsProcessors:
         words = np.full((len(masked), words_count(self._vocab_size)), -1, np.int32)
         for mask, index in zip(words, masked, strict=True):
             request = rows[index].request
-            if request.guide is not None and request.guide.mask is not None:
-                np.bitwise_and(mask, request.guide.mask, out=mask)
+            matcher = request.guide
+            if matcher is not None and matcher.mask is not None:
+                np.bitwise_and(mask, matcher.mask, out=mask)
             if request.slot in self._filters:
                 self._filters[request.slot].restrict(mask, request.ids[: request.length])
         return words, np.array(masked, np.int32)
 
     def biases(self, rows: Sequence[BatchRow]) -> Biases | None:
-        """What is added to single logits, with the ends of answers that may not end yet."""
+        """The logit biases of the rows; EOS ids are forbidden until `min_new_tokens`."""
         if not self._biases:
             return None
         parts = [
@@ -152,29 +153,29 @@ class LogitsProcessors:
         )
 
     def _restricts(self, slot: int) -> bool:
-        guide = self._matchers.get(slot)
-        return slot in self._filters or (guide is not None and guide.mask is not None)
+        matcher = self._matchers.get(slot)
+        return slot in self._filters or (matcher is not None and matcher.mask is not None)
 
     def _bias(self, row: BatchRow) -> tuple[Ints, Floats]:
         request = row.request
         ids, values = self._biases[request.slot]
         if row.end - request.prompt_tokens >= request.state.sampling.min_new_tokens:
             return ids, values
-        guide, ends = request.guide, request.end_ids
-        if guide is not None:
-            if guide.must_end:
-                return ids, values  # else no token were left
-            ends |= guide.end_ids
-        ends = np.array(sorted(ends), np.int32)
-        others = ~np.isin(ids, ends)
+        matcher, eos_ids = request.guide, request.end_ids
+        if matcher is not None:
+            if matcher.must_end:
+                return ids, values  # otherwise no token would be left
+            eos_ids |= matcher.end_ids
+        eos = np.array(sorted(eos_ids), np.int32)
+        others = ~np.isin(ids, eos)
         return (
-            np.concatenate([ids[others], ends]),
-            np.concatenate([values[others], np.full(len(ends), -np.inf, np.float32)]),
+            np.concatenate([ids[others], eos]),
+            np.concatenate([values[others], np.full(len(eos), -np.inf, np.float32)]),
         )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters that no row of logits could be changed by.
+    """Reject logits-processor parameters that do not fit the vocabulary.
 
     Raises:
         InvalidRequest: A logit bias is malformed, or a token is not in the vocabulary.
@@ -194,7 +195,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def check_ids(ids: Sequence[int] | Ints, vocab_size: int, param: str) -> None:
-    """Refuse ids that are not in the vocabulary.
+    """Reject ids that are not in the vocabulary.
 
     Raises:
         InvalidRequest: Names the parameter.
@@ -205,7 +206,7 @@ def check_ids(ids: Sequence[int] | Ints, vocab_size: int, param: str) -> None:
 
 
 def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:
-    """Its ids and values, both (B,)."""
+    """The ids and values of a logit bias, both (B,)."""
     if bias is None:
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
     ids = np.frombuffer(bias.token_ids, _IDS).astype(np.int32, copy=False)

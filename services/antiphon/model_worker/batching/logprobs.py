@@ -1,4 +1,4 @@
-"""What is told of tokens beside their ids: asked of a plan, and taken from its outcome."""
+"""Logprobs and hidden states per token: requested in the step plan, read from its outcome."""
 
 from __future__ import annotations
 
@@ -24,66 +24,69 @@ if TYPE_CHECKING:
 
 
 def check_logprobs(sampling: SamplingParams, vocab_size: int, *, hidden_states: bool) -> None:
-    """Refuse what cannot be told here.
+    """Reject token outputs that this worker cannot return.
 
     Raises:
         InvalidRequest: A named token is not in the vocabulary.
-        Unsupported: This server returns no hidden states.
+        Unsupported: Hidden states are disabled.
     """
-    wanted = sampling.details
-    if wanted is None:
+    params = sampling.details
+    if params is None:
         return
-    check_ids(wanted.named_ids, vocab_size, "details.named_ids")
-    if wanted.hidden and not hidden_states:
-        text = "this server returns no hidden states; batching.hidden_states switches them on"
+    check_ids(params.named_ids, vocab_size, "details.named_ids")
+    if params.hidden and not hidden_states:
+        text = (
+            "hidden states are disabled; start the worker with --enable-return-hidden-states"
+            " (batching.hidden_states)"
+        )
         raise Unsupported(text, param="details.hidden")
 
 
 class LogprobsSlots:
-    """Which of the requests that have slots are told of, by slot."""
+    """The requested token outputs of running requests, by slot."""
 
     def __init__(self) -> None:
-        self._wanted: dict[int, TokenOutputParams] = {}
+        self._params: dict[int, TokenOutputParams] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is told of."""
-        return not self._wanted
+        """Whether no running request asks for token outputs."""
+        return not self._params
 
     def fill(self, request: Request) -> None:
-        """Write down what the request that has just got its slot asks for."""
+        """Store the parameters of a request that was given a slot."""
         if request.state.sampling.details is not None:
-            self._wanted[request.slot] = request.state.sampling.details
+            self._params[request.slot] = request.state.sampling.details
 
     def clear(self, slot: int) -> None:
-        """The request in a slot is gone."""
-        self._wanted.pop(slot, None)
+        """Clear a slot."""
+        self._params.pop(slot, None)
 
     def request(self, rows: Sequence[BatchRow], query_start: Ints) -> LogprobsRequest | None:
-        """What the plan of these rows is asked to tell; None if it is nothing."""
-        if not self._wanted:
+        """The token outputs to request for these rows; None if there are none."""
+        if not self._params:
             return None
-        telling: list[int] = []
+        selected: list[int] = []
         prompt_tokens: list[Ints] = []
         prompt_targets: list[Ints] = []
         for index, row in enumerate(rows):
-            if row.request.slot not in self._wanted:
+            if row.request.slot not in self._params:
                 continue
-            places, targets = _prompt(row)
+            indices, targets = _prompt_targets(row)
             if row.draws or len(targets):
-                telling.append(index)
-                prompt_tokens.append(places + query_start[index])
+                selected.append(index)
+                prompt_tokens.append(indices + query_start[index])
                 prompt_targets.append(targets)
-        if not telling:
+        if not selected:
             return None
-        wanted = [self._wanted[rows[index].request.slot] for index in telling]
+        requested = [self._params[rows[index].request.slot] for index in selected]
         return LogprobsRequest(
-            rows=np.array(telling, np.int32),
-            logprobs=np.array([params.logprobs for params in wanted], np.bool_),
-            top=np.array([params.top for params in wanted], np.int32),
-            named_starts=np.cumsum([0, *(len(p.named_ids) for p in wanted)], dtype=np.int32),
-            named_ids=np.array([i for params in wanted for i in params.named_ids], np.int32),
-            hidden=np.array([params.hidden for params in wanted], np.bool_),
+            rows=np.array(selected, np.int32),
+            logprobs=np.array([params.logprobs for params in requested], np.bool_),
+            top=np.array([params.top for params in requested], np.int32),
+            named_starts=np.cumsum([0, *(len(p.named_ids) for p in requested)], dtype=np.int32),
+            named_ids=np.array([i for params in requested for i in params.named_ids], np.int32),
+            hidden=np.array([params.hidden for params in requested], np.bool_),
             prompt_tokens=np.concatenate(prompt_tokens).astype(np.int32, copy=False),
             prompt_targets=np.concatenate(prompt_targets).astype(np.int32, copy=False),
         )
@@ -91,33 +94,33 @@ class LogprobsSlots:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsReader:
-    """What an outcome tells of the tokens of one row."""
+    """Reads the token outputs of one row from an outcome."""
 
     details: LogprobsBatch
     row: int
 
     @classmethod
     def of(cls, details: LogprobsBatch, row: int) -> LogprobsReader | None:
-        """None if nothing is told of this row."""
+        """The reader of a row; None if it has no token outputs."""
         if details.starts[row] == details.starts[row + 1]:
             return None
         return cls(details, row)
 
     def write_to(self, request: Request, *, accepted: int, kept: int) -> None:
-        """Give the row's request what it asked for.
+        """Write the requested token outputs to the row's request.
 
-        Of so many tokens that the row accepted, the request kept the first `kept`: the one that
-        ended it is not part of the answer, and nothing follows it.
+        Of the `accepted` tokens of the row only the first `kept` are part of the output: a stop
+        token and what follows it are not.
         """
         params = request.state.sampling.details
         if params is not None:
             start, end = self.details.starts[self.row : self.row + 2].tolist()
             prompt_entries = end - start - accepted
             tokens = slice(start, start + prompt_entries + kept)
-            request.tell(_wanted(self.details, tokens, params), prompt_entries)
+            request.tell(_requested(self.details, tokens, params), prompt_entries)
 
 
-def _wanted(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:
+def _requested(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:
     top, named = params.top, len(params.named_ids)
     hidden = details.hidden
     return TokenOutputs(
@@ -131,17 +134,17 @@ def _wanted(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) ->
     )
 
 
-def _prompt(row: BatchRow) -> tuple[Ints, Ints]:
-    """Which tokens of a row are followed by a token of the prompt to tell of, and by which."""
+def _prompt_targets(row: BatchRow) -> tuple[Ints, Ints]:
+    """The tokens of a prefill row after which a prompt token is scored, and these tokens."""
     request = row.request
     first = max(request.told, row.start + 1)
     last = min(row.end + 1, request.prompt_tokens)
-    places = np.arange(first - 1, last - 1, dtype=np.int32) - row.start
+    indices = np.arange(first - 1, last - 1, dtype=np.int32) - row.start
     targets = request.ids[first : max(first, last)]
     if request.scores and row.end == request.prompt_tokens:
-        places = np.append(places, np.int32(row.end - 1 - row.start))
+        indices = np.append(indices, np.int32(row.end - 1 - row.start))
         targets = np.append(targets, np.int32(-1))
-    return places, targets
+    return indices, targets
 
 
 def _bytes(values: Ints | Floats | NDArray[np.float32]) -> bytes:

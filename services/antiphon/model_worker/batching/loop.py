@@ -1,4 +1,4 @@
-"""The batching loop: a thread that plans, launches and commits, one step after the other."""
+"""The batching loop: a thread that plans, launches and commits one step after the other."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 1e-4
-"""How long a thread may keep the interpreter from the other one. Python's default, 5 ms, is longer
-than a step of a small model: the bus side would run in the gaps only."""
+"""How long a thread may hold the GIL. Python's default, 5 ms, is longer than a step of a small
+model: the event loop would run in the gaps only."""
 
 CAPACITY_PERIOD_S = 0.5
-"""How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
+"""Maximum age of the capacity in a report; heartbeats, which carry it, are further apart."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one turn of the loop did, and how things stand after it.
+    """What one turn of the loop did, and the state of the engine after it.
 
     Attributes:
         step: Plans launched since start.
-        seconds: Of the turn's step; 0 in a turn that launched none.
-        tokens: Tokens in the plan that was launched.
-        rows: Choices in it.
-        credit: What could be taken on, lately.
-        prefill_rows: Of the choices in the plan, those whose prompts it computes.
+        seconds: Duration of the step; 0 in a turn that launched none.
+        tokens: Tokens in the launched plan.
+        rows: Sequences in it.
+        credit: Recent capacity.
+        prefill_rows: Prefilling sequences of the plan.
         prefill_tokens: Tokens of these.
-        retractions: Since start.
-        retracted_tokens: Tokens that these had in the cache, since start.
-        retracted_prompt_tokens: Of those, the prompts'.
-        new_token_ratio: Share of the longest answers for which pages are kept free.
-        preemptions: Since start.
+        retractions: Retracted requests since start.
+        retracted_tokens: Tokens of these.
+        retracted_prompt_tokens: Prompt tokens of these.
+        new_token_ratio: Share of the remaining output tokens for which pages are reserved.
+        preemptions: Preempted requests since start.
         failures: Plans that raised, since start.
-        paused: Whether steps are run.
-        done: Replies to the orders that the turn has obeyed, in their order.
-        events: Blocks that came into the prefix cache and went from it.
-        started: Choices that run for the first time.
-        prompt_tokens: Of theirs.
-        cached_tokens: Of those, how many the cache had.
-        backlog: What waits, lately.
-        returned: Choices that were given up, as was asked, because they were never started.
-        evicted_tokens: Tokens that the prefix cache has given up since start.
+        paused: Whether the loop is paused.
+        done: Replies to the commands that the turn has applied, in their order.
+        events: Blocks inserted into the prefix cache and evicted from it.
+        started: Choices started for the first time.
+        prompt_tokens: Prompt tokens of these.
+        cached_tokens: Cached tokens of these prompts.
+        backlog: Recent size of the waiting queue.
+        returned: Choices dropped for another worker to run, because they were never started.
+        evicted_tokens: Tokens evicted from the prefix cache since start.
     """
 
     step: int
@@ -105,7 +105,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def steady(self) -> bool:
-        """Whether it tells of nothing but a token for each of the choices that went on."""
+        """Whether it reports only one new token for each running choice."""
         if not isinstance(self.progress, Drawn):
             return False
         return not (self.started or self.events or self.done or self.returned)
@@ -115,7 +115,7 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     """A plan that was launched and whose outcome was not read yet.
 
     Attributes:
-        record: Of the plan; None if it could not be built, which shows where it is read.
+        record: Flight record of the plan; None if it could not be built, which `outcome` raises.
     """
 
     step: int
@@ -128,22 +128,23 @@ class BatchingLoop:
     """Turns mail into steps and steps into reports, until the mailbox is closed.
 
     With `overlap` a step is launched before the outcome of the one before it is read. `deliver`
-    gets every report, in order, in the loop's thread. A plan that cannot be built or raises is run
-    again in halves until the request at fault is alone. A request that cannot be taken in, planned
+    receives every report, in order, in the loop's thread. A plan that cannot be built or raises is
+    run again in halves until the request at fault is alone. A request that cannot be added, planned
     or committed ends alone; where the fault cannot be attributed, the requests of the step end.
-    Only broken pages or a broken prefix tree, which all requests share, leave `run` and end the
+    Only broken pages or a broken radix tree, which all requests share, leave `run` and end the
     process.
 
     The report of a step is delivered when the next plan is about to be computed, or at once if one
-    is in flight already or none follows. Whom that wakes up does so while kernels run, which leave
-    the interpreter alone; any sooner, and two threads would contend for it between two steps, when
+    is in flight already or none follows. The event loop then wakes up while kernels run, which do
+    not hold the GIL; any sooner, and two threads would contend for it between two steps, when
     nothing is computed.
 
     Attributes:
-        recorder: The last plans.
-        pulse: Grows with whatever the loop begins; 0 while it rests. For a watchdog.
-        thread: Which thread it runs in, once it does.
-        native_thread: The same by the system's number.
+        recorder: The flight recorder of the last plans.
+        progress_count: Grows whenever the loop begins something; 0 while it is idle. For a
+            watchdog.
+        thread: Identifier of the loop's thread, once it runs.
+        native_thread: The same thread's identifier of the operating system.
         paused: Whether it runs no steps.
     """
 
@@ -178,12 +179,12 @@ class BatchingLoop:
         self._failures = 0
 
     def run(self) -> None:
-        """Go on until the mailbox is closed. The body of the loop's thread."""
+        """Run until the mailbox is closed. The body of the loop's thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
         while (mail := self._take()) is not None:
             report = self.turn(mail)
-            self._deliver_report()  # that of the turn before, if this one has computed nothing
+            self._deliver_report()  # of the turn before, if this one has computed nothing
             self._undelivered = report
             if self._launched is not None or self.paused or not self._core.can_plan:
                 self._deliver_report()
@@ -192,15 +193,15 @@ class BatchingLoop:
 
     def turn(self, mail: Mail) -> StepReport:
         """Apply mail, then launch one step and read one, if there are any."""
-        batching, now = self._core, self._clock()
+        core, now = self._core, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._apply_commands(mail.commands) if mail.commands else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if rows else 0.0
-        started = batching.take_started()
-        # May end a request, whose end is part of the progress.
+        started = core.take_started()
+        # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows = _prefill_rows(rows, tokens, len(started))
         return StepReport(
@@ -208,27 +209,27 @@ class BatchingLoop:
             seconds=seconds,
             tokens=tokens,
             rows=len(rows),
-            progress=batching.take_progress(),
+            progress=core.take_progress(),
             credit=credit,
-            running=len(batching.running),
-            waiting=len(batching.waiting),
+            running=len(core.running),
+            waiting=len(core.waiting),
             prefill_rows=prefill_rows,
             prefill_tokens=tokens - (len(rows) - prefill_rows) if prefill_rows else 0,
-            retractions=batching.retractions,
-            retracted_tokens=batching.retracted_tokens,
-            retracted_prompt_tokens=batching.retracted_prompt_tokens,
-            new_token_ratio=batching.new_token_ratio,
-            preemptions=batching.preemptions,
+            retractions=core.retractions,
+            retracted_tokens=core.retracted_tokens,
+            retracted_prompt_tokens=core.retracted_prompt_tokens,
+            new_token_ratio=core.new_token_ratio,
+            preemptions=core.preemptions,
             failures=self._failures,
             paused=self.paused,
             done=done,
-            events=batching.index.take_events(),
+            events=core.index.take_events(),
             started=tuple([request.key for request in started]) if started else (),
             prompt_tokens=sum([request.prompt_tokens for request in started]) if started else 0,
             cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
             backlog=self._backlog,
             returned=returned,
-            evicted_tokens=batching.index.evicted_tokens,
+            evicted_tokens=core.index.evicted_tokens,
         )
 
     def _deliver_report(self) -> None:
@@ -237,22 +238,22 @@ class BatchingLoop:
             self._deliver(report)
 
     def _apply(self, mail: Mail, now: float) -> tuple[ChoiceKey, ...]:
-        """Take in and drop choices; return those that were given up, as was asked."""
-        batching = self._core
+        """Add and drop choices; return those that were dropped for another worker to run."""
+        core = self._core
         for key, state in mail.runs:
             try:
-                batching.add(key, state, now, mail.matchers.get(key))
+                core.add(key, state, now, mail.matchers.get(key))
             except Exception as error:  # noqa: BLE001  # logged there
                 self._end_choice(key, error)
         for key, kept in mail.drops.items():
             try:
-                batching.drop(key, kept)
+                core.drop(key, kept)
             except Exception as error:  # noqa: BLE001  # logged there
                 self._end_choice(key, error)
         returned: list[ChoiceKey] = []
         for keys in mail.requeues:
             try:
-                if batching.requeue(keys):
+                if core.requeue(keys):
                     returned += keys
             except Exception as error:  # noqa: BLE001  # logged there
                 for key in keys:
@@ -260,7 +261,7 @@ class BatchingLoop:
         return tuple(returned)
 
     def _end_choice(self, key: ChoiceKey, error: Exception) -> None:
-        """End a choice that could not be taken in or dropped."""
+        """End a choice that could not be added or dropped."""
         raise_if_shared(error)
         log.error("choice failed", exc_info=error)
         self._failures += 1
@@ -280,10 +281,10 @@ class BatchingLoop:
         return ()
 
     def _measure_capacity(self, now: float, *, anew: bool) -> Capacity:
-        """What could be taken on, counted when it is due: it costs as much as a short plan.
+        """The capacity, measured when it is due: that costs as much as building a short plan.
 
-        `anew` counts it at once: a request that starts takes most of its pages then, and lines of
-        the log would show an empty cache beside a running request.
+        `anew` measures it at once: a request takes most of its pages when it starts, and the log
+        would show an empty cache beside a running request.
         """
         if anew or now >= self._capacity_due_s or self._core.idle:
             self._capacity_due_s = now + CAPACITY_PERIOD_S
@@ -292,13 +293,13 @@ class BatchingLoop:
         return self._capacity
 
     def _take(self) -> Mail | None:
-        rests = self._launched is None and (self.paused or self._core.idle)
-        if rests:
+        idle = self._launched is None and (self.paused or self._core.idle)
+        if idle:
             self.progress_count = 0
-        # Whoever waits out a pause may run out of time meanwhile.
-        due = self._core.next_due if rests else None
+        # Requests may time out during a pause.
+        due = self._core.next_due if idle else None
         timeout_s = None if due is None else max(0.0, due - self._clock())
-        mail = self._mailbox.take(wait=rests, timeout_s=timeout_s)
+        mail = self._mailbox.take(wait=idle, timeout_s=timeout_s)
         self._beat()
         return mail
 
@@ -306,43 +307,44 @@ class BatchingLoop:
         self._beats += 1
         self.progress_count = self._beats
 
-    def _apply_commands(self, orders: Sequence[ControlCommand]) -> tuple[ControlDone, ...]:
-        """Obey orders while nothing is in flight, so that they mean the same with overlap."""
-        landed, self._launched = self._launched, None
-        if landed is not None:
-            self._finish_step(landed)
-        return tuple(map(self._apply_command, orders))
+    def _apply_commands(self, commands: Sequence[ControlCommand]) -> tuple[ControlDone, ...]:
+        """Apply commands while nothing is in flight, so that they mean the same with overlap."""
+        previous, self._launched = self._launched, None
+        if previous is not None:
+            self._finish_step(previous)
+        return tuple(map(self._apply_command, commands))
 
-    def _apply_command(self, order: ControlCommand) -> ControlDone:
-        batching = self._core
-        match order:
+    def _apply_command(self, command: ControlCommand) -> ControlDone:
+        core = self._core
+        match command:
             case FlushCache():
-                return ControlDone(pages_freed=batching.flush())
+                return ControlDone(pages_freed=core.flush())
             case PauseWorker():
                 self.paused = True
-                return ControlDone(requests=batching.prepare_pause(order.mode))
+                return ControlDone(requests=core.prepare_pause(command.mode))
             case ContinueWorker():
                 self.paused = False
                 return ControlDone()
             case SetWeightVersion():
-                mode = PauseMode.ABORT if order.abort_all else PauseMode.IN_PLACE
-                met = batching.prepare_pause(mode)
+                mode = PauseMode.ABORT if command.abort_all else PauseMode.IN_PLACE
+                requests = core.prepare_pause(mode)
                 return ControlDone(
-                    pages_freed=batching.set_weight_version(order.version), requests=met
+                    pages_freed=core.set_weight_version(command.version), requests=requests
                 )
 
     def _run_step(self, rows: Sequence[BatchRow]) -> int:
-        """Launch these rows, then read what was launched before them; or they, without overlap.
+        """Launch these rows, then read the step before them, or theirs without overlap.
 
-        Return how many tokens they have.
+        Returns:
+            The number of tokens of the rows.
         """
-        landed, self._launched = self._launched, self._launch(rows) if rows else None
+        previous, self._launched = self._launched, self._launch(rows) if rows else None
         record = None if self._launched is None else self._launched.record
         tokens = 0 if record is None else len(record.plan.tokens)
         if not self._overlap:
-            landed, self._launched = self._launched, None
-        if landed is not None:
-            self._finish_step(landed)
+            previous, self._launched = self._launched, None
+        if previous is not None:
+            self._finish_step(previous)
         return tokens
 
     def _launch(self, rows: Sequence[BatchRow]) -> LaunchedStep:
@@ -361,23 +363,23 @@ class BatchingLoop:
         self._core.pools.launched(plan.step)
         return LaunchedStep(self._step, rows, record, self._launch_plan(plan))
 
-    def _finish_step(self, flight: LaunchedStep) -> None:
-        """Wait for a plan and commit it; if it failed, find out who is to blame."""
-        outcome = self._read(flight)
+    def _finish_step(self, launched: LaunchedStep) -> None:
+        """Wait for a plan and commit it; if it failed, find the request at fault."""
+        outcome = self._read(launched)
         if outcome is not None:
-            self._commit(flight.rows, outcome)
+            self._commit(launched.rows, outcome)
             return
-        spoiled, self._launched = self._launched, None
-        if spoiled is not None:
-            self._read(spoiled)
-            if spoiled.record is not None:
-                spoiled.record.invalidate()
-        self._bisect(flight.rows)
-        if spoiled is not None:
-            self._core.discard_launched(spoiled.rows)
+        invalid, self._launched = self._launched, None
+        if invalid is not None:
+            self._read(invalid)
+            if invalid.record is not None:
+                invalid.record.invalidate()
+        self._bisect(launched.rows)
+        if invalid is not None:
+            self._core.discard_launched(invalid.rows)
 
     def _bisect(self, rows: Sequence[BatchRow]) -> None:
-        """Run the rows of a plan that failed again, in halves, until whoever fails is alone."""
+        """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
         error = Internal("the step of this request failed")
         self._core.fail([row for row in rows if not row.current], error)
         rows = [row for row in rows if row.current]
@@ -388,8 +390,8 @@ class BatchingLoop:
             row.repeat()
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
-            flight = self._launch(half)
-            outcome = self._read(flight)
+            launched = self._launch(half)
+            outcome = self._read(launched)
             if outcome is not None:
                 self._commit(half, outcome)
             else:
@@ -405,30 +407,30 @@ class BatchingLoop:
             self._failures += 1
             self._core.fail_committed(rows, Internal("internal error"))
 
-    def _read(self, flight: LaunchedStep) -> StepOutcome | None:
-        """Wait for a plan; nothing if it raised."""
+    def _read(self, launched: LaunchedStep) -> StepOutcome | None:
+        """Wait for a plan; None if it raised."""
         self._deliver_report()
-        step, record = flight.step, flight.record
+        step, record = launched.step, launched.record
         try:
-            outcome = flight.outcome()
-            assert outcome.step == step, "the outcome is another plan's"
+            outcome = launched.outcome()
+            assert outcome.step == step, "the outcome belongs to another plan"
         except Exception as error:
-            # One of the process's outermost borders: whatever a kernel raises ends the request
-            # that it is to blame on, with the traceback here, and not the service.
-            log.exception("plan failed", extra={"step": step, "rows": len(flight.rows)})
+            # An outermost boundary of the process: whatever a kernel raises ends the request at
+            # fault, with the traceback here, and not the service.
+            log.exception("plan failed", extra={"step": step, "rows": len(launched.rows)})
             self._failures += 1
             if record is not None:
                 record.failure = f"{type(error).__name__}: {error}"
                 self._core.pools.finished(step)
             return None
-        assert record is not None, "what was not built has no outcome"
+        assert record is not None, "a plan that was not built has no outcome"
         record.end(outcome)
         self._core.pools.finished(step)
         return outcome
 
 
 def _prefill_rows(rows: Sequence[BatchRow], tokens: int, started: int) -> int:
-    """Rows of a plan that compute prompts. A decode has one token, as may the end of a prompt."""
+    """Prefill rows of a plan. A decode row has one token, as may the last prefill chunk."""
     if tokens == len(rows):
         return min(started, len(rows))
     return max(started, sum([row.length > 1 for row in rows]))
@@ -437,17 +439,17 @@ def _prefill_rows(rows: Sequence[BatchRow], tokens: int, started: int) -> int:
 def _launcher(
     runner: PlanRunner, *, overlap: bool
 ) -> Callable[[StepPlan], Callable[[], StepOutcome]]:
-    """What begins a plan and returns what waits for its outcome."""
+    """A function that starts a plan and returns a function that waits for its outcome."""
     if not overlap:
         return lambda plan: partial(runner.run, plan)
-    assert isinstance(runner, OverlapRunner), "this runner does not compute apart"
+    assert isinstance(runner, OverlapRunner), "this runner does not compute asynchronously"
     return partial(_launch_overlapped, runner)
 
 
 def _launch_overlapped(runner: OverlapRunner, plan: StepPlan) -> Callable[[], StepOutcome]:
     try:
         return runner.launch(plan)
-    except Exception as error:  # noqa: BLE001  # told where the outcome would have been
+    except Exception as error:  # noqa: BLE001  # raised where the outcome is read
         return partial(_raise, error)
 
 

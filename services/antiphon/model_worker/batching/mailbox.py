@@ -1,4 +1,4 @@
-"""What the bus side tells the batching loop: choices to run and to drop, orders, and to stop."""
+"""The mailbox of the batching loop: choices to run and to drop, control commands, and the stop."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 ControlCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
-"""What an operator wants of the loop. Each is obeyed between two steps, in the order given."""
+"""Operator commands to the loop. They are applied between two steps, in the order given."""
 
 COMMANDS_MAX = 64
-"""Orders that may wait: the loop takes them all before each step."""
+"""Maximum number of pending commands: the loop takes all of them before each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mail:
-    """Everything that came since the loop last looked; `guides` of the choices with grammars.
+    """Everything that was posted since the loop last looked.
 
-    A drop says how many outputs are part of the answer, or None where nobody knows of one. A
-    return names the choices of a request, which others run if none of them was started here.
+    Attributes:
+        runs: Choices to add.
+        matchers: The grammar matchers of those that have a grammar.
+        drops: Choices to drop, with the number of outputs that are part of the response, or None
+            where it is unknown.
+        requeues: The choices of requests that go to another worker if none of them was started.
+        commands: Operator commands.
     """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
@@ -40,82 +45,83 @@ class Mail:
 
 
 class Mailbox:
-    """Crosses from the event loop's thread to the batching loop's, without either waiting.
+    """Passes mail from the event loop's thread to the batching loop's; neither waits.
 
-    Bounded, though `drop` never refuses: a choice dropped before it was taken just disappears, and
-    the drops that remain name choices which the loop has.
+    Bounded, though `drop` never raises: a choice dropped before it was taken just disappears, and
+    the drops that remain name choices that the loop has.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._news = threading.Condition()
         self._runs: dict[ChoiceKey, RequestState] = {}
-        self._guides: dict[ChoiceKey, GrammarMatcher] = {}
+        self._matchers: dict[ChoiceKey, GrammarMatcher] = {}
         self._drops: dict[ChoiceKey, int | None] = {}
-        self._returns: dict[tuple[ChoiceKey, ...], None] = {}
-        self._orders: list[ControlCommand] = []
+        self._requeues: dict[tuple[ChoiceKey, ...], None] = {}
+        self._commands: list[ControlCommand] = []
         self._closed = False
 
     def run(
         self, key: ChoiceKey, state: RequestState, matcher: GrammarMatcher | None = None
     ) -> None:
-        """Hand a choice over, with its guide if it has a grammar.
+        """Post a choice to run, with its grammar matcher if it has a grammar.
 
         Raises:
-            Overloaded: The loop has not looked for long and the box is full.
+            Overloaded: The mailbox is full because the loop has not looked for long.
         """
         with self._news:
             if len(self._runs) >= self._capacity:
-                raise Overloaded("the worker takes no more requests now", retry_after_s=1.0)
+                raise Overloaded("the worker accepts no more requests now", retry_after_s=1.0)
             self._runs[key] = state
             if matcher is not None:
-                self._guides[key] = matcher
+                self._matchers[key] = matcher
             self._news.notify()
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
-        """Take a choice back, wherever it is by now; its answer ends after `kept` outputs."""
+        """Drop a choice in whatever state it is; its response ends after `kept` outputs."""
         with self._news:
-            self._guides.pop(key, None)
+            self._matchers.pop(key, None)
             if self._runs.pop(key, None) is None:
                 self._drops[key] = kept
                 self._news.notify()
 
     def requeue(self, keys: tuple[ChoiceKey, ...]) -> None:
-        """Have a request given up, unless it was started; the report of the step tells.
+        """Drop a request for another worker to run, unless it was started; see the step's report.
 
-        Asked again before the loop has looked, it is one question.
+        Posting it again before the loop has looked has no effect.
         """
         with self._news:
-            self._returns[keys] = None
+            self._requeues[keys] = None
             self._news.notify()
 
-    def submit_command(self, order: ControlCommand) -> None:
-        """Have something done between two steps.
+    def submit_command(self, command: ControlCommand) -> None:
+        """Post a command, which is applied between two steps.
 
         Raises:
-            Overloaded: The loop has not looked for long and too many wait.
+            Overloaded: Too many commands are pending.
         """
         with self._news:
-            if len(self._orders) >= COMMANDS_MAX:
-                raise Overloaded("the worker obeys no more orders now", retry_after_s=1.0)
-            self._orders.append(order)
+            if len(self._commands) >= COMMANDS_MAX:
+                text = "too many pending control commands; retry later"
+                raise Overloaded(text, retry_after_s=1.0)
+            self._commands.append(command)
             self._news.notify()
 
     def close(self) -> None:
-        """Make the loop end after its present step."""
+        """Make the loop end after its current step."""
         with self._news:
             self._closed = True
             self._news.notify()
 
     def take(self, *, wait: bool, timeout_s: float | None = None) -> Mail | None:
-        """Empty the box. None: it is closed.
+        """Take everything out. None: the mailbox is closed.
 
         Args:
             wait: Sleep until there is something in it.
-            timeout_s: Sleep no longer than this. None: as long as it takes.
+            timeout_s: Maximum time to sleep. None: no limit.
         """
         if not (wait or self._closed or self._filled()):
-            return NOTHING  # without the lock: what comes now is there the next time
+            return NOTHING  # without the lock: mail that arrives now is taken the next time
         with self._news:
             if wait:
                 self._news.wait_for(lambda: self._closed or self._filled(), timeout_s)
@@ -125,20 +131,20 @@ class Mailbox:
                 return NOTHING
             mail = Mail(
                 runs=tuple(self._runs.items()),
-                matchers=self._guides,
+                matchers=self._matchers,
                 drops=self._drops,
-                requeues=tuple(self._returns),
-                commands=tuple(self._orders),
+                requeues=tuple(self._requeues),
+                commands=tuple(self._commands),
             )
             self._runs.clear()
-            self._guides = {}
+            self._matchers = {}
             self._drops = {}
-            self._returns.clear()
-            self._orders.clear()
+            self._requeues.clear()
+            self._commands.clear()
             return mail
 
     def _filled(self) -> bool:
-        return bool(self._runs or self._drops or self._returns or self._orders)
+        return bool(self._runs or self._drops or self._requeues or self._commands)
 
 
 NOTHING = Mail()

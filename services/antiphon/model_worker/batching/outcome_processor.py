@@ -1,4 +1,4 @@
-"""What a step does to the requests of its rows, once it is known what they drew."""
+"""Applies the outcome of a step to the requests of its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OutcomeProcessor:
-    """Writes outcomes to requests: tokens, pages, what others find of them, and their end."""
+    """Writes outcomes to requests: tokens, pages, cached prefixes, and the finish."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class OutcomeProcessor:
         """Make it.
 
         Args:
-            batch: Of the running requests.
-            late: Rows whose guides have not arrived yet.
-            report: Reports what is new of a request, if that is worth a word yet.
-            end: Frees a request, which ends by itself or with this.
+            batch: The running requests.
+            late: Rows whose grammar matchers have not finished.
+            report: Reports the new tokens of a request, once they fill a stream interval.
+            end: Ends a request with its own finish or the given one, and frees what it holds.
             fail: Ends a request whose commit failed, and may be half done.
         """
         self._batch = batch
@@ -52,14 +52,14 @@ class OutcomeProcessor:
         self._fail = fail
 
     def commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
-        """Apply what a plan produced. Rows whose requests went other ways are passed over."""
+        """Apply the outcome of a plan. Rows that are no longer current are skipped."""
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
-        drawn = [token_ids[start:end] for start, end in pairwise(starts)]
+        sampled = [token_ids[start:end] for start, end in pairwise(starts)]
         tasks = (
-            self._advance_matchers(rows, drawn)
+            self._advance_matchers(rows, sampled)
             if self._batch.slots.logits_processors.has_grammar
-            else _NO_WALKS
+            else _NO_TASKS
         )
         has_outputs = outcome.details is not None or outcome.vectors is not None
         for index, row in enumerate(rows):
@@ -72,33 +72,33 @@ class OutcomeProcessor:
                 outputs = _row_outputs(outcome, index) if has_outputs else None
                 task = tasks.get(index)
                 if task is None:
-                    self._commit_row(row, drawn[index], outputs)
+                    self._commit_row(row, sampled[index], outputs)
                 elif task.done:
-                    self._commit_row(row, drawn[index], outputs, task.result())
+                    self._commit_row(row, sampled[index], outputs, task.result())
                 else:
-                    self._defer_row(PendingGrammarRow(row, drawn[index], outputs, task))
+                    self._defer_row(PendingGrammarRow(row, sampled[index], outputs, task))
             except Exception as error:  # noqa: BLE001  # logged there
                 self._fail(row.request, error)
 
     def commit_pending(self) -> None:
-        """Commit the rows whose guides have arrived, as if their step had just ended."""
+        """Commit the rows whose grammar matchers have finished, as if their step had just ended."""
         for late in self._late.take_done():
             try:
                 if late.row.current:
                     self._commit_row(late.row, late.accepted, late.outputs, late.task.result())
-                elif late.row.request.guide is not None:  # it was retracted, and draws them again
+                elif late.row.request.guide is not None:  # retracted: it samples them again
                     late.row.request.guide.rollback()
             except Exception as error:  # noqa: BLE001  # logged there
                 self._fail(late.row.request, error)
 
     def _advance_matchers(
-        self, rows: Sequence[BatchRow], drawn: Sequence[list[int]]
+        self, rows: Sequence[BatchRow], sampled: Sequence[list[int]]
     ) -> dict[int, MatcherTask]:
-        """Send guides over what their rows have drawn; which walk is a row's, by its index."""
+        """Submit the matcher tasks of the sampled tokens; the tasks by the index of the row."""
         tasks = {
-            index: MatcherTask(row.request.guide, drawn[index])
+            index: MatcherTask(row.request.guide, sampled[index])
             for index, row in enumerate(rows)
-            if row.request.guide is not None and drawn[index] and row.current
+            if row.request.guide is not None and sampled[index] and row.current
         }
         self._late.submit(list(tasks.values()))
         return tasks
@@ -109,7 +109,7 @@ class OutcomeProcessor:
         assert table is not None, "a running request has no pages"
         table.commit(late.row.end)
         request.computed = late.row.end
-        if request.prefilling:  # whoever waits for its prompt need not wait for its grammar
+        if request.prefilling:  # its prefix is computed, whatever its grammar does
             self._batch.cache_prefix(request)
             self._batch.prefix_sharing.unregister(request)
 
@@ -122,9 +122,9 @@ class OutcomeProcessor:
     ) -> None:
         request, table = row.request, row.request.table
         assert table is not None, "a running request has no pages"
-        assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
+        assert row.draws or not accepted, "a token was sampled in the middle of a prompt"
         length = request.length
-        computed = row.end if accepted or not row.draws else self._again(row)
+        computed = row.end if accepted or not row.draws else self._resume_at(row)
         table.commit(computed)
         if len(accepted) == row.draws:
             request.computed = computed
@@ -136,17 +136,17 @@ class OutcomeProcessor:
             self._batch.slots.length[request.slot] = request.length
         if outputs is not None:
             outputs.write_to(request, accepted=len(accepted), kept=request.length - length)
-        self._finish_row(request, drew=bool(accepted))
+        self._finish_row(request, sampled=bool(accepted))
 
-    def _again(self, row: BatchRow) -> int:
-        """Where a row that should have drawn and did not goes on: it draws when it is run again.
+    def _resume_at(self, row: BatchRow) -> int:
+        """The computed length of a row that should have sampled and did not: it is run again.
 
-        From its last token on; with states from its first one, for none is kept between.
+        From its last token on; with recurrent states from its first, as none is stored between.
         """
         return row.start if self._batch.pools.states else row.end - 1
 
-    def _finish_row(self, request: Request, *, drew: bool) -> None:
-        """What a row changes beside the tokens: what others find, and what is told."""
+    def _finish_row(self, request: Request, *, sampled: bool) -> None:
+        """Finish, cache or report the request after its tokens were committed."""
         batch = self._batch
         if request.scores and request.computed == request.length:
             request.finish = Finish.at_length()
@@ -156,7 +156,7 @@ class OutcomeProcessor:
             return
         if request.prefilling:
             batch.cache_prefix(request)
-            if drew:
+            if sampled:
                 request.prefilling = False
                 batch.prefix_sharing.unregister(request)
         elif batch.pools.states and batch.checkpoint_due(request):
@@ -166,19 +166,18 @@ class OutcomeProcessor:
         self._report(request)
 
 
-_NO_WALKS: Mapping[int, MatcherTask] = {}
-"""No guide is on its way."""
+_NO_TASKS: Mapping[int, MatcherTask] = {}
 
 
 def _failure(status: int) -> EngineError:
-    """What a row ends with that has drawn nothing, by its status."""
+    """The error of a row that sampled no token, by its status."""
     if status == RowStatus.NO_TOKEN:
-        return InvalidRequest("what the request allows leaves no token to go on with")
+        return InvalidRequest("the request's constraints allow no next token")
     return Internal("the model produced no finite number")
 
 
 def _row_outputs(outcome: StepOutcome, row: int) -> LogprobsReader | PooledVector | None:
-    """What an outcome tells of a row beside the tokens that it drew."""
+    """Logprobs, hidden states or the pooled vector of a row."""
     if outcome.vectors is not None:
         return PooledVector.of(outcome.vectors, row)
     return None if outcome.details is None else LogprobsReader.of(outcome.details, row)

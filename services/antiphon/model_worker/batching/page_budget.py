@@ -1,4 +1,4 @@
-"""Pages that there are, and pages that those who run are expected to take yet."""
+"""The page budget: available pages, and pages reserved for the growth of running requests."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
 ANSWER_TOKENS_MAX = 4096
-"""Nobody's answer is expected to go on for longer than this, whatever was asked for."""
+"""Maximum number of further output tokens for which pages are reserved, as in SGLang."""
 
 
 class PageBudget:
-    """Decides by pages, a group, who may start.
+    """Decides by the pages of each group whether a request may start.
 
-    A request is expected to write a share of what it may still write, or all of it if it ignores
-    the model's end: see `NewTokenRatio`. What is expected is kept free, but not taken.
+    A request is expected to generate a share of its remaining output tokens, or all of them if it
+    sets `ignore_eos`: see `NewTokenRatio`. The pages for these are reserved, but not allocated.
 
     Attributes:
-        before_eviction: Called before the index has to give up pages.
+        before_eviction: Called before the prefix cache evicts pages.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class PageBudget:
         self._index = index
         self._slots = slots
         self.before_eviction: Callable[[], None] = _nothing
-        # What ends gives its pages back for certain only where no index holds on to them, and
-        # everything is needed to the end only by full groups.
+        # A finished request frees its pages for certain only where no prefix cache holds on to
+        # them, and only full groups need every page until then.
         self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
         self._growth_max = [_growth_max(group, limits) for group in pools.groups]
 
     def available(self) -> list[int]:
-        """Pages a group that nobody needs: free, on their way back, or given up on demand."""
+        """Available pages by group: free, pending free, or evictable."""
         return [
             pool.total - pool.used_count + loose
             for pool, loose in zip(self._pools.pools, self._index.evictable(), strict=True)
         ]
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Whether so many pages a group are free now, after the index gave up what it must."""
+        """Evict what must be evicted; whether so many pages by group are free now."""
         free = self._pools.free()
         if all(map(le, needs, free)):
             return True
@@ -72,14 +72,14 @@ class PageBudget:
         return all(map(le, needs, self._pools.free()))
 
     def pending_free(self, needs: Sequence[int]) -> bool:
-        """Whether so many pages will be free once the launched plans have finished."""
+        """Whether so many pages are free once the launched plans have finished."""
         return all(
             need <= pool.total - pool.used_count
             for need, pool in zip(needs, self._pools.pools, strict=True)
         )
 
     def growth(self) -> list[Longs]:
-        """Pages a group that the request in each slot is expected to take yet."""
+        """Pages by group that the request in each slot is still expected to need."""
         slots = self._slots
         left = np.minimum(slots.tokens_max - slots.length, ANSWER_TOKENS_MAX)
         share = np.where(slots.exact, 1.0, self.ratio.value)
@@ -92,11 +92,11 @@ class PageBudget:
         ]
 
     def reserved(self) -> list[int]:
-        """Pages a group that all running requests are expected to take yet."""
+        """Pages by group that all running requests are still expected to need."""
         return [int(growth.sum()) for growth in self.growth()]
 
     def reclaimable(self) -> Callable[[Request], list[int]]:
-        """Tells how many pages a group a running request would leave, with those promised to it."""
+        """A function: pages by group that retracting a request frees, reserved ones included."""
         slots = self._slots
         left = [
             (growth + held).tolist()
@@ -108,8 +108,8 @@ class PageBudget:
         ]
 
         def of(request: Request) -> list[int]:
-            # What it found in the cache when it started may be held by others as well, but for
-            # what a window has left behind, and a state with its first row.
+            # What was cached when the request started may be shared with others, but for what a
+            # window has left behind, and a state from its first row on.
             cached, slot = request.found_tokens, request.slot
             return [
                 left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
@@ -121,7 +121,7 @@ class PageBudget:
         return of
 
     def needed(self, request: Request, cached_tokens: int) -> list[int]:
-        """Pages a group that a request takes and is expected to take if it starts now."""
+        """Pages by group that a request needs, expected growth included, if it starts now."""
         left = min(request.tokens_max - request.length, ANSWER_TOKENS_MAX)
         share = 1.0 if request.exact else self.ratio.value
         tokens = request.length + math.ceil(left * share)
@@ -131,7 +131,7 @@ class PageBudget:
         ]
 
     def fits_known_lengths(self, request: Request, available: Sequence[int]) -> bool:
-        """Whether a request fits beside the others for certain, all lengths being known."""
+        """Whether a request certainly fits beside the running ones, all lengths being known."""
         slots = self._slots
         running = slots.length > 0
         if not (self._countable and request.exact and slots.exact[running].all()):
@@ -146,7 +146,7 @@ class PageBudget:
         )
 
     def allocate(self, table: PageTable, tokens: int) -> bool:
-        """Give a table the pages for `tokens` tokens, if they are free or can be freed now."""
+        """Allocate a table's pages for `tokens` tokens, if they are free or can be freed now."""
         if not table.covers(tokens):
             if not self.ensure_free(table.need(tokens)):
                 return False
@@ -155,40 +155,40 @@ class PageBudget:
 
 
 def _nothing() -> None:
-    """Nobody cares what is evicted."""
+    """The default of `before_eviction`."""
 
 
-def fits(wanted: Sequence[int], promised: Sequence[int], available: Sequence[int]) -> bool:
-    """Whether somebody may start beside those to whom pages are promised."""
-    return all(w + p <= a for w, p, a in zip(wanted, promised, available, strict=True))
+def fits(needed: Sequence[int], reserved: Sequence[int], available: Sequence[int]) -> bool:
+    """Whether the needed pages are available beside the reserved ones, in each group."""
+    return all(n + r <= a for n, r, a in zip(needed, reserved, available, strict=True))
 
 
 def fits_exactly(
     lengths: Longs, left: Longs, held: Longs, page_tokens: int, available: int
 ) -> bool:
-    """Whether requests of known length get through together without running out of pages.
+    """Whether requests of known length can run together without running out of pages.
 
-    Their ends are spread out, and pages come back at each one: the sum of what all of them need
-    at their end is more than is ever needed at once. Looks at the moment before each end, with
-    every request's last page counted as full; O(n log n).
+    They finish at different times, and each then frees its pages: the sum of what all of them need
+    at their end is more than is ever needed at once. Looks at the moment before each one finishes,
+    with every request's last page counted as full; O(n log n).
 
     Args:
-        lengths: Tokens that each request has.
-        left: Tokens that each is going to draw, one a step.
-        held: Pages that each has, and gives back at its end.
+        lengths: Number of tokens of each request.
+        left: Number of tokens that each will generate, one a step.
+        held: Pages that each holds, and frees when it finishes.
         page_tokens: Tokens of a page.
-        available: Pages that are free beside.
+        available: Further available pages.
     """
     order = np.argsort(left, kind="stable")
     lengths, left, held = lengths[order], left[order], held[order]
-    count = np.arange(len(left), 0, -1)  # those who have not ended, before each end
+    count = np.arange(len(left), 0, -1)  # requests that still run, before each one finishes
     tokens = np.cumsum(lengths[::-1])[::-1] + count * left
     pages = (tokens + count * (page_tokens - 1)) / page_tokens
     return bool((pages <= available + held.sum()).all())
 
 
 def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
-    """The most pages of a group that a request ever has: a window group lets go of the rest."""
+    """Maximum number of pages of a group that a request ever holds: a window frees the rest."""
     longest = limits.context_tokens
     if group.window is not None:
         chunk = limits.context_tokens if limits.chunk_tokens is None else limits.chunk_tokens
@@ -197,7 +197,7 @@ def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
 
 
 def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
-    """`CacheGroup.table_len` of many lengths."""
+    """`CacheGroup.table_len` for many lengths."""
     if group.kind is GroupKind.STATE:
         return np.minimum(tokens, 1) * STATES_RUNNING
     return -(-tokens // group.page_tokens)

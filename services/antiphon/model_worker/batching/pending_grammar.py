@@ -1,4 +1,4 @@
-"""Rows whose tokens are drawn, and whose guides are still on the way over them."""
+"""Rows whose tokens are sampled, but not accepted yet by their grammar matchers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _RETRY_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class PendingGrammarRow:
-    """What a row will be committed with.
+    """A row that waits for its grammar matcher, and its outcome.
 
     Attributes:
-        accepted: The tokens that it has drawn.
-        told: What is told of them, or what the prompt became.
-        walk: Of its guide.
-        since: When it was first waited for.
+        row: The row.
+        accepted: Its sampled tokens.
+        outputs: Their logprobs and hidden states, or the pooled vector.
+        task: The matcher task that accepts them.
+        since: When the wait for it was first noticed.
     """
 
     row: BatchRow
@@ -39,14 +40,14 @@ class PendingGrammarRow:
 
 
 class PendingGrammarRows:
-    """They wait, and their requests with them; nobody else does.
+    """The rows that wait for their grammar matchers; other requests do not wait for them.
 
-    Whoever waits too long ends as an overload: the time is the machine's, and no part of what a
-    grammar means.
+    A row that waits too long ends as overloaded, not as invalid: the time depends on the load of
+    the machine.
     """
 
     def __init__(self, executor: MatcherExecutor, timeout_s: float) -> None:
-        self._walker = executor
+        self._executor = executor
         self._timeout_s = timeout_s
         self._rows: list[PendingGrammarRow] = []
 
@@ -54,25 +55,25 @@ class PendingGrammarRows:
         return len(self._rows)
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        """Begin walks, and wait a moment for them."""
-        self._walker.submit(tasks)
+        """Start matcher tasks, and wait a moment for them."""
+        self._executor.submit(tasks)
 
     def wait(self) -> None:
-        """Wait a moment, for there is nothing else to do."""
-        self._walker.wait()
+        """Wait a moment for matcher tasks, when there is nothing else to do."""
+        self._executor.wait()
 
     def put(self, late: PendingGrammarRow) -> None:
-        """A row whose walk is not done."""
+        """Add a row whose matcher task is not done."""
         late.row.request.late = True
         self._rows.append(late)
 
     def take_done(self) -> Iterator[PendingGrammarRow]:
-        """Those that have arrived, each once. Requests that have ended are forgotten."""
+        """The rows whose matcher tasks are done, each once. Ended requests are forgotten."""
         rows, self._rows = self._rows, []
         for late in rows:
             request = late.row.request
             if request.phase is Phase.ENDED:
-                self._walker.cancel(late.task)
+                self._executor.cancel(late.task)
             elif late.task.done:
                 request.late = False
                 yield late
@@ -81,15 +82,15 @@ class PendingGrammarRows:
 
     @property
     def next_due(self) -> float | None:
-        """When one of them has waited for too long, as far as anybody has looked."""
+        """When the next row has waited too long; None if `overdue` has seen none yet."""
         since = (late.since for late in self._rows if late.since is not None)
         first = min(since, default=None)
         return None if first is None else first + self._timeout_s
 
     def overdue(self, now: float) -> Iterator[tuple[Request, Overloaded]]:
-        """Those that have waited for too long, with the reason."""
+        """Requests whose rows have waited too long, with the error."""
         for late in self._rows:
             late.since = now if late.since is None else late.since
             if now - late.since > self._timeout_s:
-                message = f"grammar: a token takes longer than {self._timeout_s:g} s to follow"
+                message = f"grammar: matching a token takes longer than {self._timeout_s:g} s"
                 yield late.row.request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)

@@ -1,8 +1,8 @@
 """A step as data: the plan that every rank executes, and the outcome that the loop commits.
 
-The plan is a rank's only input. It is flat int32 arrays, so that a broadcast is a few copies and
-a recorded plan can be replayed offline. The outcome is ragged: a row may accept several tokens
-(speculation), one, or none (a prefill chunk), and the loop never assumes one.
+The plan is a rank's only input. It consists of flat int32 arrays, so that a broadcast is a few
+copies and a recorded plan can be replayed offline. The outcome is ragged: a row may accept several
+tokens (speculation), one, or none (a prefill chunk), and the loop never assumes one.
 
 Axes: R rows, T tokens of all rows, A position axes (3 for M-RoPE, else 1), L rows of logits,
 N pages of the longest row, S accepted tokens of all rows, V vocabulary.
@@ -23,16 +23,16 @@ Floats = NDArray[np.float32]
 
 
 def future(slot: int) -> int:
-    """A token that is not known on the host yet: what `slot` sampled in the step before.
+    """Placeholder of a token not yet known on the host: the one `slot` sampled a step before.
 
-    Negative, so that it is never a token id; the rank reads it from its own last result.
+    Negative, so that it is never a token id; the rank reads the id from its own last result.
     """
     return -1 - slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingColumns:
-    """How each row's token is drawn; entry r belongs to row r.
+    """Sampling parameters of each row; entry r belongs to row r.
 
     `top_k` 0 keeps the whole vocabulary; `temperature` 0 is greedy.
     """
@@ -58,13 +58,12 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """What lowers tokens that a row has drawn before; rows that draw in this plan.
+    """Penalties of tokens that a row has sampled before, for rows that sample in this plan.
 
-    The rank counts drawn tokens by slot: `begun` are the slots whose count begins anew with the
-    outputs given here, because their request has just got them. A plan that is run again says the
-    same again.
+    The rank counts the sampled tokens of each slot: `begun` are the slots whose count is reset to
+    the outputs given here, because a new request holds them. A plan that is run again repeats them.
 
-    Axes: P penalised rows, B slots that begin.
+    Axes: P penalised rows, B slots whose count is reset.
     """
 
     rows: Ints  # (P,) rising
@@ -78,7 +77,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Biases:
-    """Numbers added to single logits; -inf forbids a token. A pair of row and token comes once."""
+    """Biases added to single logits; -inf forbids a token. Pairs of row and token are unique."""
 
     rows: Ints  # (B,) rising
     token_ids: Ints  # (B,)
@@ -87,20 +86,20 @@ class Biases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsRequest:
-    """Which rows tell more of their tokens than ids, and of which prompt tokens.
+    """Rows with logprobs or hidden states, and the prompt tokens to score.
 
-    Axes: D rows that tell, Q prompt tokens to score, M ids named by all rows.
+    Axes: D rows with such outputs, Q prompt tokens to score, M named ids of all rows.
 
     Attributes:
-        rows: (D,) rising; what a row draws is told of after its prompt tokens.
-        logprobs: (D,) whether log-probabilities are told, the drawn token's and those below.
-        top: (D,) how many of the likeliest tokens are told.
-        named_starts: (D + 1,) the ids of `named_ids` whose log-probabilities are told, a row.
-        named_ids: (M,)
-        hidden: (D,) whether the hidden state before each token is told.
-        prompt_tokens: (Q,) indices into the plan's `tokens`, rising: what follows them is scored,
-            by plain softmax.
-        prompt_targets: (Q,) the ids that do follow; -1 where the prompt ends.
+        rows: (D,) rising; the entries of prompt tokens come before that of the sampled token.
+        logprobs: (D,) whether logprobs are returned, of the sampled token and those below.
+        top: (D,) number of top logprobs.
+        named_starts: (D + 1,) where the ids of each row start in `named_ids`.
+        named_ids: (M,) ids whose logprobs are returned.
+        hidden: (D,) whether the hidden state before each token is returned.
+        prompt_tokens: (Q,) indices into the plan's `tokens`, rising: the token after each is
+            scored, by plain softmax.
+        prompt_targets: (Q,) the ids of the tokens after them; -1 where the prompt ends.
     """
 
     rows: Ints
@@ -115,11 +114,11 @@ class LogprobsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequest:
-    """How the rows of a model that draws no tokens become vectors; entry r belongs to row r.
+    """Pooling of the rows of a model that generates no tokens; entry r belongs to row r.
 
     Attributes:
-        ends: (R,) whether a row's prompt ends with it, so that its vector is told.
-        dimensions: (R,) how many of the vector's numbers are told; 0 tells all.
+        ends: (R,) whether the prompt ends with the row, so that its vector is returned.
+        dimensions: (R,) length to which the vector is truncated; 0 returns all of it.
     """
 
     ends: NDArray[np.bool_]
@@ -128,7 +127,7 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageMove:
-    """Bring a page of a cache group in before the step, or put it out after."""
+    """Load a page of a cache group before the step, or save it after."""
 
     group: int
     page: int
@@ -147,35 +146,36 @@ class Splice:
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass.
 
-    A struct, as all that each step makes anew: a dataclass of so many fields takes longer to make
-    than what is in them.
+    A struct, because every step makes one: a dataclass of so many fields takes longer to make than
+    its contents.
 
     Attributes:
-        step: Grows by one; a rank refuses a gap.
+        step: Grows by one; a rank rejects a gap.
         slot: The request slot of each row, fixed while a choice runs.
         query_start: Index of a row's first token in `tokens`.
-        query_len: Tokens of a row in this pass: decode 1, verify k + 1, a prefill chunk n.
+        query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
         adapter: Index of the row's adapter, -1 without one.
         tokens: Token ids, or `future(slot)`.
-        positions: Of each token, an axis a row.
-        logit_tokens: Indices into `tokens` after which a token is drawn; any number a row.
-        penalties: For the rows that have any. What follows is None where no row needs it.
-        token_masks: (G, ceil(V / 32)) bit i % 32 of word i // 32 says whether token i may be drawn.
-        token_mask_rows: (G,) the row of each mask, rising; rows that draw in this plan.
+        positions: Positions of the tokens, one row for each axis.
+        logit_tokens: Indices into `tokens` after which a token is sampled; any number for a row.
+        penalties: For the rows that have any. This and the fields below are None where no row
+            needs them.
+        token_masks: (G, ceil(V / 32)) bit i % 32 of word i // 32 is set if token i is allowed.
+        token_mask_rows: (G,) the row of each mask, rising; rows that sample in this plan.
         biases: Added after the masks.
-        details: What is told of the tokens beside their ids.
-        pooling: How rows become vectors; none of them draws then.
-        page_tables: (R, N) a cache group, -1 beyond a row's pages. Token p of a row lies in page
-            `table[r, p // page_tokens]` at `p % page_tokens`; the pass writes its own there first.
-            Of a group of states (R, 2): where the state lies that a row goes on from, -1 if it is
-            zero, and where the one after its last token goes, which is another place.
-        tree_mask: For tree verification: (T, T), which tokens of the pass see which.
-        follows: Each row has one token and draws one, and is the row at the same place in the plan
-            before, one token further, as are its slot, its sampling and all other columns: only
-            tokens, positions, kv_len and page tables differ, and these only by pages that were
-            added or that no query sees any more. A runner may go on from what it kept of that
-            plan, or pass this over: the outcome is the same.
+        details: Requested logprobs and hidden states.
+        pooling: Pooling of the rows; none of them samples then.
+        page_tables: (R, N) for each cache group, -1 beyond a row's pages. Token p of a row lies in
+            page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
+            there first. For a state group (R, 2): the state that a row starts from, -1 if it is
+            zero, and a different one, to which the state after its last token is written.
+        tree_mask: For tree verification: (T, T), which tokens of the step attend to which.
+        follows: Each row has one token and samples one, and is the same row of the plan before, one
+            token further, with the same slot, sampling and all other columns: only tokens,
+            positions, kv_len and page tables differ, and these only by pages that were added or
+            that no query attends to any more. A runner may reuse what it prepared for that plan, or
+            ignore this: the outcome is the same.
         release_fence: Pages released by this plan may be reused by plans after this step.
     """
 
@@ -207,32 +207,32 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RowStatus(IntEnum):
-    """What became of a row."""
+    """Status of a row in the outcome."""
 
     OK = 0
     NON_FINITE = 1
-    """Its logits held a NaN or infinity; the request ends with an error, the batch goes on."""
+    """Its logits held a NaN or infinity; the request ends with an error, the others continue."""
     NO_TOKEN = 2
-    """Masks and biases forbade every token; the request ends with an error, too."""
+    """Masks and biases forbade every token; the request ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsBatch:
-    """What is told of tokens: of a row's prompt tokens first, then of those that it accepted.
+    """Logprobs and hidden states: entries of a row's prompt tokens, then of its accepted ones.
 
-    Axes: K tokens of all rows, N the widest top, M the most named ids of a row, H hidden size. A
-    row that asked for fewer fills the first columns. NaN where a row did not ask, or nothing is
-    known.
+    Axes: K entries of all rows, N the largest top, M the most named ids of a row, H hidden size. A
+    row that requests fewer fills the first columns. NaN where a row requests none, or there is no
+    value.
 
     Attributes:
-        starts: (R + 1,) row r's are [starts[r], starts[r + 1]).
-        token_ids: (K,) -1 behind a prompt after which nothing is drawn.
+        starts: (R + 1,) row r's entries are [starts[r], starts[r + 1]).
+        token_ids: (K,) -1 after a prompt that nothing is sampled after.
         logprobs: (K,) after penalties, masks, biases and temperature; greedy rows have
             temperature 1.
-        top_ids: (K, N) the likeliest first.
+        top_ids: (K, N) the most likely first.
         top_logprobs: (K, N)
         named_logprobs: (K, M)
-        hidden: (K, H) float32, the normalised last hidden state that the token followed from.
+        hidden: (K, H) float32, the normalised last hidden state from which the token was predicted.
     """
 
     starts: Ints
@@ -246,14 +246,14 @@ class LogprobsBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledVectors:
-    """What prompts became: row r's is `values[starts[r]:starts[r + 1]]`; empty in mid-prompt."""
+    """Pooled vectors: row r's is `values[starts[r]:starts[r + 1]]`, empty within a prompt."""
 
     starts: Ints  # (R + 1,)
     values: Floats  # (starts[R],)
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a pass produced. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
+    """The result of a step. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
 
     step: int
     starts: Ints  # (R + 1,)

@@ -1,4 +1,4 @@
-"""The choice of what is computed next: who goes on, who starts and who gives way."""
+"""The step planner: which requests decode, prefill, start, or are retracted or preempted."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 TOUCH_STEPS = 32
-"""How long a touched prefix is safe enough: what was of use later is evicted later. Touching all
-that wait in each step that evicts would cost as much as planning it does."""
+"""How many steps a touched prefix counts as recently used. Touching the prefixes of all waiting
+requests in each step that evicts would cost as much as planning the step."""
 
 
 class StepPlanner:
-    """Moves requests between the queue and their slots, and says who has a row in the next plan.
+    """Moves requests between the queue and their slots, and schedules the rows of the next plan.
 
     Attributes:
-        retractions: Requests that lost their pages because none were left, since start.
-        retracted_tokens: Tokens that these had in the cache.
-        retracted_prompt_tokens: Of those, the prompts'.
-        preemptions: Requests that lost their pages to one that outranks them, since start.
+        retractions: Requests retracted because pages ran out, since start.
+        retracted_tokens: Tokens of these.
+        retracted_prompt_tokens: Prompt tokens of these.
+        preemptions: Requests preempted for one of higher priority, since start.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class StepPlanner:
         batch.page_budget.before_eviction = self._touch_waiting
 
     def schedule(self, now: float) -> list[ScheduledRow]:
-        """Whose tokens are computed next, and up to which. They have the pages for it.
+        """The requests whose tokens are computed next, and up to which. They have their pages.
 
-        Whoever had to give way for a later one is among them too, and has no slot any more.
+        A request that was retracted for a later one may be among them: it has no slot any more.
         """
         batch = self._batch
         if not batch.running:
@@ -72,7 +72,7 @@ class StepPlanner:
         self._steps += 1
         self._preempt()
         budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.checkpoints)
-        # Some of these may give way to others while these are chosen: they have no table then.
+        # Some of these may be retracted while others are scheduled: they have no table then.
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for request in batch.running.values():
@@ -87,7 +87,7 @@ class StepPlanner:
         return scheduled
 
     def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
-        """Give running requests the pages of their next rows, unless somebody had to give way."""
+        """Allocate the pages of the next rows, unless a request would have to be retracted."""
         if not self._batch.page_budget.ensure_free(pages_needed(scheduled)):
             return False
         for request, end in scheduled:
@@ -97,27 +97,27 @@ class StepPlanner:
         return True
 
     def count_decode_steps(self, steps: int) -> None:
-        """So many steps of decodes went well without a question."""
+        """Count decode steps that were not scheduled one by one."""
         self._steps += steps
         for _ in range(steps):
             self._batch.page_budget.ratio.decay()
 
     @property
     def new_token_ratio(self) -> float:
-        """Share of the longest answers for which pages are kept free."""
+        """Share of the remaining output tokens for which pages are reserved."""
         return self._batch.page_budget.ratio.value
 
     def take_started(self) -> Sequence[Request]:
-        """Those that were started for the first time since the last call."""
+        """Requests that were started for the first time since the last call."""
         if not self._started:
             return ()
         started, self._started = self._started, []
         return started
 
     def retract(self, request: Request) -> None:
-        """Take slot and pages from a running request, and let it wait at its old place.
+        """Free slot and pages of a running request, and queue it again at its old position.
 
-        What it has computed can be found again, as long as nobody needs the pages.
+        Its tokens are inserted into the prefix cache, where it finds them unless they are evicted.
         """
         self._batch.cache_prefix(request)
         self._batch.release(request)
@@ -125,9 +125,9 @@ class StepPlanner:
         self._waiting.put(request)
 
     def _touch_waiting(self) -> None:
-        """Keep what the next ones will find; the first of them longest, so it is touched last.
+        """Protect the cached prefixes of the next requests; the first one's most, so it is last.
 
-        As many are looked at as for a common beginning, so that the cost has a bound.
+        Only the candidates of a step are touched, which bounds the cost.
         """
         for request in reversed(self._waiting.head()):
             if request.touched is None or self._steps - request.touched >= TOUCH_STEPS:
@@ -135,7 +135,7 @@ class StepPlanner:
                 self._batch.touch(request)
 
     def _decodes(self, decoding: Sequence[Request], budget: TokenBudget) -> list[ScheduledRow]:
-        """Everybody who has begun to answer: nobody is ever left out."""
+        """Rows of all decoding requests: none is ever left out."""
         scheduled: list[ScheduledRow] = []
         more, covered = 0, True
         for request in decoding:
@@ -150,7 +150,7 @@ class StepPlanner:
                 raise RequestFault(request) from error
         if not scheduled:
             return scheduled
-        # A token each is there for certain; some have more, for more than one was accepted.
+        # The budget always has one token for each; some have more, if several were accepted.
         budget.tokens -= len(scheduled)
         if more > budget.tokens:
             scheduled = _shortened(scheduled, budget.tokens)
@@ -161,7 +161,7 @@ class StepPlanner:
     def _prefills(
         self, prefilling: Sequence[Request], budget: TokenBudget, now: float
     ) -> list[ScheduledRow]:
-        """Prompts that are begun, and then those who wait."""
+        """Rows of prefilling requests, then of waiting ones, which start."""
         scheduled: list[ScheduledRow] = []
         for request in prefilling:
             try:
@@ -195,7 +195,7 @@ class StepPlanner:
         self._batch.page_budget.ratio.retracted(self._batch.running.values())
 
     def _admit(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
-        """Start those who wait, in order, until one of them does not fit."""
+        """Start waiting requests, in order, until one of them does not fit."""
         scheduled: list[ScheduledRow] = []
         batch = self._batch
         if budget.full or not batch.slots.free_count:
@@ -219,7 +219,7 @@ class StepPlanner:
     def _admit_one(
         self, request: Request, reserved: Sequence[int], budget: TokenBudget, now: float
     ) -> int | None:
-        """Start a waiting request, up to which of its tokens; None if it does not fit."""
+        """Start a waiting request; the end of its first prefill chunk, None if it does not fit."""
         table = self._admissible(request, reserved)
         if table is None:
             return None
@@ -238,7 +238,7 @@ class StepPlanner:
         return end
 
     def _should_wait(self, request: Request) -> bool:
-        """Whether it cannot start yet, or is cheaper when somebody has computed what it shares."""
+        """Whether it cannot start yet, or should wait for another prefill of its prefix."""
         if request.late:
             return True
         if request.urgent:
@@ -246,11 +246,11 @@ class StepPlanner:
         return self._batch.prefix_sharing.should_wait(request, self._batch.cached_tokens)
 
     def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
-        """A table with what is cached of a waiting request, if there is room for all of it."""
+        """A table with the cached prefix of a waiting request, if all of the request fits."""
         if not self._fits(request, self._batch.shared_tokens(request), reserved):
-            return None  # although what is cached counts as available here, and as needless too
-        # The table holds what is cached before we count what is available: counted first, those
-        # pages would pass for evictable and admit a request that cannot run.
+            return None  # although its cached pages count as available and as not needed here
+        # The table must hold the cached pages before the available ones are counted: else these
+        # would count as evictable, and a request that cannot run would be admitted.
         table = self._batch.cached_table(request)
         if self._fits(request, table.committed, reserved):
             return table
@@ -258,9 +258,9 @@ class StepPlanner:
         return None
 
     def _fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
-        room = self._batch.page_budget
-        available, needed = room.available(), room.needed(request, cached_tokens)
-        return fits(needed, reserved, available) or room.fits_known_lengths(request, available)
+        pages = self._batch.page_budget
+        available, needed = pages.available(), pages.needed(request, cached_tokens)
+        return fits(needed, reserved, available) or pages.fits_known_lengths(request, available)
 
     def _start(self, request: Request, table: PageTable, now: float) -> None:
         self._waiting.admit(request, now)
@@ -270,25 +270,25 @@ class StepPlanner:
         self._batch.start(request, table, now)
 
     def _preempt(self) -> None:
-        """Take the pages of running requests for the next one, if it outranks them by enough."""
+        """Preempt running requests for the next waiting one, if its priority is enough higher."""
         batch = self._batch
         candidate = self._waiting.first() if self._rules.priority and batch.running else None
         if candidate is None or self._should_wait(candidate):
             return
-        room = batch.page_budget
-        needed = room.needed(candidate, batch.shared_tokens(candidate))
-        sums = zip(needed, room.reserved(), room.available(), strict=True)
-        short = [want + reserved - available for want, reserved, available in sums]
+        pages = batch.page_budget
+        needed = pages.needed(candidate, batch.shared_tokens(candidate))
+        sums = zip(needed, pages.reserved(), pages.available(), strict=True)
+        short = [need + reserved - available for need, reserved, available in sums]
         if batch.slots.free_count and max(short) <= 0:
             return
         running = batch.running.values()
-        for victim in choose_preempted(candidate, running, self._rules, short, room.reclaimable()):
+        for victim in choose_preempted(candidate, running, self._rules, short, pages.reclaimable()):
             self.retract(victim)
             self.preemptions += 1
 
 
 def _shortened(scheduled: Sequence[ScheduledRow], more: int) -> list[ScheduledRow]:
-    """A token each, and `more` tokens beyond these for the first ones that have them."""
+    """One token for each row, and `more` tokens beyond these for the first rows that have them."""
     shortened: list[ScheduledRow] = []
     for request, end in scheduled:
         first = request.planned + 1

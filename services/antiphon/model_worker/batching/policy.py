@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted: the lowest place is next."""
+"""The order in which waiting requests are admitted: the lowest queue key is next."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.index import Prefix, PrefixNode
 
 TREE_POLICIES = frozenset({Policy.LPM, Policy.DFS_WEIGHT})
-"""Those that order by what the prefix index has."""
+"""Policies that order by the prefix cache."""
 
 TREE_WAITING_MAX = 128
-"""Beyond this many waiting requests the orders by the tree give way to arrival: looking each
-prompt up whenever the tree has changed would cost more than a good order saves."""
+"""Beyond this many waiting requests the tree policies fall back to arrival: matching each prompt
+whenever the tree has changed would cost more than a good order saves."""
 
 QueueKey = tuple[float, float, int]
-"""Rank by priority, then what the policy says, then arrival. No two requests have the same."""
+"""Rank by priority, then the key of the policy, then arrival. It is unique."""
 
 
 class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
-    """Who goes first.
+    """Queue policy and priorities.
 
     Attributes:
-        policy: Orders those of one rank.
-        refuse_priority: Whether a priority is refused where it does not count.
+        policy: Orders requests of the same rank.
+        refuse_priority: Whether a priority is rejected where priority scheduling is disabled.
     """
 
     policy: Policy = Policy.FCFS
@@ -39,22 +39,22 @@ class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
 
 
 class QueueOrder:
-    """Gives each request its place, once, when it arrives.
+    """Gives each request its queue key, once, when it arrives.
 
-    A place never changes, so that the queue is kept in order instead of being sorted. What depends
-    on the tree does change: see `by_tree`.
+    A key never changes, so that the queue stays sorted. The order by prefix does change: see
+    `order_by_prefix`.
     """
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
-        # A fixed seed: an order that is drawn is as good as any, and a run can be repeated.
+        # A fixed seed: any random order is as good, and a run can be repeated.
         self._random = random.Random(0)  # noqa: S311
 
     def key(self, state: RequestState, arrival: int) -> QueueKey:
-        """Where a request stands among the waiting ones."""
-        return self._rules.rank(state.priority), self._standing(state), arrival
+        """The queue key of a request."""
+        return self._rules.rank(state.priority), self._policy_key(state), arrival
 
-    def _standing(self, state: RequestState) -> float:
+    def _policy_key(self, state: RequestState) -> float:
         match self._rules.policy:
             case Policy.LOF:
                 return -state.sampling.max_new_tokens
@@ -67,11 +67,11 @@ class QueueOrder:
 def order_by_prefix(
     policy: Policy, waiting: Sequence[Request], peek: Callable[[Request], Prefix]
 ) -> list[Request]:
-    """Order requests by what the prefix index has of them. Equals keep their order.
+    """Order requests by their cached prefixes. Equals keep their order.
 
-    Longest prefix match: who has most in the cache goes first, before it is evicted. Depth first:
-    requests under one node of the tree follow each other, the most wanted subtrees first, so that
-    what they share is there once and then never again.
+    Longest prefix match: the longest cached prefix goes first, before it is evicted. Depth first:
+    requests under one node of the tree follow each other, the largest subtrees first, so that a
+    common prefix is used by all of them before it is evicted.
     """
     prefixes = {request.arrival: peek(request) for request in waiting}
     if policy is Policy.LPM:
@@ -82,7 +82,7 @@ def order_by_prefix(
 
 
 class _Branches:
-    """The part of the tree that has waiting requests under it."""
+    """The part of the radix tree that has waiting requests under it."""
 
     def __init__(self, pairs: Sequence[tuple[Request, PrefixNode | None]]) -> None:
         self._here: defaultdict[PrefixNode | None, list[Request]] = defaultdict(list)

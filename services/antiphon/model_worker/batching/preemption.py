@@ -1,4 +1,4 @@
-"""Who gives way: when the pages run out, and to whoever outranks it."""
+"""The choice of requests to retract when pages run out, or to preempt by priority."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def choose_victim(running: Iterable[Request]) -> Request:
-    """The request that gives way when pages run out.
+    """The request that is retracted when pages run out.
 
-    Those who were overtaken for too long stay, then those who outrank the others; of equals the
-    one goes that loses least by starting over: fewest outputs, then the latest arrival.
+    Urgent requests stay, then those of higher priority; of equals the one is chosen that loses
+    least by starting over: fewest outputs, then the latest arrival.
     """
     return min(
         running,
@@ -35,17 +35,17 @@ def choose_preempted(
     short: Sequence[int],
     gains: Callable[[Request], Sequence[int]],
 ) -> list[Request]:
-    """The running requests that give way to a waiting one that outranks them by enough.
+    """The running requests to preempt for a waiting one whose priority is enough higher.
 
-    The lowest rank first, then whoever came last. Nobody is preempted in vain: if all of them
-    together do not leave enough, none is.
+    The lowest priority first, then the latest arrival. None is preempted in vain: if all of them
+    together do not free enough pages, the result is empty.
 
     Args:
-        candidate: Who waits.
-        running: Who may give way.
-        rules: By how much it must outrank them.
-        short: Pages a group that it lacks.
-        gains: Pages a group that a running request leaves, those promised to it included.
+        candidate: The waiting request.
+        running: Requests that may be preempted.
+        rules: By how much the priorities must differ.
+        short: Pages by group that the candidate lacks.
+        gains: Pages by group that a running request frees, those reserved for it included.
     """
     weakest = [
         request

@@ -1,4 +1,4 @@
-"""Requests with the same beginning: one computes it, the others wait for that."""
+"""Requests with a common prefix: one prefills it, the others wait for it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.table import PageTable
 
 WORTH_TOKENS = 32
-"""What is worth waiting for. A shorter beginning is computed again beside the first one."""
+"""Minimum prefix worth waiting for. A shorter one is prefilled again beside the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefix:
-    """Whom a request waits for.
+    """The prefix that a request waits for.
 
     Attributes:
-        leader: Who computes the beginning.
-        table: Its pages: should it be retracted and start again, it has other ones.
-        tokens: How far they agree, in whole pages.
+        leader: The request that prefills the prefix.
+        table: The leader's page table: should it be retracted and start again, it has another.
+        tokens: Length of the common prefix, in whole pages.
     """
 
     leader: Request
@@ -35,25 +35,26 @@ class PendingPrefix:
 
     @property
     def ready(self) -> bool:
-        """Whether what they share is computed, and its pages are there."""
+        """Whether the common prefix is computed and its pages still exist."""
         return self.leader.table is self.table and self.leader.computed >= self.tokens
 
     @property
     def computing(self) -> bool:
-        """Whether what they share is being computed."""
+        """Whether the common prefix is being prefilled."""
         leader = self.leader
         return leader.table is self.table and leader.prefilling and leader.computed < self.tokens
 
 
 class PrefixSharing:
-    """The prompts that are being computed, by their first page.
+    """The prefilling requests, by their first page.
 
-    Without a prefix index only the choices of one request follow each other: what they share is
-    forked from the first one's table. With an index it is found there, whoever computed it. A table
-    with recurrent states cannot be forked: what is shared ends at a checkpoint, in the index.
+    Without a prefix cache only the choices of one request share: the common prefix is forked from
+    the page table of the first one. With a prefix cache it is found there, whichever request
+    computed it. A table with recurrent states cannot be forked: what is shared ends at a
+    checkpoint, in the prefix cache.
 
     Attributes:
-        namespace: What computes pages now. What was begun by another is of no use to anybody else.
+        namespace: Digest of the current weights. A prefill that other weights began is not shared.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class PrefixSharing:
         self._numbers = count(1)
 
     def register(self, request: Request) -> None:
-        """A request has started, and others may follow it."""
+        """Let other requests wait for the prefix of one that has started."""
         if request.length > self._page_tokens:
             first_page, number = self._first_page(request), next(self._numbers)
             self._led[request.key] = first_page, number
             self._leaders.setdefault(first_page, []).append((number, request))
 
     def unregister(self, request: Request) -> None:
-        """Its prompt is computed, or it runs no more."""
+        """Remove a request whose prefill is done, or that runs no more."""
         led = self._led.pop(request.key, None)
         if led is not None:
             first_page, number = led
@@ -92,11 +93,11 @@ class PrefixSharing:
                 del self._leaders[first_page]
 
     def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
-        """Whether a waiting request is better started when another one is further.
+        """Whether a waiting request should wait until another one has prefilled their prefix.
 
         Args:
-            request: The one that is next.
-            cached_tokens: How much of it the index has; looked up only if it matters.
+            request: The next request of the queue.
+            cached_tokens: Length of its cached prefix; looked up only if it matters.
         """
         if request.following is not None and request.following.computing:
             return True
@@ -104,8 +105,8 @@ class PrefixSharing:
         if not leaders:
             return False
         cached = cached_tokens(request)
-        # Whom it has no use for it never will, unless less of it is cached: a long prompt is
-        # compared with each of the others once, not in each step in which it is next.
+        # A leader that shares too little always will, unless less of the request is cached: a long
+        # prompt is compared with each leader once, not in each step in which it is next.
         passed, least = request.passed_leaders
         passed = passed if cached >= least else 0
         for number, leader in leaders:
@@ -119,7 +120,7 @@ class PrefixSharing:
         return False
 
     def shared_tokens(self, request: Request) -> int:
-        """How far `fork` takes a request: not at all where the leader's window has moved on."""
+        """Length of the prefix that `fork` shares: 0 where the leader's window has moved on."""
         following = request.following
         if following is None or not following.ready or not self._forks:
             return 0
@@ -128,14 +129,14 @@ class PrefixSharing:
         return following.table.shareable_tokens(following.tokens)
 
     def fork(self, request: Request, cached_tokens: int) -> PageTable | None:
-        """A table that shares what a request has waited for, if it is more than the index has."""
+        """A table that shares the pending prefix, if it is longer than the cached one."""
         following, tokens = request.following, self.shared_tokens(request)
         if following is None or tokens <= cached_tokens:
             return None
         return following.table.fork(tokens)
 
     def _first_page(self, request: Request) -> bytes:
-        """What those have in common who may follow each other: salt, and first tokens."""
+        """Key of requests that may share a prefix: salt and first tokens."""
         return request.state.cache_salt + request.token_bytes(self._page_tokens)
 
     def _follow(
@@ -147,20 +148,20 @@ class PrefixSharing:
             or leader.namespace is not self.namespace
         ):
             return None
-        # At least one token of its own stays to be computed, for the next one follows from that.
+        # At least one token is computed by the request itself, to sample the next one from it.
         longest = min(leader.length, request.shared_max, request.length) - 1
-        agreed = _agreed(leader, request, longest) // self._page_tokens * self._page_tokens
+        common = _common_length(leader, request, longest) // self._page_tokens * self._page_tokens
         if self._checkpoints is not None:
-            agreed = self._checkpoints.last(agreed, leader.length)
+            common = self._checkpoints.last(common, leader.length)
         worth = self._page_tokens if siblings else max(self._page_tokens, WORTH_TOKENS)
-        if agreed - cached_tokens < worth or leader.table is None:
+        if common - cached_tokens < worth or leader.table is None:
             return None
-        following = PendingPrefix(leader, leader.table, agreed)
+        following = PendingPrefix(leader, leader.table, common)
         return following if following.computing else None
 
 
-def _agreed(a: Request, b: Request, longest: int) -> int:
-    """How many of their first tokens are the same, up to `longest`."""
+def _common_length(a: Request, b: Request, longest: int) -> int:
+    """Length of the common prefix, up to `longest`."""
     if longest <= 0:
         return 0
     different = np.flatnonzero(a.ids[:longest] != b.ids[:longest])

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.index import Prefix
 
 CANDIDATES_MAX = 128
-"""How many waiting requests a step looks at. Some may have to be passed over, for they wait for
-something else; this many in a row are rare, and looking at thousands in each step is not cheap."""
+"""How many waiting requests a step considers. Some may have to be skipped, because they wait for a
+prefix or a grammar; so many in a row are rare, and looking at thousands in each step is slow."""
 
 Ticket = tuple[Request, int]
-"""A request, and which of its lives it waits in."""
+"""A request, and its generation at the time it was queued."""
 
 _place = attrgetter("place")
 
 
 class Backlog(NamedTuple):
-    """What waits.
+    """Size of the waiting queue.
 
     Attributes:
-        tokens: Of all prompts, and of answers that were retracted. The cache may have some.
-        retracted: Choices that had begun.
+        tokens: Tokens to prefill, outputs of retracted requests included. Some may be cached.
+        retracted: Choices that were running before.
     """
 
     tokens: int = 0
@@ -39,7 +39,7 @@ class Backlog(NamedTuple):
 
 
 class WaitingQueue:
-    """Keeps waiting requests in the order of the policy, and lets nobody be overtaken for ever."""
+    """Waiting requests in the order of the policy, with a limit on how long one is overtaken."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -55,28 +55,28 @@ class WaitingQueue:
         self._overtaken.enter(request.arrival, (request, request.life))
 
     def backlog(self) -> Backlog:
-        """Count what waits."""
+        """Measure the queue."""
         return Backlog(
             tokens=sum(request.length for request in self._requests),
             retracted=sum(request.started_s is not None for request in self._requests),
         )
 
     def first(self) -> Request | None:
-        """The first by its place, if any waits. It stays in the queue."""
+        """The first request by queue key, if any waits. It stays in the queue."""
         return self._requests[0] if self._requests else None
 
     def last(self) -> Request | None:
-        """The last by its place, if any waits. It stays in the queue."""
+        """The last request by queue key, if any waits. It stays in the queue."""
         return self._requests[-1] if self._requests else None
 
     def head(self) -> list[Request]:
-        """Those whom a step may look at, by their places. They stay in the queue."""
+        """The requests that a step may consider, by queue key. They stay in the queue."""
         return self._requests[:CANDIDATES_MAX]
 
     def candidates(self, now: float, peek: Callable[[Request], Prefix]) -> list[Request]:
-        """The next ones, in the order in which they are to be admitted.
+        """The next requests, in the order in which they are to be admitted.
 
-        Those who have been overtaken for too long come first from then on, in order of arrival.
+        Requests that were overtaken for too long come first from then on, in order of arrival.
         """
         for request, _ in self._overtaken.pop_overdue(now):
             self.remove(request)
@@ -89,31 +89,31 @@ class WaitingQueue:
         return urgent + order_by_prefix(policy, self._requests[len(urgent) :], peek)
 
     def admit(self, request: Request, now: float) -> None:
-        """Take a request out, for it is about to start. It overtakes those who came before it."""
+        """Remove a request that is about to start. It overtakes earlier arrivals."""
         self.remove(request)
         if request.overtaken_s is not None:
-            # It may be retracted, and is not overtaken anew then: this wait counts on.
+            # Should it be retracted and overtaken again, this wait still counts.
             request.overtaken_before_s += now - request.overtaken_s
             request.overtaken_s = None
         for overtaken, _ in self._overtaken.overtake(request.arrival, now, _before_s):
             overtaken.overtaken_s = now
 
     def remove(self, request: Request) -> None:
-        """Take a request out: it was admitted, or nobody wants it."""
+        """Remove a request that was admitted or dropped."""
         index = bisect_left(self._requests, request.place, key=_place)
-        assert self._requests[index] is request, "a request left a queue that it was not in"
+        assert self._requests[index] is request, "a request was removed that was not queued"
         del self._requests[index]
 
     def discard(self, request: Request) -> None:
-        """Take a request out, if it is in: one that failed may be neither here nor running."""
+        """Remove a request if it is queued: a failed one may be neither queued nor running."""
         index = bisect_left(self._requests, request.place, key=_place)
         if index < len(self._requests) and self._requests[index] is request:
             del self._requests[index]
 
 
 def _waits(ticket: Ticket) -> bool:
-    request, life = ticket
-    return request.phase is Phase.WAITING and request.life == life
+    request, generation = ticket
+    return request.phase is Phase.WAITING and request.life == generation
 
 
 def _before_s(ticket: Ticket) -> float:

@@ -1,4 +1,4 @@
-"""How much of the longest possible answers is kept free for those who run."""
+"""The share of the maximum output for which pages are reserved for running requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GRACE_TOKENS = 20
 
 
 class NewTokenRatio:
-    """The share of what each running request may still write that admission leaves free for it.
+    """The share of its remaining output tokens that admission reserves for each running request.
 
-    Answers end early, so that all of it would leave most of the pool idle, and none of it would
-    admit requests only to retract them. The share falls from step to step while all goes well, and
-    jumps to what was seen to be needed when somebody had to be retracted. The numbers are SGLang's
-    (0.5.23, `new_token_ratio`).
+    Outputs end early: to reserve all of it would leave most of the pool idle, and to reserve none
+    would admit requests only to retract them. The share decays from step to step, and jumps to what
+    proved to be needed when a request had to be retracted. The numbers are SGLang's (0.5.23,
+    `new_token_ratio`).
     """
 
     def __init__(self, conservativeness: float) -> None:
@@ -30,15 +30,15 @@ class NewTokenRatio:
         self.value = self._start
 
     def decay(self) -> None:
-        """A step of decodes went well."""
+        """Lower the ratio after a decode step without a retraction."""
         self.value = max(self._least, self.value - (self._start - self._least) / _DECAY_STEPS)
 
     def retracted(self, running: Collection[Request]) -> None:
-        """Somebody was retracted, and these are left."""
-        drawn = sum(request.outputs for request in running)
+        """Raise the ratio after a retraction, by what the remaining requests have generated."""
+        generated = sum(request.outputs for request in running)
         longest = sum(request.tokens_max - request.prompt_tokens for request in running)
-        self.value = min(1.0, (drawn + _GRACE_TOKENS * len(running)) / (longest + 1))
+        self.value = min(1.0, (generated + _GRACE_TOKENS * len(running)) / (longest + 1))
 
     def reset(self) -> None:
-        """Nothing runs: what was learned is about requests that are gone."""
+        """Forget what was learned, which is about requests that are gone."""
         self.value = self._start

@@ -1,4 +1,4 @@
-"""One choice of a request: as a value that can move, and as what it is while it lives here."""
+"""One choice of a request: its movable state, and its record in this worker's engine core."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 ChoiceKey = NewType("ChoiceKey", int)
-"""Names one admission of one choice. Never used twice, so that a late word hits nobody else."""
+"""Names one admission of one choice. Never reused, so that a late command hits no other choice."""
 
 WIRE_IDS = np.dtype("<i4")
-"""How token ids lie in bytes."""
+"""The layout of token ids in bytes."""
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that determines how a choice goes on, here or on another worker.
+    """All that determines how a choice continues, on this worker or on another.
 
-    Retraction, migration and hand-off are one move: make the state, run the state.
+    Retraction, migration and hand-off are one operation: take the state, run the state.
 
     Attributes:
         prompt_ids: int32, little-endian, as are `output_ids`.
-        emitted: How many of the output ids somebody else has handed on already.
-        weights_digest: What computed the outputs; empty if nobody has begun.
-        adapter_digest: The adapter that was on; empty without one.
-        priority: Who goes first, where the operator has priorities on; 0 is nobody's.
-        cache_salt: Its pages are found only by those who brought the same; empty: by all others.
-        tenant: Whose request it is.
-        waited_ms: How long it had waited to be started when it came here.
+        emitted: Number of output ids that were already sent, by this worker or another.
+        weights_digest: Digest of the weights that computed the outputs; empty if there are none.
+        adapter_digest: Digest of the adapter in use; empty without one.
+        priority: Scheduling priority, where priority scheduling is enabled; 0 is the default.
+        cache_salt: The cached prefix is found only by requests of the same salt.
+        tenant: The tenant that the request belongs to.
+        waited_ms: Time already spent in queues when the request arrived here.
     """
 
     request_id: RequestId
@@ -66,7 +66,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How a choice ended."""
+    """How a choice finished."""
 
     reason: FinishReason
     matched_stop: int | None = None
@@ -74,19 +74,20 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def at_length(cls) -> Finish:
-        """It said as much as it was asked for."""
+        """The maximum number of tokens was generated."""
         return cls(reason=FinishReason.LENGTH)
 
     @classmethod
     def failed(cls, error: EngineError) -> Finish:
-        """It ended with an error."""
+        """The choice ended with an error."""
         return cls(reason=FinishReason.ERROR, error=encode_error(error))
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step did to one choice: more ids, an end, or both.
+    """What a step did to one choice: new ids, a finish, or both.
 
-    `weights` names those that drew these ids; `retractions` counts from the choice's beginning.
+    `weights` names the weights that sampled these ids; `retractions` counts since the choice was
+    added.
     """
 
     key: ChoiceKey
@@ -99,7 +100,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Phase(Enum):
-    """Where a choice is. It goes round between the first two until it ends."""
+    """Phase of a choice. It may alternate between the first two until it ends."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -107,44 +108,44 @@ class Phase(Enum):
 
 
 class Request:
-    """One choice in the batching loop.
+    """One choice in the engine core.
 
-    Its tokens are known up to `length`; those below `computed` have their keys and values in the
-    cache. Prefill and decode differ in nothing but how many tokens lie between.
+    Its tokens are known up to `length`; those below `computed` have their keys and values in the KV
+    cache. Prefill and decode differ only in the number of tokens between the two.
 
     A plan may be launched before the outcome of the one before it is known: `planned` is where the
-    launched rows end, and `ahead` counts the tokens that they draw and nobody has seen yet.
+    launched rows end, and `ahead` counts the tokens that they sample and that are in flight.
 
     Attributes:
-        arrival: Its number in the order of arrival, which it keeps when it is retracted.
-        queued_s: Since when it waits to be started: before it came, if it had waited elsewhere.
-        place: Its place in the order of the policy.
-        rank: By priority; the lower outranks the higher.
-        life: Grows when launched rows no longer speak for it: their outcome is passed over.
-        began: Tokens that were computed when it was started, or had to go back.
-        cached_tokens: Of its prompt, what others had computed when it was started first.
-        found_tokens: What it found in the cache when it was started last.
-        retractions: How often it has lost its pages.
-        told: Tokens of the prompt of which it has been told, or nobody wants to be.
-        prefilling: It has not drawn a token since it was started.
-        scores: It ends with its prompt and draws nothing.
-        overtaken_s: Since when it waits behind one that came later, if it does.
-        overtaken_before_s: For how long it did so before it was last started.
-        urgent: It was overtaken for too long, and gives way to nobody any more.
-        prefix: What the index had for it, and at which of the index's generations.
-        touched: The step in which that was last kept from being evicted.
-        cache_key: What the index knows it by while it waits, and in which namespace.
-        following: The request that computes its prefix at this moment.
-        passed_leaders: Up to which one it would follow none of those that compute, and how much of
-            it was cached then; see `PrefixSharing`.
-        namespace: What has computed its pages, from its start on.
-        guide: Where it stands in its grammar, if it has one.
-        filter: What its processors allow; made when it first gets a slot, if it has any.
-        late: Its guide is still on the way over its last tokens: it waits for that.
-        stepwise: What may be drawn depends on the token before, which must be known here.
+        arrival: Number in the order of arrival, unchanged by retraction.
+        queued_s: When it was first queued, on this worker or before.
+        place: Key in the waiting queue.
+        rank: Rank by priority; lower ranks go first.
+        life: Generation: grows when launched rows become stale, and their outcome is dropped.
+        began: Computed tokens when it was last started or resumed.
+        cached_tokens: Cached tokens of the prompt when it was first started.
+        found_tokens: Cached tokens when it was last started.
+        retractions: How often it was retracted.
+        told: Cursor of prompt logprobs: prompt tokens whose entries are done or not requested.
+        prefilling: No token was sampled since it was started.
+        scores: It finishes with its prefill and samples nothing.
+        overtaken_s: Since when a later arrival runs before it, if one does.
+        overtaken_before_s: For how long that was so before it was last started.
+        urgent: It was overtaken for too long: it is neither preempted nor retracted first.
+        prefix: Its match in the prefix cache, and the cache's generation at that time.
+        touched: The step in which that match was last protected from eviction.
+        cache_key: Its key in the prefix cache while it waits, and the namespace.
+        following: The request that prefills its prefix now.
+        passed_leaders: The last prefilling request that shares no prefix with it, and its cached
+            tokens then; see `PrefixSharing`.
+        namespace: Digest of the weights that computed its pages.
+        guide: Its grammar matcher, if it has a grammar.
+        filter: The tokens that its logits processors allow; made when it first gets a slot.
+        late: It waits for its grammar matcher to accept its last tokens.
+        stepwise: The allowed tokens depend on the token before, which must be known on the host.
     """
 
-    # Of so many attributes in a dictionary, each that a step needs is a line of memory by itself.
+    # Slots, not a dictionary: there, each attribute that a step reads costs a cache line.
     __slots__ = (
         "__weakref__", "_details", "ahead", "arrival", "began", "cache_key", "cached_tokens",
         "computed", "emitted", "end_ids", "filter", "finish", "following", "found_tokens", "guide",
@@ -191,7 +192,7 @@ class Request:
         self.table: PageTable | None = None
         self.computed = self.planned = self.ahead = self.life = self.began = 0
         self.retractions = 0
-        self.told = _told(state.sampling, self.prompt_tokens, len(outputs))
+        self.told = _prompt_cursor(state.sampling, self.prompt_tokens, len(outputs))
         self._details: list[TokenOutputs] = []
         self.prefilling = True
         self.cached_tokens = self.found_tokens = 0
@@ -212,15 +213,15 @@ class Request:
 
     @property
     def outputs(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of output tokens so far."""
         return self.length - self.prompt_tokens
 
     @property
     def pending(self) -> int:
         """Tokens that no launched row computes yet; 0 if it only waits for an outcome.
 
-        A token that is drawn by a launched row counts, unless it will be the last one, or what may
-        follow it depends on it.
+        A token in flight counts, unless it will be the last one, or the tokens allowed after it
+        depend on it.
         """
         expected = self.length + self.ahead
         if self.ahead and (expected >= self.tokens_max or self.stepwise):
@@ -229,33 +230,33 @@ class Request:
 
     @property
     def answers(self) -> bool:
-        """Whether its prompt is computed, or launched to the end: the next token is drawn."""
+        """Whether it decodes: its prefill is done, or launched to the end."""
         return not self.prefilling or self.ahead > 0
 
     @property
     def exact(self) -> bool:
-        """Whether the length of its answer is known beforehand."""
+        """Whether its number of output tokens is known beforehand."""
         return self.state.sampling.ignore_eos
 
     @property
     def shared_max(self) -> int:
-        """Leading tokens that need not be computed here if somebody else has done so.
+        """Leading tokens that may be taken from the prefix cache.
 
-        What is told of the prompt's tokens comes from computing the one before them.
+        The logprobs of a prompt token come from computing the token before it.
         """
         return self.length if self.told >= self.prompt_tokens else self.told - 1
 
     @property
     def reserved(self) -> int:
-        """Tokens for which it has pages."""
+        """Number of tokens for which it has pages."""
         return 0 if self.table is None else self.table.reserved
 
     def token_bytes(self, tokens: int) -> bytes:
-        """The first `tokens` of its tokens, as a cache key has them."""
+        """The first `tokens` token ids, as bytes of a cache key."""
         return self.ids[:tokens].tobytes()
 
     def start(self, slot: int, table: PageTable, now: float) -> None:
-        """It has a slot, and the pages of what is cached of it."""
+        """Run it in a slot, with a page table that holds its cached prefix."""
         assert self.phase is Phase.WAITING, "a request was started twice"
         self.phase = Phase.RUNNING
         self.slot = slot
@@ -266,13 +267,13 @@ class Request:
         self.prefilling = True
         self.found_tokens = table.committed
         if self.started_s is None:
-            # Once: what a retracted request finds again is its own work.
+            # Only once: a retracted request finds the pages that it computed itself.
             self.cached_tokens = min(table.committed, self.prompt_tokens)
             self.started_s = now
 
     def retract(self) -> None:
-        """It lost its slot and its pages, and keeps its tokens."""
-        assert self.phase is Phase.RUNNING, "only what runs can be retracted"
+        """Drop its slot and its pages, and keep its tokens."""
+        assert self.phase is Phase.RUNNING, "only a running request can be retracted"
         self.phase = Phase.WAITING
         self.retractions += 1
         self.slot = -1
@@ -283,18 +284,18 @@ class Request:
         self.passed_leaders = (0, 0)
 
     def end(self) -> None:
-        """It is over, and holds nothing any more."""
+        """Mark it as ended: it holds no pages any more."""
         self.phase = Phase.ENDED
         self.table = self.following = None
         self.life += 1
 
     def promote(self) -> None:
-        """It was overtaken for too long: it is next, and gives way to nobody any more."""
+        """Move it to the head of the queue, because it was overtaken for too long."""
         self.urgent = True
         self.place = (-math.inf, 0.0, self.arrival)
 
     def launch(self, end: int, *, draws: bool) -> None:
-        """A row up to `end` is launched."""
+        """Note that a row up to `end` was launched."""
         assert self.table is not None, "a running request has no pages"
         for chain in self.table.chains.values():
             chain.launch(end)
@@ -303,7 +304,7 @@ class Request:
             self.ahead += 1
 
     def resume(self, computed: int) -> None:
-        """Go on from here: what was launched after it rests on a guess that was wrong."""
+        """Continue from `computed`: later launched rows rest on a wrong assumption."""
         assert self.table is not None, "a running request has no pages"
         for chain in self.table.chains.values():
             chain.recall()
@@ -312,12 +313,12 @@ class Request:
         self.life += 1
 
     def accept(self, token_ids: Sequence[int], ends: Sequence[Finish | None] = ()) -> None:
-        """Append what a step drew, up to the end. The token that ends a choice is not kept.
+        """Append sampled tokens, up to the finish. A stop token is not appended.
 
-        `ends` says how each of the tokens ends it by its grammar, if it has one.
+        `ends` holds the finish that each of the tokens brings by the grammar, if there is one.
         """
-        assert self.finish is None, "tokens were drawn for a request that has ended"
-        assert (self.guide is None) == (not ends), "a grammar was not followed"
+        assert self.finish is None, "tokens were sampled for a request that has finished"
+        assert (self.guide is None) == (not ends), "tokens did not pass the grammar matcher"
         for index, token in enumerate(token_ids):
             if ends and (finish := ends[index]) is not None:
                 self.finish = finish
@@ -332,9 +333,9 @@ class Request:
                 return
 
     def go_on(self, token_ids: Ints) -> None:
-        """Append what steps drew, a token each, of which all was told and that end nothing.
+        """Append tokens of decode steps, all reported already and none of them the last.
 
-        What `launch`, `accept` and `progress` come to, and the commits of its table.
+        The same as `launch`, `accept` and `progress`, and the commits of its table.
         """
         assert self.table is not None, "a running request has no pages"
         length = self.length + len(token_ids)
@@ -345,35 +346,35 @@ class Request:
         self.table.commit(length - 1)
 
     def tell(self, details: TokenOutputs, prompt_entries: int) -> None:
-        """Keep what is told of its next tokens, of which so many belong to the prompt."""
+        """Store the outputs of its next tokens; `prompt_entries` of them are prompt tokens."""
         self.told += prompt_entries
         self._details.append(details)
 
     def untell(self) -> None:
-        """Forget what is told of the prompt, if nobody has heard of it: it is computed anew."""
+        """Discard prompt logprobs that were not sent: the prompt is prefilled again."""
         if not self.outputs:
             self._details = []
-            self.told = _told(self.state.sampling, self.prompt_tokens, self.outputs)
+            self.told = _prompt_cursor(self.state.sampling, self.prompt_tokens, self.outputs)
 
     def progress(self, weights: str, interval: int = 1) -> Progress | None:
-        """What nobody was told yet, once; None if there is nothing.
+        """What was not reported yet, once; None if there is nothing.
 
         Args:
-            weights: What those are called that drew the tokens.
-            interval: Tokens that are worth a word. The first one and the last ones always are.
+            weights: Name of the weights that sampled the tokens.
+            interval: Minimum number of tokens to report. The first and the last ones always are.
         """
         outputs = self.length - self.prompt_tokens
         fresh = outputs - self.emitted
         if self.finish is None and (fresh == 0 or (fresh < interval and self.emitted)):
             return None
-        told = self.ids[self.prompt_tokens + self.emitted : self.length]
+        token_ids = self.ids[self.prompt_tokens + self.emitted : self.length]
         self.emitted = outputs
-        details = _UNTOLD
+        details = _NO_OUTPUTS
         if self._details:
             details, self._details = join_token_outputs(self._details), []
         return Progress(
             key=self.key,
-            token_ids=told.tobytes(),
+            token_ids=token_ids.tobytes(),
             details=details,
             cached_tokens=self.cached_tokens,
             weights=weights,
@@ -382,7 +383,7 @@ class Request:
         )
 
     def snapshot(self) -> RequestState:
-        """The value that goes on from here, wherever it is run."""
+        """The state from which it continues, on any worker."""
         outputs = self.ids[self.prompt_tokens : self.length]
         return msgspec.structs.replace(
             self.state, output_ids=outputs.tobytes(), emitted=self.emitted
@@ -390,11 +391,11 @@ class Request:
 
 
 _NONE: frozenset[int] = frozenset()
-_UNTOLD = TokenOutputs()
+_NO_OUTPUTS = TokenOutputs()
 
 
-def _told(sampling: SamplingParams, prompt_tokens: int, outputs: int) -> int:
-    """The first token of a prompt of which it is yet to be told, or where the prompt ends."""
+def _prompt_cursor(sampling: SamplingParams, prompt_tokens: int, outputs: int) -> int:
+    """The first prompt token whose logprobs are requested, or the end of the prompt."""
     details = sampling.details
     if details is None or details.prompt_start < 0 or outputs:
         return prompt_tokens

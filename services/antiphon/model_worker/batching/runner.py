@@ -1,4 +1,4 @@
-"""What the batching loop asks of whoever computes its plans."""
+"""The interface of plan runners, as the batching loop needs it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class PlanRunner(Protocol):
     """Computes plans, one at a time, in the loop's thread.
 
     It never reads beyond a row's `kv_len`, zeroes the pages of a row that it reports as not finite,
-    and draws the same token for the same row whatever else is in the plan. What a plan writes
-    depends on the plan alone, so that a plan which failed can be run again in parts.
+    and samples the same token for the same row whatever else is in the plan. The writes of a plan
+    depend on the plan alone, so that a failed plan can be run again in parts.
     """
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Compute a plan and return when its outcome is known.
+        """Compute a plan and return its outcome.
 
-        What it raises is blamed on one request of that plan: the others are run again without it.
+        An exception is attributed to one request of the plan: the others are run again without it.
         """
         ...
 
 
 @runtime_checkable
 class OverlapRunner(PlanRunner, Protocol):
-    """A runner whose device computes apart from the thread that asks it to.
+    """A runner that computes asynchronously to the calling thread.
 
     Plans are computed in the order in which they are launched, and a plan may hold tokens that the
-    one before it has yet to draw (`future`).
+    one before it has yet to sample (`future`).
     """
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
-        """Begin to compute a plan, and return at once.
+        """Start computing a plan, and return at once.
 
-        What it returns waits for the outcome, once, and raises what the plan raised.
+        The returned function waits for the outcome, once, and raises what the plan raised.
         """
         ...

@@ -1,4 +1,4 @@
-"""Who has a slot and pages, and what others can find of what is computed there."""
+"""The running batch: requests with slots and pages, and their prefixes in the prefix cache."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class RunningBatch:
-    """The running requests, and all that running takes.
+    """The running requests, and the resources that they need.
 
     Attributes:
-        running: By slot, in the order in which they were started.
-        room: How many pages there are for whom.
-        sharing: Which prompts are being computed.
-        checkpoints: Where states are kept for others; None: there are none, or nobody finds them.
+        running: Running requests by slot, in the order in which they were started.
+        page_budget: Available and reserved pages.
+        prefix_sharing: The prefilling requests that others may wait for.
+        checkpoints: Where recurrent states are cached; None: the model has none, or there is no
+            prefix cache.
     """
 
     def __init__(
@@ -53,32 +54,32 @@ class RunningBatch:
         )
 
     def set_weight_version(self, weight_version: str) -> int:
-        """All is computed by other weights from here on; return the pages that nobody could use."""
+        """Compute with other weights from here on; return the number of evicted pages."""
         self._namespace = msgspec.structs.replace(self._namespace, weight_version=weight_version)
         self._namespace_digest = self.prefix_sharing.namespace = self._namespace.digest()
         return self.index.clear()
 
     def cached_tokens(self, request: Request) -> int:
-        """How much of a waiting request the index has."""
+        """Length of the cached prefix of a waiting request."""
         return self.prefix(request).length
 
     def prefix(self, request: Request) -> Prefix:
-        """What the index has of a waiting request; looked up again only if it has changed."""
+        """The cached prefix of a waiting request; matched again only if the cache has changed."""
         generation = self.index.generation
         if request.prefix is None or request.prefix[0] != generation:
             request.prefix = (generation, self.index.peek(self._key(request)))
         return request.prefix[1]
 
     def touch(self, request: Request) -> None:
-        """A waiting request is about to need what the index has of it."""
+        """Protect the cached prefix of a waiting request that is about to start from eviction."""
         self.index.touch(self._key(request))
 
     def shared_tokens(self, request: Request) -> int:
-        """How far `table` could take a waiting request."""
+        """Tokens of a waiting request that `cached_table` would hold."""
         return max(self.cached_tokens(request), self.prefix_sharing.shared_tokens(request))
 
     def cached_table(self, request: Request) -> PageTable:
-        """A table with all that is there already of a waiting request."""
+        """A table with the longest cached or shared prefix of a waiting request."""
         match = self.index.match(self._key(request))
         fork = self.prefix_sharing.fork(request, match.length)
         if fork is not None and match.table is not None:
@@ -86,7 +87,7 @@ class RunningBatch:
         return fork or match.table or PageTable(self.pools)
 
     def start(self, request: Request, table: PageTable, now: float) -> None:
-        """Give a request a slot; there is one free. It runs with this table from here on."""
+        """Start a request with this table, in one of the free slots, of which there must be one."""
         if table.committed:
             self.index.use(self._key(request), table.committed)
         request.start(self.slots.take(), table, now)
@@ -96,13 +97,14 @@ class RunningBatch:
         self.prefix_sharing.register(request)
 
     def checkpoint_due(self, request: Request) -> bool:
-        """Whether the state where a request stands in its answer is to be kept for others."""
+        """Whether the recurrent state of a decoding request is to be cached now."""
         return self.checkpoints is not None and self.checkpoints.due(request.computed)
 
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
-        """Let others find what is computed of a running request, unless by other weights.
+        """Insert the computed tokens into the prefix cache, if the current weights computed them.
 
-        Of its tokens the first `tokens_max` count, should others not be part of its answer.
+        Only the first `tokens_max` tokens are inserted, should later ones not be part of the
+        response.
         """
         assert request.table is not None, "a running request has no pages"
         if request.namespace is self._namespace_digest:
@@ -112,7 +114,7 @@ class RunningBatch:
         self.slots.update(request)
 
     def release(self, request: Request) -> None:
-        """Take slot and pages from a running request."""
+        """Free slot and pages of a running request."""
         assert request.table is not None, "a running request has no pages"
         self.prefix_sharing.unregister(request)
         request.table.release()
@@ -120,7 +122,7 @@ class RunningBatch:
         self.slots.give_back(request.slot)
 
     def _key(self, request: Request) -> CacheKey:
-        """The key of a waiting request, made once while it waits for what the weights compute."""
+        """The cache key of a waiting request, made once for the current weights."""
         if request.cache_key is None or request.cache_key[0] is not self._namespace_digest:
             key = self._named(request, request.token_bytes(max(1, request.shared_max)))
             request.cache_key = self._namespace_digest, key

@@ -1,22 +1,21 @@
-"""Where a request's state is kept for others: prompts are cut there."""
+"""Where recurrent states are cached: prefill chunks end there."""
 
 from __future__ import annotations
 
 import msgspec
 
 WORTH_TOKENS = 32
-"""What a checkpoint must save to be worth a piece of a prompt of its own."""
+"""Minimum number of tokens that a checkpoint must save to be worth a prefill chunk of its own."""
 
 
 class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """At multiples of `every` tokens, and at the last page border of a prompt.
+    """Checkpoints at multiples of `every` tokens, and at the last page border of a prompt.
 
-    A state stands at one place only, unlike pages: a prefix is found at the place of a state that
-    was kept and nowhere between two of them. Every one costs a state's memory, and a piece of a
-    prompt that ends there.
+    A state belongs to one position only, unlike pages: a prefix matches at a checkpoint and nowhere
+    between two of them. Each costs a state's memory, and a prefill chunk that ends there.
 
     Attributes:
-        every: Tokens from one to the next; whole pages.
+        every: Tokens from one checkpoint to the next; whole pages.
         page_tokens: Tokens of a page.
     """
 
@@ -24,15 +23,15 @@ class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
 
     def due(self, tokens: int) -> bool:
-        """Whether the state after so many tokens of an answer is kept."""
+        """Whether the state after so many tokens is cached while decoding."""
         return tokens % self.every == 0
 
     def stop(self, start: int, end: int) -> int:
-        """Where a piece of a prompt ends at the latest.
+        """The latest end of a prefill chunk.
 
         Args:
-            start: Its first token.
-            end: Of the prompt.
+            start: First token of the chunk.
+            end: End of the prompt.
         """
         following = (start // self.every + 1) * self.every
         border = self._border(end)
@@ -46,6 +45,6 @@ class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
         return border if 0 < border <= agreed else agreed // self.every * self.every
 
     def _border(self, end: int) -> int:
-        """The last page border of a prompt; 0 if that is no place for a checkpoint."""
+        """The last page border of a prompt; 0 if a checkpoint there is not worth it."""
         border = end // self.page_tokens * self.page_tokens
         return border if border % self.every >= WORTH_TOKENS else 0

@@ -1,4 +1,4 @@
-"""Who has waited, or run, for too long."""
+"""Queue and running timeouts of requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _RETRY_AFTER_S = 1.0
 
 
 class Timeouts:
-    """Ends that come by the clock, which is the caller's and never goes back.
+    """Queue and running timeouts, by the caller's clock, which never goes back.
 
-    A request that was started once has left the queue for good: should it be retracted, it runs
-    against its running time. Nothing is kept of one that has ended: its prompt may be long, and its
-    time hours away.
+    A request that was started once is no longer subject to the queue timeout: should it be
+    retracted, only the running timeout counts. A request that has ended is forgotten at once: its
+    prompt may be long, and its timeout hours away.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -36,47 +36,47 @@ class Timeouts:
 
     @property
     def next_due(self) -> float | None:
-        """When the next one's time is over; None if nobody's is limited."""
+        """When the next timeout expires; None if there is none."""
         dues = [due for due in (self._waiting.next_due, self._running.next_due) if due is not None]
         return min(dues, default=None)
 
     def arrived(self, request: Request) -> None:
-        """A request waits here, since it began to wait anywhere."""
+        """Start the queue timeout, counted from when the request was first queued anywhere."""
         self._waiting.put(request, request.queued_s)
 
     def started(self, request: Request, now: float) -> None:
-        """A request runs, for the first time."""
+        """Replace the queue timeout by the running timeout, at the first start of a request."""
         self._waiting.forget(request)
         self._running.put(request, now)
 
     def ended(self, request: Request) -> None:
-        """A request is over, for whatever reason."""
+        """Forget a request that has ended."""
         self._waiting.forget(request)
         self._running.forget(request)
 
     def any_due(self, now: float) -> bool:
-        """Whether anybody's time is over."""
+        """Whether a timeout has expired."""
         return self._limited and (self._running.due(now) or self._waiting.due(now))
 
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:
-        """Those whose time is over, with the reason, each once."""
+        """Requests whose timeout has expired, with the error, each once."""
         for request in self._running.take(now):
             yield request, DeadlineExceeded(f"running timeout: {self._running_s:g} s")
         for request in self._waiting.take(now):
-            assert self._queue_s is not None, "somebody is due, and nothing has a time"
+            assert self._queue_s is not None, "a request is due without a queue timeout"
             yield request, Overloaded.late(timeout_s=self._queue_s, retry_after_s=_RETRY_AFTER_S)
 
 
 class _Due:
-    """Requests that have the same time each: so they are due in the order of their beginnings.
+    """Requests with the same timeout each: they expire in the order of their start times.
 
-    Some began to wait before others who came here earlier. Few wait or run at once, so a sorted
-    list serves.
+    Requests may arrive out of that order, after waiting elsewhere. Few wait or run at once, so a
+    sorted list serves.
     """
 
     def __init__(self, time_s: float | None) -> None:
         self._time_s = time_s
-        self._order: list[tuple[float, int]] = []  # since when, and the arrival
+        self._order: list[tuple[float, int]] = []  # start time and arrival
         self._since: dict[int, tuple[float, Request]] = {}
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Logit processors as what they are to a step: words of bits, set for tokens that may be drawn.
+"""Logits processors as token masks: words of bits that are set for allowed tokens.
 
-Each follows from its parameters and the tokens so far, so a request that starts over, here or
-elsewhere, makes them anew.
+A mask depends only on the parameters and the tokens so far, so a request that restarts, on this
+worker or another, makes it again.
 
 Axes: V vocabulary, W = ceil(V / 32) words.
 """
@@ -29,7 +29,7 @@ _WORD_BITS = 32
 
 
 class TokenFilter:
-    """All processors of one request, from its first slot to its end."""
+    """All token masks of one request, from its first slot to its end."""
 
     def __init__(
         self, processors: tuple[LogitProcessor, ...], prompt_ids: Ints, vocab_size: int
@@ -52,21 +52,21 @@ class TokenFilter:
         self._budgets = tuple(budgets)
 
     def restrict(self, words: Ints, ids: Ints) -> None:
-        """Clear the bits of what may not follow `ids`, the request's tokens so far.
+        """Clear the bits of tokens that may not follow `ids`, the request's tokens so far.
 
-        Those that somebody counts must all be known: see `looks_back`.
+        All ids must be known on the host where a processor counts them: see `looks_back`.
         """
         words &= self._words
         for budget in self._budgets:
             forced = budget.forced(ids)
             if forced is not None:
-                kept = words[forced // _WORD_BITS] & _bit(forced)
+                word = words[forced // _WORD_BITS] & _bit(forced)
                 words[:] = 0
-                words[forced // _WORD_BITS] = kept
+                words[forced // _WORD_BITS] = word
 
 
 class ThinkingClock:
-    """Counts the tokens of a model's thinking."""
+    """Counts the thinking tokens of a request."""
 
     def __init__(self, budget: ThinkingBudget, prompt_ids: Ints) -> None:
         self._budget = budget
@@ -77,17 +77,17 @@ class ThinkingClock:
         self._thinking = len(begun) > 0 and (len(closed) == 0 or begun[-1] > closed[-1])
 
     def forced(self, ids: Ints) -> int | None:
-        """The one token that may follow these, if the budget is used up. `ids` only ever grow."""
+        """The only token that may follow `ids`, if the budget is used up. `ids` only ever grow."""
         for token in ids[self._read :].tolist():
-            assert token >= 0, "a token that is not drawn yet cannot be counted"
-            self._see(token)
+            assert token >= 0, "a token that is not sampled yet cannot be counted"
+            self._count(token)
         self._read = len(ids)
         over = self._tokens - self._budget.tokens_max
         if not self._thinking or over < 0:
             return None
         return self._budget.closing_ids[min(over, len(self._budget.closing_ids) - 1)]
 
-    def _see(self, token: int) -> None:
+    def _count(self, token: int) -> None:
         if self._thinking:
             self._thinking = token != self._budget.closing_ids[-1]
             self._tokens += 1
@@ -96,18 +96,18 @@ class ThinkingClock:
 
 
 def looks_back(processors: tuple[LogitProcessor, ...]) -> bool:
-    """Whether they must know a row's last token before they can say which may be next."""
+    """Whether the mask of the next token depends on the last one."""
     return any(isinstance(processor, ThinkingBudget) for processor in processors)
 
 
 def pack(allowed: NDArray[np.bool_]) -> Ints:
-    """Write (V,) booleans as (W,) int32: token i is bit i % 32 of word i // 32."""
+    """Pack (V,) booleans into (W,) int32: token i is bit i % 32 of word i // 32."""
     padded = np.pad(allowed, (0, -len(allowed) % _WORD_BITS))
     return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 def words_count(vocab_size: int) -> int:
-    """How many words the bits of a vocabulary take."""
+    """Number of mask words of a vocabulary."""
     return -(-vocab_size // _WORD_BITS)
 
 

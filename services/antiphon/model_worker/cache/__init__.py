@@ -1,1 +1,1 @@
-"""Which page holds which token of which request. Knows ids only: no torch, no bytes."""
+"""The paged KV cache and its prefix cache: page ids only, without torch or tensors."""

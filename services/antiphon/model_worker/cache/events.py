@@ -1,4 +1,4 @@
-"""What a worker tells of its cache: which blocks of 64 tokens came and went, in order."""
+"""KV cache events: which blocks of 64 tokens were stored and removed, in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BLOCKS_MAX = 1024
-"""Blocks of one event: 64 Ki tokens, 32 KiB of digests. A longer prompt is told of in several."""
+"""Maximum blocks of an event: 64 Ki tokens, 32 KiB of digests. A longer prompt has several."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """All pages of these blocks are in the cache now. They follow each other.
+    """All pages of these consecutive blocks are cached now.
 
     Attributes:
         parent: Digest of the block before the first, or the root of the namespace.
@@ -29,28 +29,28 @@ class StoredEvent:
 
 @dataclass(frozen=True, slots=True)
 class RemovedEvent:
-    """A page of each of these blocks is gone."""
+    """A page of each of these blocks was evicted."""
 
     blocks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClearedEvent:
-    """Every block is gone."""
+    """Every block was removed."""
 
 
 CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class BlockTracker:
-    """The blocks that a tree of pages can serve; each is announced when stored and when removed.
+    """The blocks of a radix tree; each is announced when it is stored and when it is removed.
 
-    Where a page is no part of a block but reaches beyond it, two pages that differ after its end
-    hold the same block: it came with the first of them and goes with the last.
+    Where a page extends beyond the end of a block, two pages that differ after that end hold the
+    same block: it is stored with the first of them and removed with the last.
 
-    With windows and recurrent states a path counts up to the last border at which every group has
-    what goes on from there. A prompt that leaves the path before that border is found shorter than
-    this says: what a listener finds here is a hint where to send a request, not a promise.
+    With windows and recurrent states a path counts up to the last border at which every group holds
+    the prefix. A prompt that leaves the path before that border may match a shorter prefix than
+    announced: the events are a hint for routing requests, not a guarantee.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class BlockTracker:
         self._events: list[CacheEvent] = []
 
     def stored(self, parent: bytes, blocks: list[bytes]) -> None:
-        """Blocks came that follow each other and `parent`."""
+        """Add consecutive blocks that follow `parent`."""
         known = sum(block in self._copies for block in blocks)  # the first ones, for all follow
         self._copies.update(blocks)
         chain = [parent, *blocks]
@@ -68,7 +68,7 @@ class BlockTracker:
             )
 
     def removed(self, blocks: list[bytes]) -> None:
-        """Blocks went; those that follow them have gone before."""
+        """Remove blocks; those that follow them were removed before."""
         self._copies.subtract(blocks)
         gone = [block for block in blocks if not self._copies[block]]
         for block in gone:
@@ -77,12 +77,12 @@ class BlockTracker:
             self._events.append(RemovedEvent(tuple(gone[start : start + BLOCKS_MAX])))
 
     def cleared(self) -> None:
-        """All blocks went."""
+        """Remove all blocks."""
         self._copies.clear()
         self._events.append(ClearedEvent())
 
     def take(self) -> tuple[CacheEvent, ...]:
-        """What happened since the last call."""
+        """The events since the last call."""
         if not self._events:
             return ()
         events, self._events = tuple(self._events), []
@@ -94,8 +94,8 @@ class EventReplay:
     """Events that bring a listener up to `seq`.
 
     Attributes:
-        events: In order. Where too much was missed, a `ClearedEvent` and then all that is there.
-        seq: Of the newest event that is included.
+        events: In order. Where too many were missed, a `ClearedEvent` and then all present blocks.
+        seq: Number of the newest event that is included.
     """
 
     events: tuple[CacheEvent, ...]
@@ -103,7 +103,7 @@ class EventReplay:
 
 
 class EventLog:
-    """Numbers events from 1 and keeps the newest, and the blocks that are there now.
+    """Numbers events from 1, and keeps the newest ones and the present blocks.
 
     Each block is announced once, as by `BlockTracker`. The log lives outside the batching
     loop, which a replay of a large cache must not delay.
@@ -113,14 +113,14 @@ class EventLog:
         self.seq = 0
         """Number of the newest event."""
         self._newest: deque[CacheEvent] = deque(maxlen=events_max)
-        self._parents: dict[bytes, bytes] = {}  # of the blocks that are there, in order of coming
+        self._parents: dict[bytes, bytes] = {}  # of present blocks, oldest first
 
     def __len__(self) -> int:
-        """Blocks that are there now."""
+        """Number of present blocks."""
         return len(self._parents)
 
     def add(self, events: Iterable[CacheEvent]) -> None:
-        """These happened next."""
+        """Append events."""
         for event in events:
             self.seq += 1
             self._newest.append(event)
@@ -134,13 +134,14 @@ class EventLog:
                     self._parents.clear()
 
     def reaches(self, after: int) -> bool:
-        """Whether everything after event `after` is still known one by one."""
+        """Whether all events after `after` are still in the log."""
         return 0 <= self.seq - after <= len(self._newest)
 
     def replay(self, after: int) -> EventReplay:
-        """What came after event `after`, or all that is there if that is too long ago.
+        """The events after `after`, or all present blocks if that is too long ago.
 
-        A number from the future is one of an earlier life of this worker: everything is said anew.
+        A number beyond the newest one is from a previous process of this worker, and gets all
+        present blocks as well.
         """
         if not self.reaches(after):
             return self._everything()

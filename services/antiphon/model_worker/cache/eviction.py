@@ -1,4 +1,4 @@
-"""Which cached pages are given up first when pages run short."""
+"""Eviction from the prefix cache: LRU or LFU, by cache group."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 
 Rank = tuple[int, int]
-"""The lowest is given up first."""
+"""The lowest is evicted first."""
 
 
 class Strategy(Protocol):
-    """How useful a node is. Its rank may only grow: the heaps hold old ranks for a while."""
+    """The rank of a node. It may only grow: the heaps hold old ranks for a while."""
 
     def rank(self, node: RadixNode, group: int) -> Rank:
-        """Say how useful its pages of a group are."""
+        """The rank of its pages of a group."""
         ...
 
 
 class LruStrategy:
-    """Gives up what was of use longest ago."""
+    """Evicts the least recently used first."""
 
     def rank(self, node: RadixNode, group: int) -> Rank:
         """By the time of last use."""
@@ -36,10 +36,10 @@ class LruStrategy:
 
 
 class LfuStrategy:
-    """Gives up what was found least often, and of those what was of use longest ago."""
+    """Evicts the least frequently used first, and among those the least recently used."""
 
     def rank(self, node: RadixNode, group: int) -> Rank:
-        """By hits, then time."""
+        """By hits, then the time of last use."""
         return node.hits, node.used[group]
 
 
@@ -48,11 +48,11 @@ STRATEGIES: dict[str, Strategy] = {"lru": LruStrategy(), "lfu": LfuStrategy()}
 
 
 class EvictionHeap:
-    """The nodes that may have loose pages of one group, least useful first.
+    """The nodes that may have loose pages of one group, lowest rank first.
 
-    Ranks in the heap may be old: a node that was of use meanwhile is put back when it comes up, so
-    that a use costs nothing. A node whose pages are all held is not here; its pages are watched,
-    and it comes back when one of them is loose.
+    Ranks in the heap may be old: a node that was used since is put back when it comes up, so that
+    marking a node as used costs nothing. A node without loose pages is not in the heap; its pages
+    are watched, and it is put back when one of them is loose.
     """
 
     def __init__(self, pool: PagePool, group: int, strategy: Strategy) -> None:
@@ -65,13 +65,13 @@ class EvictionHeap:
         self._serial = count()  # nodes have no order of their own
 
     def put(self, node: RadixNode) -> None:
-        """A node has pages that may be loose, now or later."""
+        """Add a node whose pages may be loose, now or later."""
         if node not in self._nodes:
             self._nodes.add(node)
             self._push(node)
 
     def take(self) -> RadixNode | None:
-        """Take the least useful node off, if there is one."""
+        """Take the node of the lowest rank out, if there is one."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
             if node not in self._nodes:
@@ -83,23 +83,23 @@ class EvictionHeap:
         return None
 
     def watch(self, node: RadixNode, pages: Sequence[int]) -> None:
-        """Put a node back when one of these pages is loose; requests hold them now."""
+        """Put a node back once one of these pages is loose; requests hold them now."""
         for page in pages:
             self.pool.watch(page)
             self._watched[page] = node
 
     def refresh(self) -> None:
-        """Put those back whose pages have become loose."""
+        """Put the nodes back whose watched pages have become loose."""
         for page in self.pool.take_loosened():
             node = self._watched.pop(page, None)
             if node is not None and node.length:
                 self.put(node)
 
     def remove(self, node: RadixNode) -> None:
-        """A node was cut off."""
+        """Remove a node that is no longer in the tree."""
         self._nodes.discard(node)
         if len(self._heap) > 2 * len(self._nodes) + 64:
-            # Nobody may ever take what was removed, and each entry keeps a node alive.
+            # Removed entries may never come up, and each keeps a node alive.
             self._heap = [entry for entry in self._heap if entry[2] in self._nodes]
             heapq.heapify(self._heap)
 
@@ -109,11 +109,12 @@ class EvictionHeap:
 
 
 class Evictor:
-    """Gives up loose pages of a tree.
+    """Evicts loose pages of a tree.
 
-    Groups that keep all tokens lose their pages together and from the leaves: whoever holds a page
-    holds all before it, so the loose pages of a path are its last ones, and as many can be given
-    up as are loose. A window group loses pages anywhere and leaves holes, and so do states.
+    Groups that cache all tokens lose their pages together and from the leaves: a request that holds
+    a page holds all pages before it, so the loose pages of a path are its last ones, and every
+    loose page can be evicted. A window group loses pages anywhere and leaves holes, and so do
+    states.
     """
 
     def __init__(self, pools: CachePools, tree: RadixTree, strategy: Strategy) -> None:
@@ -124,63 +125,63 @@ class Evictor:
         self._sparse = [EvictionHeap(pools.pools[i], i, strategy) for i in pools.sparse]
 
     def grown(self, node: RadixNode) -> None:
-        """A node has new pages, or is new: it may be the first part of what was one before."""
+        """Note a node that has new pages, or is new, maybe as the first part of a split node."""
         if not node.children:
-            for shelf in self._leaves:
-                shelf.put(node)
-        for shelf in self._sparse:
-            shelf.put(node)
+            for heap in self._leaves:
+                heap.put(node)
+        for heap in self._sparse:
+            heap.put(node)
 
     def evict(self, needs: Sequence[int]) -> int:
-        """Give up so many pages a group, as far as that many are loose; return how many in all."""
+        """Evict so many pages by group, as far as that many are loose; return how many in all."""
         before = self._pools.loose()
         goals = [max(0, loose - need) for loose, need in zip(before, needs, strict=True)]
-        for shelf in self._leaves:
-            self._evict_leaves(shelf, goals)
-        for shelf in self._sparse:
-            self._evict_sparse(shelf, goals[shelf.group])
+        for heap in self._leaves:
+            self._evict_leaves(heap, goals)
+        for heap in self._sparse:
+            self._evict_sparse(heap, goals[heap.group])
         return sum(before) - sum(self._pools.loose())
 
-    def _evict_leaves(self, shelf: EvictionHeap, goals: Sequence[int]) -> None:
-        shelf.refresh()
+    def _evict_leaves(self, heap: EvictionHeap, goals: Sequence[int]) -> None:
+        heap.refresh()
         pools = self._pools.pools
-        while (want := max(pools[i].loose_count - goals[i] for i in self._anchors)) > 0:
-            node = shelf.take()
+        while (excess := max(pools[i].loose_count - goals[i] for i in self._anchors)) > 0:
+            node = heap.take()
             assert node is not None, "loose pages were lost"
             if not node.children:
-                self._shorten(shelf, node, want)
+                self._shorten(heap, node, excess)
 
-    def _shorten(self, shelf: EvictionHeap, node: RadixNode, want: int) -> None:
-        """Give up the loose pages at the end of a leaf, at most `want`."""
-        pages = node.pages[shelf.group]
-        loose = shelf.pool.loose_end(pages, want)
+    def _shorten(self, heap: EvictionHeap, node: RadixNode, count: int) -> None:
+        """Evict the loose pages at the end of a leaf, at most `count`."""
+        pages = node.pages[heap.group]
+        loose = heap.pool.loose_end(pages, count)
         self._trim(node, loose)
         if not pages:
             return
-        if loose == want:
-            shelf.put(node)
+        if loose == count:
+            heap.put(node)
         else:
-            shelf.watch(node, pages[-1:])
+            heap.watch(node, pages[-1:])
 
-    def _evict_sparse(self, shelf: EvictionHeap, goal: int) -> None:
-        shelf.refresh()
-        while (want := shelf.pool.loose_count - goal) > 0:
-            node = shelf.take()
+    def _evict_sparse(self, heap: EvictionHeap, goal: int) -> None:
+        heap.refresh()
+        while (excess := heap.pool.loose_count - goal) > 0:
+            node = heap.take()
             assert node is not None, "loose pages were lost"
-            pages = node.pages[shelf.group]
-            # From the first on: requests go on from the end of a run more often than from inside.
+            pages = node.pages[heap.group]
+            # From the first on: more requests continue from the end of a run than from within.
             listed = [index for index, page in enumerate(pages) if page != HOLE]
-            loose = [index for index in listed if shelf.pool.is_loose(pages[index])][:want]
-            self._tree.punch(node, shelf.group, loose)
-            if len(loose) == want:
-                shelf.put(node)
+            loose = [index for index in listed if heap.pool.is_loose(pages[index])][:excess]
+            self._tree.punch(node, heap.group, loose)
+            if len(loose) == excess:
+                heap.put(node)
             else:
-                shelf.watch(node, [page for page in pages if page != HOLE])
+                heap.watch(node, [page for page in pages if page != HOLE])
             if not self._anchors:
                 self._prune(node)
 
     def _prune(self, node: RadixNode) -> None:
-        """Cut off ends that have no page in any group: of them nothing will ever be found."""
+        """Remove ends without a page in any group, which can never match."""
         while node.parent is not None and not node.children:
             empty = 0
             while empty < node.length and all(p[-1 - empty] == HOLE for p in node.pages):
@@ -196,8 +197,8 @@ class Evictor:
         self._tree.trim(node, count)
         if node.length:
             return
-        for shelf in (*self._leaves, *self._sparse):
-            shelf.remove(node)
+        for heap in (*self._leaves, *self._sparse):
+            heap.remove(node)
         if parent is not None and parent.parent is not None and not parent.children:
-            for shelf in self._leaves:
-                shelf.put(parent)
+            for heap in self._leaves:
+                heap.put(parent)

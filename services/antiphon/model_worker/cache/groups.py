@@ -1,4 +1,4 @@
-"""Cache groups: layers that keep the same thing a token, and therefore share page tables."""
+"""Cache groups: layers that cache the same for each token, and therefore share page tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class GroupKind(StrEnum):
-    """What the layers of a group keep, and for how long."""
+    """What the layers of a group cache, and for how long."""
 
     FULL = "full"
     """Keys and values of every token."""
@@ -18,17 +18,17 @@ class GroupKind(StrEnum):
     LATENT = "latent"
     """One compressed vector of every token."""
     STATE = "state"
-    """What a recurrence keeps of all tokens, whatever their number: a page is one whole state."""
+    """A recurrent state, of fixed size: a page is one whole state."""
     PASS = "pass"  # noqa: S105 (no password)
     """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
     CROSS = "cross"
-    """Keys and values of another sequence, as an image: written once, as long as that one."""
+    """Keys and values of another sequence, such as an image: written once, as long as that one."""
     DRAFT = "draft"
     """Keys and values of a draft model's layers, of every token."""
 
 
 HOLE = -1
-"""A table entry that has no page: nothing reads it any more, or there never was one."""
+"""A table entry without a page: nothing reads it any more, or there never was one."""
 
 STATES_RUNNING = 2
 """States of a running request: the one that its next row reads, and the one that it writes."""
@@ -45,12 +45,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One pool of pages and how many of them a request needs.
 
     Attributes:
-        layers: The decoder layers whose cache lies in these pages.
-        page_bytes: Of one page, all layers together, this rank's shard.
-        page_tokens: Tokens of one page; equal in all groups. A state stands at the end of a page
-            where it is kept for others.
+        layers: The decoder layers whose cache is in these pages.
+        page_bytes: Bytes of a page, all layers together, this rank's shard.
+        page_tokens: Tokens of a page; equal in all groups. States are cached at the end of a page.
         pages_total: Size of the pool.
-        window: Tokens that a query sees, itself included; of a window group, and only there.
+        window: Tokens that a query attends to, itself included; only for a window group.
     """
 
     kind: GroupKind
@@ -69,13 +68,13 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("this build has no model with cross attention")
 
     def table_len(self, tokens: int) -> int:
-        """Entries of the page table of a request of `tokens` tokens, or states that it has."""
+        """Page-table entries of a request of `tokens` tokens, or its number of states."""
         if self.kind is GroupKind.STATE:
             return STATES_RUNNING if tokens else 0
         return -(-tokens // self.page_tokens)
 
     def shared_len(self, tokens: int) -> int:
-        """How many of them are others' if a request goes on from `tokens` tokens of theirs."""
+        """Entries that a request shares if it starts with `tokens` cached tokens."""
         if self.kind is GroupKind.STATE:
             return min(tokens, 1)
         return self.table_len(tokens)
@@ -83,9 +82,9 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     def dead_len(self, tokens: int) -> int:
         """Leading table entries that nothing reads any more once `tokens` tokens are computed.
 
-        Of states only the last one is ever read. Of a window a query sees `window` tokens, itself
-        included; we keep what a query at the last page border sees, not only the one at `tokens`:
-        a fork goes on from that border.
+        Only the last state is ever read. In a window a query attends to `window` tokens, itself
+        included; the pages of a query at the last page border are kept, not only those of one at
+        `tokens`: a fork continues from that border.
         """
         if self.kind is GroupKind.STATE:
             return max(0, tokens // self.page_tokens - 1)
@@ -96,10 +95,10 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_max(self) -> int:
-        """The longest request that the pool takes when nothing else is in it.
+        """Maximum length of a request that has the pool for itself.
 
-        A window group needs less than this once it decodes, but a retracted request comes back
-        with all its tokens at once.
+        A window group needs less than this while decoding, but a retracted request prefills all of
+        its tokens again.
         """
         if self.kind is GroupKind.STATE:
             return sys.maxsize

@@ -1,4 +1,4 @@
-"""Names of prefixes: what must be equal, besides the tokens, for two pages to be equal."""
+"""Namespaces of prefixes: what must be equal, besides the tokens, for two pages to be equal."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from antiphon.wire.digests import DIGEST_BYTES, namespace, salted
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but the tokens that keys and values depend on, and how they lie in a page.
+    """Everything but the tokens that keys and values depend on, and their layout in a page.
 
-    Its digest is the root of a tree of prefixes and of the hash chain of their blocks. Settings
-    that change no bit of a page do not belong here, for each field divides what could be shared.
+    Its digest is the root of a radix tree and of the hash chain of its blocks. Settings that change
+    no bit of a page do not belong here, since each field reduces what can be shared.
 
     Attributes:
-        model_digest: Of the weights as they were loaded from disk.
-        salt: The cluster's. A request may bring one of its own: see `of_request`.
-        weight_version: Counts updates of the weights while the worker runs.
-        dtype: Of keys and values.
-        quantization: Of the weights.
-        arithmetic: What the bits of a page depend on, beside these: another instruction set, or
-            another version of the kernels, sums in another order.
-        kv_scales: Digest of the scales of quantized keys and values.
-        rope: What replaces the model's own rotary settings.
-        layout: How a page is laid out.
+        model_digest: Digest of the weights as they were loaded from disk.
+        salt: Salt of the cluster. A request may have another one: see `request_namespace`.
+        weight_version: Name of the weights, which may be updated while the worker runs.
+        dtype: Dtype of the KV cache.
+        quantization: Quantization of the weights.
+        arithmetic: What else the bits of a page depend on: another instruction set, or another
+            version of the kernels, sums in another order.
+        kv_scales: Digest of the scales of a quantized KV cache.
+        rope: Override of the model's rotary settings.
+        layout: Layout of a page.
         shard: Which part of a page this rank holds.
-        adapter_digest: Of the adapter that was on; empty without one.
+        adapter_digest: Digest of the adapter in use; empty without one.
     """
 
     model_digest: str
@@ -44,12 +44,12 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
 
     def digest(self) -> bytes:
-        """Name this namespace in 64 bytes, for `CacheKey`.
+        """The digest of this namespace in 64 bytes, for `CacheKey`.
 
-        The first half is what a gateway can know of a request, and equals the root of its block
-        digests, so that a scheduler can compare them with the events of a worker. The second half
-        is what only the worker knows. It is the same for all that the worker computes until its
-        weights change, and then the index is cleared.
+        The first half is known to a gateway too, and equals the root of a request's block digests,
+        so that a scheduler can compare them with the events of a worker. The second half is known
+        only to the worker. It is the same for all requests of the worker until its weights change,
+        and then the prefix cache is cleared.
         """
         public = namespace(self.model_digest, self.salt)
         if self.adapter_digest:
@@ -58,11 +58,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_namespace(digest: bytes, salt: bytes) -> bytes:
-    """Name the part of a namespace that a request shares with those who brought the same salt.
+    """The part of a namespace that requests of the same salt share.
 
     Args:
-        digest: Of the namespace.
-        salt: As on the bus; empty for a request that brought none, whose the namespace is.
+        digest: Digest of the namespace.
+        salt: The request's salt; empty for a request without one, which uses `digest` itself.
     """
     return salted(digest[:DIGEST_BYTES], salt) + salted(digest[DIGEST_BYTES:], salt)
 
@@ -73,10 +73,10 @@ def announced_root(digest: bytes) -> bytes:
 
 
 def page_name(digest: bytes, block: bytes) -> bytes:
-    """Name the pages of a block beyond this worker, where layouts and versions meet.
+    """The name of a block's pages outside of this worker, unique across layouts and versions.
 
     Args:
-        digest: Of the namespace.
+        digest: Digest of the namespace.
         block: The block's digest, chained from `announced_root`.
     """
     return hashlib.sha256(digest + block).digest()

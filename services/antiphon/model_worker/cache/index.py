@@ -1,4 +1,4 @@
-"""Where prefixes are found again: the interface, and an index that keeps nothing."""
+"""The interface of the prefix cache, and an empty one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheKey:
-    """What determines the content of a page: the tokens up to it, and what computed them.
+    """All that determines the content of a page: the tokens up to it, and what computed them.
 
     Attributes:
-        namespace: Digest of weights, dtype, adapter and salts (`cache.hashing`); prefixes never
-            cross it.
+        namespace: Digest of weights, dtype, adapter and salts (`cache.hashing`); prefixes are never
+            shared across namespaces.
         token_ids: int32, little-endian.
     """
 
@@ -27,21 +27,21 @@ class CacheKey:
 
 
 class PrefixNode(Protocol):
-    """A place in the tree, for policies that order requests by it. Hashed by identity."""
+    """A node of the radix tree, for policies that order requests by it. Hashed by identity."""
 
     @property
     def parent(self) -> PrefixNode | None:
-        """The node whose prefix is the next shorter one; None above a namespace's root."""
+        """The node of the next shorter prefix; None for a namespace's root."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the index could give for a key. Nothing is held and nothing was touched.
+    """The cached prefix of a key. No page is referenced and none was touched.
 
     Attributes:
-        length: Tokens, in whole pages, that every group could give; the same as of a `match`.
-        node: The one that holds the last of them; None if there are none.
+        length: Tokens, in whole pages, that every group holds; the same as of a `match`.
+        node: The node that holds the last of them; None if there are none.
     """
 
     length: int
@@ -59,118 +59,122 @@ class PrefixMatch:
 class PrefixIndex(Protocol):
     """Finds the pages of a prefix that some request computed before.
 
-    It holds pages by references of its own, so that a page is free when neither a request nor the
-    index holds it. Called from the batching loop only.
+    It holds references of its own, so that a page is free when neither a request nor the prefix
+    cache holds it. Called from the batching loop only.
+
+    A waiting request is looked up by `peek`, which changes nothing. `touch` protects its prefix
+    from eviction until it can start. `match` takes references for an attempt to start it, and
+    `use` counts a hit once it has started. `insert` adds computed pages.
     """
 
     @property
     def generation(self) -> int:
-        """Grows whenever a `peek` may say something else: with insert, evict and clear."""
+        """Grows whenever the result of a `peek` may change: with insert, evict and clear."""
         ...
 
     def peek(self, key: CacheKey) -> Prefix:
-        """Say what `match` would give, and hold nothing."""
+        """The prefix that `match` would return, without a reference."""
         ...
 
     def touch(self, key: CacheKey) -> None:
-        """What is known of a key is about to be of use: others go before it."""
+        """Mark the cached prefix of a key as recently used, because it will be needed soon."""
         ...
 
     def match(self, key: CacheKey) -> PrefixMatch:
-        """Find the longest known prefix that leaves at least one token to compute.
+        """Find the longest cached prefix that leaves at least one token to compute.
 
-        Whoever asks may have to give the table back, so it counts as no use: see `use`.
+        This does not count as a hit, since the caller may release the table again: see `use`.
         """
         ...
 
     def use(self, key: CacheKey, tokens: int) -> None:
-        """A request has started with the first `tokens` of its key's tokens, in whole pages."""
+        """Count a hit: a request has started with `tokens` cached tokens, in whole pages."""
         ...
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Remember the whole committed pages of a table, also of a request that still runs.
+        """Insert the full committed pages of a table, also of a request that still runs.
 
-        Where the index has a page for the same tokens already, the table takes that one and gives
-        its own back: entries of the table change, and `PageTable.revision` grows.
+        Where a page for the same tokens is cached already, the table takes that one and releases
+        its own: entries of the table change, and `PageTable.revision` grows.
 
         Args:
-            key: Of the table's tokens, from the first. What is remembered ends with it or with
-                `committed`, whichever is shorter.
-            table: Of a request that has ended, or that still runs. Of one that was begun before
-                the last `clear` nothing is remembered.
+            key: Key of the table's tokens, from the first one. The inserted prefix ends with the
+                key or with `committed`, whichever is shorter.
+            table: The table of a request that has ended, or still runs. Nothing is inserted of one
+                that was started before the last `clear`.
         """
         ...
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Blocks that came and went since the last call, if anybody is told of them."""
+        """Blocks stored and removed since the last call, if events are published."""
         ...
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens whose pages `evict` gave up since the start."""
+        """Tokens that were evicted since start."""
         ...
 
     def evictable(self) -> list[int]:
-        """Pages a group that `evict` could give up now. Costs nothing."""
+        """Evictable pages by group. Costs nothing."""
         ...
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Give up at least so many pages a group, the least useful first; return how many."""
+        """Evict at least so many pages by group, the least useful first; return how many."""
         ...
 
     def clear(self) -> int:
-        """Forget everything; return how many pages nobody held.
+        """Remove everything; return how many pages no request held.
 
-        What requests still hold is never found again, and is free when they release it.
+        Pages that requests still hold are never matched again, and free when they are released.
         """
         ...
 
 
 class NoIndex:
-    """Remembers nothing, so every prefix is computed: always right, and the simplest."""
+    """An empty prefix cache: every request prefills its whole prompt."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
 
     @property
     def generation(self) -> int:
-        """Nothing ever changes."""
+        """Always 0."""
         return 0
 
     def peek(self, key: CacheKey) -> Prefix:
-        """Find nothing."""
+        """Find no prefix."""
         return Prefix(0, None)
 
     def touch(self, key: CacheKey) -> None:
-        """Nothing is known of any."""
+        """Do nothing."""
 
     def match(self, key: CacheKey) -> PrefixMatch:
-        """Find nothing."""
+        """Find no prefix."""
         return PrefixMatch(length=0, table=None)
 
     def use(self, key: CacheKey, tokens: int) -> None:
-        """Nothing is known of any."""
+        """Do nothing."""
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Nothing comes and nothing goes."""
+        """No events."""
         return ()
 
     @property
     def evicted_tokens(self) -> int:
-        """None, for it holds nothing."""
+        """Always 0."""
         return 0
 
     def evictable(self) -> list[int]:
-        """Nothing, for it holds nothing."""
+        """No pages."""
         return [0] * self._groups
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Give up nothing, for it holds nothing."""
+        """Evict nothing."""
         return 0
 
     def clear(self) -> int:
-        """Give up nothing, for it holds nothing."""
+        """Remove nothing."""
         return 0

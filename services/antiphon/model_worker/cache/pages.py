@@ -10,58 +10,58 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _CACHED = 1
-_WATCHED = 2  # cached, and somebody wants to hear when it is loose
+_WATCHED = 2  # cached, and reported by `take_loosened` once it is loose
 
 
 class PagePool:
-    """Hands out the pages 0..total-1 of a group and takes them back, by reference counts.
+    """Allocates and frees the pages 0..total-1 of a group, by reference counts.
 
     A released page is not free at once: a plan that was launched before may still read it. It
     becomes free when `finished` has named that plan's step.
 
-    A page that the prefix index holds is *cached*; one that nobody else holds is *loose*: the index
-    can give it up. Loose pages are counted as holders come and go, so that knowing how many there
-    are costs nothing.
+    A page that the prefix cache holds is *cached*; a cached page without another holder is *loose*:
+    it can be evicted. Loose pages are counted whenever a reference count changes, so that reading
+    the count costs nothing.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        # A stack: the page that was free last is the warmest in the processor's cache.
+        # A stack: the page that was freed last is the warmest in the processor's cache.
         self._free = list(range(total - 1, -1, -1))
         self._holders = [0] * total
         self._cached = bytearray(total)
         self._loose = 0
         self._loosened: list[int] = []
-        self._loose_since = [0] * total  # the step launched last when its last request let go
+        self._loose_since = [0] * total  # last launched step when its last request released it
         self._fenced: deque[tuple[int, int]] = deque()  # (step that may still read it, page)
         self._step_launched = 0
         self._step_finished = 0
 
     @property
     def free_count(self) -> int:
-        """Pages that `allocate` can give now."""
+        """Pages that can be allocated now."""
         return len(self._free)
 
     @property
     def used_count(self) -> int:
-        """Pages that somebody holds, the index included; neither free nor behind the fence."""
+        """Pages with a holder, the prefix cache included; neither free nor fenced."""
         return self.total - len(self._free) - len(self._fenced)
 
     @property
     def loose_count(self) -> int:
-        """Cached pages that nobody but the index holds."""
+        """Cached pages that only the prefix cache holds."""
         return self._loose
 
     def holders(self, page: int) -> int:
-        """How many hold a page, the index included; 0 for a free or fenced one."""
+        """Reference count of a page, the prefix cache included; 0 for a free or fenced one."""
         return self._holders[page]
 
     def is_loose(self, page: int) -> bool:
-        """Whether nobody but the index holds a page."""
+        """Whether only the prefix cache holds a page."""
         return self._holders[page] == 1 and self._cached[page] > 0
 
     def loose_end(self, pages: Sequence[int], limit: int) -> int:
-        """How many pages at the end of a run are loose, looking at no more than `limit`."""
+        """Number of loose pages at the end of a run, up to `limit`."""
         holders, cached = self._holders, self._cached
         count = 0
         for page in islice(reversed(pages), limit):
@@ -71,25 +71,25 @@ class PagePool:
         return count
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages that nobody holds. The caller has looked at `free_count`."""
-        assert count <= len(self._free), "more pages taken than are free"
+        """Allocate `count` pages. The caller has checked `free_count`."""
+        assert count <= len(self._free), "more pages allocated than are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold pages that somebody else holds too."""
+        """Add a reference to pages that have one already."""
         holders = self._holders
         for page in pages:
             count = holders[page]
-            assert count > 0, "a page that nobody held was shared"
+            assert count > 0, "a page without a holder was shared"
             if count == 1 and self._cached[page]:
                 self._loose -= 1
             holders[page] = count + 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Hold pages no more. The last holder puts them behind the fence."""
+        """Drop a reference to pages. Without another one they are fenced, then free."""
         holders = self._holders
         for page in pages:
             count = holders[page] - 1
@@ -103,18 +103,18 @@ class PagePool:
         self._lift()
 
     def cache(self, pages: Iterable[int]) -> None:
-        """The index holds pages too, which a request gives it."""
+        """Add the prefix cache's reference to pages, which a request holds now."""
         for page in pages:
-            assert self._holders[page] > 0, "a page that nobody held was cached"
+            assert self._holders[page] > 0, "a page without a holder was cached"
             assert not self._cached[page], "a page was cached twice"
             self._cached[page] = _CACHED
             self._holders[page] += 1
 
     def forget(self, pages: Iterable[int]) -> None:
-        """The index holds pages no more.
+        """Drop the prefix cache's reference to pages.
 
-        It never read them: only a plan from before the last request let go of a page keeps that
-        page behind the fence, and most often that plan has finished long ago.
+        The prefix cache never reads pages: a page is fenced only for plans that were launched
+        before its last request released it, and most often these have finished long ago.
         """
         holders, loose_since = self._holders, self._loose_since
         for page in pages:
@@ -130,22 +130,22 @@ class PagePool:
                 self._fenced.append((loose_since[page], page))
 
     def watch(self, page: int) -> None:
-        """Name a cached page in `take_loosened` once it is loose. It is not now."""
+        """Report a cached page by `take_loosened` once it is loose. It is not loose now."""
         assert self._cached[page], "a page was watched that was not cached"
         assert self._holders[page] > 1, "a loose page was watched"
         self._cached[page] = _WATCHED
 
     def take_loosened(self) -> list[int]:
-        """Pages that were watched and have become loose since the last call, watched no more."""
+        """Watched pages that became loose since the last call; they are not watched any more."""
         loosened, self._loosened = self._loosened, []
         return loosened
 
     def launched(self, step: int) -> None:
-        """A plan is about to run; pages released from here on may be read by it."""
+        """Note that a plan is about to run: it may read pages released from here on."""
         self._step_launched = step
 
     def finished(self, step: int) -> None:
-        """The plan of `step`, and all before it, read nothing any more."""
+        """Note that the plan of `step`, and all before it, have finished."""
         self._step_finished = step
         self._lift()
 

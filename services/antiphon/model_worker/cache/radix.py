@@ -1,4 +1,4 @@
-"""The prefix index: a radix tree over the pages of all cache groups."""
+"""The prefix cache: a radix tree over the pages of all cache groups."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 class RadixIndex:
     """Finds the longest prefix that every group holds. A `PrefixIndex`.
 
-    Where a window group has lost pages or never had them, a prefix is found only if it ends where
-    all that a query there sees is left. With recurrent states it is found only if it ends where one
-    of each group is kept: they are checkpoints, given where a request stood at the end of a page
-    when its pages were inserted.
+    Where a window group has lost pages or never had them, a prefix matches only up to an end at
+    which all pages that a query attends to are left. With recurrent states it matches only up to a
+    checkpoint of each group: a state is cached if a request was at the end of a page when its pages
+    were inserted.
 
-    Nothing is locked. The index counts as one more holder of each page, and a page that nobody else
-    holds can be given up.
+    No node is locked. The prefix cache is one more holder of each page, and a page without another
+    one can be evicted.
     """
 
     def __init__(
         self,
         pools: CachePools,
         strategy: Strategy = STRATEGIES["lru"],
-        told: BlockTracker | None = None,
+        tracker: BlockTracker | None = None,
     ) -> None:
         self._pools = pools
         self._page_tokens = pools.page_tokens
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
         self._only_states = len(pools.states) == len(pools.groups)
         self._strategy = strategy
-        self._tracker = told
-        self._tree = RadixTree(pools, told)
+        self._tracker = tracker
+        self._tree = RadixTree(pools, tracker)
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
         self._generation = 0
@@ -56,33 +56,33 @@ class RadixIndex:
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens whose pages `evict` gave up since the start; of a model of states their pages."""
+        """Tokens evicted since start; for a model with only states, the tokens of their pages."""
         return self._evicted_tokens
 
     @property
     def generation(self) -> int:
-        """Grows whenever a `peek` may say something else.
+        """Grows whenever the result of a `peek` may change.
 
-        While it stands, the lengths of earlier peeks are exact. Their nodes may have been divided:
-        they are still on the way to what the key names.
+        While it is unchanged, the lengths of earlier peeks are exact. Their nodes may have been
+        split: they are still on the path of the key.
         """
         return self._generation
 
     def peek(self, key: CacheKey) -> Prefix:
-        """Say what `match` would give; hold nothing, and leave the order of eviction as it is."""
+        """The prefix that `match` would return; takes no reference and marks nothing as used."""
         path, length = self._longest(key)
         holder = next((node for node in path if node.end >= length), None) if length else None
         return Prefix(length * self._page_tokens, holder)
 
     def touch(self, key: CacheKey) -> None:
-        """What is known of a key is about to be of use: others go before it."""
+        """Mark the cached prefix of a key as recently used, because it will be needed soon."""
         path, length = self._longest(key)
         self._touch([node for node in path if node.start < length])
 
     def match(self, key: CacheKey) -> PrefixMatch:
-        """Find the longest known prefix that leaves at least one token to compute.
+        """Find the longest cached prefix that leaves at least one token to compute.
 
-        The order of eviction stays as it is, as with `peek`: the first who waits asks in each step.
+        This marks nothing as used, like `peek`: the first waiting request is matched in each step.
         """
         path, length = self._longest(key)
         if not length:
@@ -93,7 +93,7 @@ class RadixIndex:
         return PrefixMatch(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
 
     def use(self, key: CacheKey, tokens: int) -> None:
-        """A request has started with so many tokens, which it has from here or from another."""
+        """Count a hit: a request has started with so many cached or shared tokens."""
         path, length = self._tree.find(key, tokens // self._page_tokens)
         path = self._settle(path, length)
         self._touch(path)
@@ -101,12 +101,12 @@ class RadixIndex:
             node.hits += 1
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Remember the whole committed pages of a table; see `PrefixIndex.insert`."""
+        """Insert the full committed pages of a table; see `PrefixIndex.insert`."""
         end = min(table.committed // self._page_tokens, len(key.token_ids) // self._page_bytes)
         if not end or table.outdated:
             return
         if self._only_states and end * self._page_tokens != table.committed:
-            return  # with nothing kept at its end a run of pages would be found by nobody
+            return  # without a checkpoint at its end the run of pages would never match
         path, length = self._tree.find(key, end)
         path = self._settle(path, length)
         if not all(self._reconcile(node, table) for node in path):
@@ -115,44 +115,44 @@ class RadixIndex:
             path = self._grow(path, key, table, end)
         self._touch(path)
         if length < end:
-            # Not before it was touched, or its rank would be out of date from the beginning.
+            # Only after it was touched, or its rank would be out of date from the start.
             self._evictor.grown(path[-1])
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Blocks that came and went since the last call, if anybody is told of them."""
+        """Blocks stored and removed since the last call, if events are published."""
         if self._tracker is None:
             return ()
         self._tree.settle()
         return self._tracker.take()
 
     def evictable(self) -> list[int]:
-        """Pages a group that `evict` could give up now. Costs nothing."""
+        """Evictable pages by group. Costs nothing."""
         return self._pools.loose()
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Give up at least so many pages a group, the least useful first; return how many.
+        """Evict at least so many pages by group, the least useful first; return how many.
 
-        Fewer only if fewer are evictable. More, in other groups: what goes from a full group takes
-        along what the window groups have of the same tokens.
+        Fewer only if fewer are evictable. More in other groups: a page evicted from a full group
+        takes along the pages of the same tokens in window groups.
         """
         pool = self._pools.pools[self._counted]
         before = pool.loose_count
-        given_up = self._evictor.evict(pages)
-        self._generation += given_up > 0
+        evicted = self._evictor.evict(pages)
+        self._generation += evicted > 0
         self._evicted_tokens += (before - pool.loose_count) * self._page_tokens
-        return given_up
+        return evicted
 
     def clear(self) -> int:
-        """Forget everything; return how many pages nobody held. See `PrefixIndex.clear`."""
-        given_up = sum(self._pools.loose())
+        """Remove everything; return how many pages no request held. See `PrefixIndex.clear`."""
+        evicted = sum(self._pools.loose())
         self._tree.clear()
         self._evictor = Evictor(self._pools, self._tree, self._strategy)
         self._pools.cutoffs += 1
         self._generation += 1
-        return given_up
+        return evicted
 
     def _longest(self, key: CacheKey) -> tuple[list[RadixNode], int]:
-        """The nodes that a key leads along, and the pages of them that every group can give."""
+        """The nodes along a key, and the number of their pages that every group holds."""
         tokens = len(key.token_ids) // TOKEN_BYTES
         path, length = self._tree.find(key, (tokens - 1) // self._page_tokens)
         longer = None
@@ -164,7 +164,7 @@ class RadixIndex:
         return path, length
 
     def _settle(self, path: list[RadixNode], length: int) -> list[RadixNode]:
-        """Divide the last node so that a path ends with page `length`."""
+        """Split the last node so that a path ends with page `length`."""
         path = [node for node in path if node.start < length]
         if path and path[-1].end > length:
             path[-1] = self._tree.split(path[-1], length)
@@ -172,7 +172,7 @@ class RadixIndex:
         return path
 
     def _touch(self, path: Sequence[RadixNode]) -> None:
-        """A path was of use: all of it in a full group, its end in the others."""
+        """Mark a path as used: all of it in a full group, its end in the others."""
         self._clock += 1
         if not path:
             return
@@ -184,11 +184,11 @@ class RadixIndex:
                     node.used[index] = self._clock
 
     def _reconcile(self, node: RadixNode, table: PageTable) -> bool:
-        """Let table and node have the same pages; say whether they do now.
+        """Let table and node have the same pages; return whether they do now.
 
-        A table whose duplicates a fork of it holds too keeps them. It takes the node's when the
-        fork is gone, or else the fork would hold pages that come later in the tree without those
-        that come before, and be in the way of evicting them.
+        A table keeps duplicates that a fork of it holds too, and takes the node's pages when the
+        fork is gone. Otherwise the fork would hold pages of the tree without the pages before
+        them, which would block eviction.
         """
         differences = list(_differences(node, table))
         pools = self._pools.pools
@@ -207,11 +207,11 @@ class RadixIndex:
     def _grow(
         self, path: list[RadixNode], key: CacheKey, table: PageTable, end: int
     ) -> list[RadixNode]:
-        """Take the pages of a table that come after a path, up to page `end`."""
+        """Insert the pages of a table that follow a path, up to page `end`."""
         self._generation += 1
         last = path[-1] if path else self._tree.root(key.namespace)
         if path and not last.children and not last.hits:
-            # Nobody else has found it yet: it is the same request that goes on.
+            # No other request has used it yet: the same request continues it.
             self._tree.extend(last, key, table, end)
         else:
             last = self._tree.append(last, key, table, end)
@@ -220,7 +220,6 @@ class RadixIndex:
 
 
 def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
-    """The pages of a path in one group."""
     pages: list[int] = []
     for node in path:
         pages += node.pages[group]
@@ -228,7 +227,7 @@ def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
 
 
 def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int, int]]:
-    """Where a table has another page than a node: group, entry, and the page of each."""
+    """Where table and node have different pages: group, entry, and both pages."""
     for group, pages in enumerate(node.pages):
         begin = max(node.start, table.dead(group))
         own, theirs = table.entries(group, begin, node.end), pages[begin - node.start :]
@@ -239,7 +238,7 @@ def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, 
 
 
 def _last_whole_end(pages: Sequence[int], end: int, group: CacheGroup) -> int:
-    """The largest number of pages, up to `end`, after which no page that a query sees is a hole."""
+    """The longest prefix in pages, up to `end`, after which a query attends to no hole."""
     seen = group.dead_len(end * group.page_tokens)
     index = end - 1
     while index >= seen:

@@ -1,4 +1,4 @@
-"""The pages of one request in every cache group."""
+"""Page tables: the pages of one request in every cache group."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ class CachePools:
         )
         """The groups of recurrent states, by index."""
         self.sparse = self.windows + self.states
-        """The groups that need not have something for each page that others have, by index."""
+        """The groups that need not have a page for each page of the others, by index."""
         self.measured = tuple(
             index for index in range(len(groups)) if index not in self.states
         ) or tuple(range(len(groups)))
-        """The groups whose pages grow with what is kept: what capacity is told by."""
+        """The groups by whose pages capacity is measured, by index."""
         self.cutoffs = 0
-        """How often everything that was computed was declared unfit for others."""
+        """How often the prefix cache was cleared: pages from before are not inserted any more."""
 
     @property
     def tokens_max(self) -> int:
-        """The longest request that fits when it is alone."""
+        """Maximum length of a request that runs alone."""
         return min(group.tokens_max for group in self.groups)
 
     @property
     def pages_total(self) -> int:
-        """Pages of the group that has the fewest, states aside."""
+        """Pages of the smallest group, states aside."""
         return min(self.groups[index].pages_total for index in self.measured)
 
     def free(self) -> list[int]:
-        """Pages a group that can be given now."""
+        """Free pages by group."""
         return [pool.free_count for pool in self.pools]
 
     def used(self) -> list[int]:
-        """Pages a group that somebody holds."""
+        """Pages with a holder, by group."""
         return [pool.used_count for pool in self.pools]
 
     def loose(self) -> list[int]:
-        """Pages a group that only the prefix index holds."""
+        """Pages that only the prefix cache holds, by group."""
         return [pool.loose_count for pool in self.pools]
 
     def launched(self, step: int) -> None:
-        """A plan is about to run; see `PagePool.launched`."""
+        """Note that a plan is about to run; see `PagePool.launched`."""
         for pool in self.pools:
             pool.launched(step)
 
     def finished(self, step: int) -> None:
-        """A plan has run; see `PagePool.finished`."""
+        """Note that a plan has run; see `PagePool.finished`."""
         for pool in self.pools:
             pool.finished(step)
 
@@ -76,9 +76,9 @@ class PageTable:
     """The pages of one request (strictly: of one choice).
 
     Tokens below `committed` are computed and never written again; those up to `reserved` have
-    pages and may be written by the next pass. Only whole committed pages are ever shared, so what
-    is shared is never written and no pass has to copy a page first. Recurrent states hold to the
-    same by a chain of places, see `StateChain`; a table without any knows nothing of it.
+    pages and may be written by the next step. Only full committed pages are ever shared, so shared
+    pages are never written and no step has to copy a page first. Recurrent states follow the same
+    rule by a chain, see `StateChain`.
     """
 
     def __init__(self, pools: CachePools) -> None:
@@ -91,17 +91,17 @@ class PageTable:
         self.committed = 0
         self.reserved = 0
         self.revision = 0
-        """Grows when entries that were there have changed or gone; not when some are added."""
+        """Grows when existing entries change or are removed; not when some are added."""
 
     @classmethod
     def sharing(cls, pools: CachePools, tokens: int, pages: Sequence[list[int]]) -> PageTable:
-        """A table that goes on from `tokens` tokens, at a page border, which others computed.
+        """A table with a shared prefix of `tokens` tokens, which ends at a page border.
 
         Args:
-            pools: Where the pages lie.
-            tokens: How many are committed from the beginning.
-            pages: Entries a group. The new table holds those that a query at `tokens` sees, besides
-                whoever holds them now; the others are holes, whatever stands there.
+            pools: The pools of the pages.
+            tokens: Number of committed tokens.
+            pages: Entries by group. The new table adds a reference to those that a query at
+                `tokens` attends to; the others become holes.
         """
         table = cls(pools)
         for index, group in enumerate(pools.groups):
@@ -118,27 +118,27 @@ class PageTable:
 
     @property
     def outdated(self) -> bool:
-        """Whether a cutoff came after its first token: what it computed is for nobody else."""
+        """Whether the prefix cache was cleared after its start: its pages are not inserted."""
         return self._cutoffs != self._pools.cutoffs
 
     def pages(self, group: int) -> list[int]:
         """The table of one group; entry i holds tokens from `i * page_tokens` on.
 
-        Of states: the places that it has, the current one first.
+        For a state group: the states that it holds, the current one first.
         """
         return self.chains[group].pages if group in self.chains else self._pages[group]
 
     def entries(self, group: int, begin: int, end: int) -> list[int]:
-        """What a group has for the pages from `begin` to `end`, as the prefix index lists it.
+        """The entries of a group from page `begin` to `end`, as the prefix cache lists them.
 
-        Of states: the current one at the end of the page where it stands, if it stands at one.
+        For a state group: holes, and the current state where it is at the end of a page.
         """
         if group not in self.chains:
             return self._pages[group][begin:end]
         listed = [HOLE] * (end - begin)
-        stands, beyond = divmod(self.committed, self._pools.page_tokens)
-        if not beyond and begin < stands <= end:
-            listed[stands - 1 - begin] = self.chains[group].pages[0]
+        full, partial = divmod(self.committed, self._pools.page_tokens)
+        if not partial and begin < full <= end:
+            listed[full - 1 - begin] = self.chains[group].pages[0]
         return listed
 
     def dead(self, group: int) -> int:
@@ -148,19 +148,19 @@ class PageTable:
         return -(-self.committed // self._pools.page_tokens) - 1
 
     def held(self, group: int) -> int:
-        """Pages of a group that it holds: its `pages` without the holes before them."""
+        """Number of pages of a group that it holds: `pages` without the leading holes."""
         if group in self.chains:
             return sum(page != HOLE for page in self.chains[group].pages)
         return len(self._pages[group]) - self._dead[group]
 
     def covers(self, tokens: int) -> bool:
-        """Whether the next row may go up to token `tokens` with what is there."""
+        """Whether the allocated pages suffice for a row up to token `tokens`."""
         if tokens > self.reserved:
             return False
         return not self.chains or not any(chain.need for chain in self.chains.values())
 
     def need(self, tokens: int) -> list[int]:
-        """Pages a group that `allocate(tokens)` would take."""
+        """Pages by group that `allocate(tokens)` would take."""
         return [
             self.chains[index].need
             if index in self.chains
@@ -169,7 +169,7 @@ class PageTable:
         ]
 
     def allocate(self, tokens: int) -> None:
-        """Have pages for `tokens` tokens in all. The caller has looked at what is free."""
+        """Allocate pages up to `tokens` tokens. The caller has checked that they are free."""
         for index, count in enumerate(self.need(tokens)):
             if index in self.chains:
                 self.chains[index].allocate()
@@ -178,10 +178,9 @@ class PageTable:
         self.reserved = max(self.reserved, self._page_end(tokens))
 
     def commit(self, tokens: int) -> None:
-        """The first `tokens` tokens are computed. A window group lets go of what it left behind.
+        """Mark the first `tokens` tokens as computed. Window groups release what they leave behind.
 
-        Of states: the first launched row has ended there, or counts for nothing if it is where it
-        began.
+        For states: the first launched row has ended there, or is undone if it is where it started.
         """
         assert self.committed <= tokens <= self.reserved, "committed tokens have no pages"
         if self.chains and tokens > self.committed:
@@ -198,7 +197,7 @@ class PageTable:
                 self.revision += 1
 
     def replace(self, group: int, index: int, page: int) -> None:
-        """Hold a page with the same content instead of the one at an entry, which is given back."""
+        """Replace the page of an entry by one with the same content, and release the old one."""
         if group in self.chains:
             self.chains[group].replace(page)
             return
@@ -209,7 +208,7 @@ class PageTable:
         self.revision += 1
 
     def truncate(self, tokens: int) -> None:
-        """Give back the pages beyond `tokens` tokens, as after a rejected draft."""
+        """Release the pages beyond `tokens` tokens, as after a rejected draft."""
         assert self.committed <= tokens <= self.reserved, "committed tokens stay"
         for index, group in enumerate(self._pools.groups):
             keep = group.table_len(tokens)
@@ -219,11 +218,10 @@ class PageTable:
         self.revision += 1
 
     def shareable_tokens(self, tokens: int) -> int:
-        """The longest prefix, up to `tokens`, that a fork can go on from.
+        """The longest prefix, up to `tokens`, that a fork can share.
 
-        None where a window group has let go of what a query there sees, and none where there are
-        states: the current one stands after all that is committed, and those that stand at other
-        places are the index's.
+        0 where a window group has released pages that a query there attends to, and with states:
+        the current one belongs to all committed tokens, and only the prefix cache has others.
         """
         groups = self._pools.groups
         if self.chains:
@@ -234,14 +232,14 @@ class PageTable:
         return whole
 
     def fork(self, tokens: int | None = None) -> PageTable:
-        """A second table that shares whole committed pages of this one.
+        """A second table that shares full committed pages of this one.
 
-        The fork computes the tokens of the last, partial page again: at most a page less one
-        token, which is cheaper than a copy inside the step.
+        The fork prefills the tokens of the last, partial page again: at most a page less one
+        token, which is cheaper than a copy within the step.
 
         Args:
-            tokens: Share no more than these; None: all that are committed. What is shared of them
-                is `shareable_tokens`.
+            tokens: Maximum number of shared tokens; None: all committed ones. The actual number is
+                `shareable_tokens`.
         """
         tokens = self.shareable_tokens(self.committed if tokens is None else tokens)
         lengths = [group.table_len(tokens) for group in self._pools.groups]
@@ -251,7 +249,7 @@ class PageTable:
         return other
 
     def release(self) -> None:
-        """Give everything back. The table is empty then and may be used again."""
+        """Release all pages. The table is empty then and may be used again."""
         for index, pool in enumerate(self._pools.pools):
             pool.release(self._pages[index][self._dead[index] :])
             self._pages[index] = []
@@ -263,5 +261,5 @@ class PageTable:
         self.revision += 1
 
     def _page_end(self, tokens: int) -> int:
-        """The end of the page that the last of so many tokens lies in."""
+        """The end of the page of the last of so many tokens."""
         return -(-tokens // self._pools.page_tokens) * self._pools.page_tokens

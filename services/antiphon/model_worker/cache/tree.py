@@ -1,4 +1,4 @@
-"""The radix tree of token pages: its shape, and nothing of who is evicted when."""
+"""The radix tree of token pages: its structure, without eviction."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RadixNode:
-    """A run of whole pages. Its children hold what follows it, and no two begin with one page.
+    """A run of whole pages. Its children continue it, each with another first page.
 
     Attributes:
-        parent: Holds what comes before; None of a root, which stands for its namespace.
-        tokens: The ids of the run, int32, little-endian; of a root, the namespace.
-        start: Pages that come before.
-        pages: One page id a group for each page of the run. Where a window group has none, a hole;
-            of states, a hole but where one is kept: the one at the end of that page.
-        used: When it was last of use, a group, by the index's own clock.
-        hits: How often a request found it.
+        parent: The node before it; None for a root, which represents its namespace.
+        tokens: The ids of the run, int32, little-endian; for a root, the namespace.
+        start: Number of pages before it.
+        pages: By group, a page id for each page of the run. A hole where a window group has none;
+            for a state group, a hole unless a state is cached: the one at the end of that page.
+        used: By group, when it was last used, by the prefix cache's own clock.
+        hits: Number of requests that started with it.
         blocks: Digests of the blocks that end in this run.
         announced: Up to which page its blocks are announced; its start where none are.
-        announced_children: How many of its children have announced pages.
+        announced_children: Number of its children that have announced pages.
         children: By the tokens of their first page.
     """
 
@@ -53,24 +53,24 @@ class RadixNode:
 
     @property
     def end(self) -> int:
-        """Pages up to and with this run."""
+        """Number of pages up to the end of this run."""
         return self.start + len(self.pages[0])
 
 
 class RadixTree:
-    """Runs of pages under one root a namespace.
+    """Runs of pages under one root for each namespace.
 
-    It holds each page that it lists by a reference of its own. Every node but a root has pages, and
-    every root has a child.
+    It holds a reference to each page that it lists. Every node but a root has pages, and every root
+    has a child.
 
-    Blocks are announced up to the last page border at which every group could give the prefix:
-    with windows and recurrent states, what lies beyond it would be computed again. Whenever that
-    border may have moved, the node is noted, and `settle` compares.
+    Blocks are announced up to the last page border at which every group holds the prefix: with
+    windows and recurrent states, tokens beyond it would be prefilled again. Whenever that border
+    may have moved, the node is noted, and `settle` updates what is announced.
     """
 
-    def __init__(self, pools: CachePools, told: BlockTracker | None = None) -> None:
+    def __init__(self, pools: CachePools, tracker: BlockTracker | None = None) -> None:
         self._pools = pools
-        self._tracker = told
+        self._tracker = tracker
         self._page_tokens = pools.page_tokens
         self._step = pools.page_tokens * TOKEN_BYTES  # bytes of a page's ids
         self._roots: dict[bytes, RadixNode] = {}
@@ -103,8 +103,8 @@ class RadixTree:
         """Follow a key for up to so many pages.
 
         Returns:
-            The nodes that hold them, without the root, and how many pages of them the key has. It
-            may end inside of the last node.
+            The nodes along the key, without the root, and how many of their pages match. The match
+            may end within the last node.
         """
         path: list[RadixNode] = []
         length, step, ids = 0, self._step, key.token_ids
@@ -120,7 +120,7 @@ class RadixTree:
         return path, length
 
     def split(self, node: RadixNode, end: int) -> RadixNode:
-        """Divide a node before page `end`; return the new node that holds the first part.
+        """Split a node before page `end`; return the new node that holds the first part.
 
         The node itself keeps the last part, so that its children stay where they are.
         """
@@ -152,7 +152,7 @@ class RadixTree:
         return upper
 
     def append(self, parent: RadixNode, key: CacheKey, table: PageTable, end: int) -> RadixNode:
-        """Put what a table has after `parent`, up to page `end`, into a new node below it."""
+        """Add a node below `parent` with the pages of a table that follow it, up to page `end`."""
         node = RadixNode(
             parent=parent,
             tokens=b"",
@@ -166,8 +166,8 @@ class RadixTree:
         return node
 
     def extend(self, node: RadixNode, key: CacheKey, table: PageTable, end: int) -> None:
-        """Let a node without children go on, up to page `end`, with what a table has."""
-        assert not node.children, "a node was extended that others follow"
+        """Extend a node without children, up to page `end`, by the pages of a table."""
+        assert not node.children, "a node with children was extended"
         begin = node.end
         for group, pool in enumerate(self._pools.pools):
             pages = table.entries(group, begin, end)
@@ -179,8 +179,8 @@ class RadixTree:
             self._moved[node] = None
 
     def trim(self, node: RadixNode, count: int) -> None:
-        """Forget the last `count` pages of a node without children; with all, it is cut off."""
-        assert not node.children, "a node was trimmed that others follow"
+        """Remove the last `count` pages of a node without children, and an empty node as well."""
+        assert not node.children, "a node with children was trimmed"
         keep = node.length - count
         first_page = node.tokens[: self._step]
         if self._tracker is not None:
@@ -195,26 +195,26 @@ class RadixTree:
             self._cut_off(node, first_page)
 
     def fill(self, node: RadixNode, group: int, index: int, page: int) -> None:
-        """Put a page of a window group, or a state, where a node has a hole."""
+        """Fill a hole of a node with a page of a window group, or a state."""
         self._pools.pools[group].cache((page,))
         node.pages[group][index] = page
         self._note(node, group, index)
 
-    def punch(self, node: RadixNode, group: int, places: Sequence[int]) -> None:
-        """Forget pages of a window group, or states; the node stays, with holes."""
+    def punch(self, node: RadixNode, group: int, indices: Sequence[int]) -> None:
+        """Remove pages of a window group, or states; the node stays, with holes."""
         pages = node.pages[group]
-        self._pools.pools[group].forget(pages[index] for index in places)
-        for index in places:
+        self._pools.pools[group].forget(pages[index] for index in indices)
+        for index in indices:
             pages[index] = HOLE
-        if places:
-            self._note(node, group, max(places))
+        if indices:
+            self._note(node, group, max(indices))
 
     def settle(self) -> None:
-        """Announce what can be found now and could not before, and retract what no longer can."""
+        """Announce blocks that match now and did not before, and retract those that do no more."""
         while self._moved and self._tracker is not None:
             node, _ = self._moved.popitem()
             if not node.length:
-                continue  # it was cut off
+                continue  # it was removed
             border = node.end if node.announced_children else self._border(node)
             if border > node.announced:
                 self._announce(self._tracker, node, border)
@@ -222,7 +222,7 @@ class RadixTree:
                 self._retract(self._tracker, node, border)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         for node in self.nodes():
             for pool, pages in zip(self._pools.pools, node.pages, strict=True):
                 pool.forget(_listed(pages))
@@ -232,13 +232,13 @@ class RadixTree:
             self._tracker.cleared()
 
     def _common(self, node: RadixNode, ids: bytes, at: int, pages_max: int) -> int:
-        """Pages from `at` on that a node and a key share; the first one is known to be shared."""
+        """Number of pages that node and key have in common, from `at` on; the first one always."""
         tokens, step = node.tokens, self._step
         known, limit = 1, min(node.length, pages_max, (len(ids) - at) // step)
         if limit == node.length and ids.startswith(tokens, at):
             return limit
         while known < limit:
-            # The rest is compared by halves, so that no page is compared more than twice.
+            # The rest is compared by bisection, so that no page is compared more than twice.
             middle = (known + limit + 1) // 2
             low, high = known * step, middle * step
             if tokens[low:high] == ids[at + low : at + high]:
@@ -257,14 +257,14 @@ class RadixTree:
         node.blocks += (chain[i : i + DIGEST_BYTES] for i in range(0, len(chain), DIGEST_BYTES))
 
     def _note(self, node: RadixNode, group: int, index: int) -> None:
-        """A page of a window group, or a state, has come or gone; `index` is the last such one."""
+        """Note that pages of a window group, or states, were added or removed, up to `index`."""
         if self._tracker is None:
             return
         self._moved[node] = None
         window = self._pools.groups[group].window
         if window is None:
             return
-        # What the first queries of the children see reaches back into their parents.
+        # The window of the children's first queries reaches back into their parents.
         seen = node.start + index + 1 + -(-window // self._page_tokens)
         stack = [child for child in node.children.values() if child.start <= seen]
         while stack:
@@ -273,9 +273,9 @@ class RadixTree:
             stack += (each for each in child.children.values() if each.start <= seen)
 
     def _border(self, node: RadixNode) -> int:
-        """The last page border in a node at which every group could give the prefix, or its start.
+        """The last page border in a node at which every group holds the prefix, or its start.
 
-        A border only moves down, so the groups are asked in turn until none moves it.
+        A border only moves down, so the groups are checked in turn until none moves it.
         """
         border, before = node.end, None
         while before != border > node.start:
@@ -285,7 +285,7 @@ class RadixTree:
         return max(border, node.start)
 
     def _whole_before(self, node: RadixNode, group: int, border: int) -> int:
-        """The last border, up to this one, before which a query sees no hole of a group."""
+        """The last border, up to this one, at which a query attends to no hole of a group."""
         config = self._pools.groups[group]
         seen = config.dead_len(border * self._page_tokens)
         holder, index = node, border - 1
@@ -298,8 +298,8 @@ class RadixTree:
             index -= 1
         return border
 
-    def _announce(self, told: BlockTracker, node: RadixNode, border: int) -> None:
-        """Announce a node up to a border, and all that comes before it, from the top down."""
+    def _announce(self, tracker: BlockTracker, node: RadixNode, border: int) -> None:
+        """Announce a node up to a border, and all nodes before it, from the top down."""
         chain = [node]
         above = self._parent(node)
         while above.parent is not None and above.announced < above.end:
@@ -313,17 +313,17 @@ class RadixTree:
             blocks = each.blocks[first : self._announced_blocks(each)]
             if blocks:
                 before = each.blocks[first - 1] if first else self._last_block(self._parent(each))
-                told.stored(before, blocks)
+                tracker.stored(before, blocks)
 
-    def _retract(self, told: BlockTracker, node: RadixNode, border: int) -> None:
-        """Retract what a node has announced beyond a border; nothing below it is announced."""
+    def _retract(self, tracker: BlockTracker, node: RadixNode, border: int) -> None:
+        """Retract the blocks of a node beyond a border; none of its children is announced."""
         if border == node.announced:
             return
         announced = self._announced_blocks(node)
         node.announced = border
         blocks = node.blocks[self._announced_blocks(node) : announced]
         if blocks:
-            told.removed(blocks)
+            tracker.removed(blocks)
         if border == node.start:
             parent = self._parent(node)
             parent.announced_children -= 1

@@ -1,4 +1,4 @@
-"""Processor time of the worker by what it was spent on, for Prometheus."""
+"""CPU time of the worker by part, for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class CpuTime(Collector):
-    """Reads the clocks of the worker's two threads when it is asked, and costs nothing between.
+    """Reads the CPU time of the worker's two threads when it is scraped; free of cost otherwise.
 
-    `bus` is the thread that this is made in, which talks to the others: heartbeats, commands, and
-    what else than tokens a step brings. `sending` is what the batching loop's spends on sending
-    tokens by itself, `kernels` what threads that call kernels spend in them, and `python` the rest
-    of the batching loop's: of one thread once the model is loaded, for then nobody else calls any.
-    The other threads of torch's pool compute beside it, about as long each as `kernels`.
+    `bus` is the thread that creates this, which handles the bus: heartbeats, commands, and all
+    results of steps but tokens. `sending` is the time that the batching loop's thread spends on
+    sending tokens itself, `kernels` the time in kernels, and `python` the rest of the batching
+    loop's thread, which alone calls kernels once the model is loaded. The other threads of torch's
+    pool compute beside it, each about as long as `kernels`.
     """
 
     def __init__(self, batching: Callable[[], int | None], relayed_s: Callable[[], float]) -> None:
-        """`batching` names the loop's thread; `relayed_s` is what it has spent on sending."""
+        """`batching` returns the loop's native thread id; `relayed_s` its CPU time for sending."""
         self._bus = threading.get_native_id()
         self._batching = batching
         self._relayed_s = relayed_s
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Tell seconds since start, of threads that live."""
+        """Seconds since start, of running threads."""
         family = CounterMetricFamily(
             "antiphon_worker_cpu_seconds",
             "Processor time by part: bus; and of the batching thread kernels, python and sending.",
@@ -51,12 +51,12 @@ class CpuTime(Collector):
 
 
 def _thread_s(thread: int | None) -> float | None:
-    """A thread's processor time by Linux' own count; nothing of one that has ended, or elsewhere.
+    """A thread's CPU time by Linux's schedstat; None if it has ended, or on other systems.
 
-    Its clock could be asked as well, but of a thread that has just ended that is undefined.
+    Reading the thread's clock instead is undefined for a thread that has just ended.
     """
     try:
-        told = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+        schedstat = Path(f"/proc/self/task/{thread}/schedstat").read_text()
     except OSError:
         return None
-    return int(told.split()[0]) * 1e-9
+    return int(schedstat.split()[0]) * 1e-9

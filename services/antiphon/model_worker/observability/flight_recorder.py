@@ -1,4 +1,4 @@
-"""The last plans and what became of them, kept in memory until somebody wants to know."""
+"""The flight recorder: the last step plans and their outcomes, in memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _TOKEN_BYTES = 12  # id, position, and perhaps a logit row
 
 
 class StepRecord(msgspec.Struct, gc=False):
-    """A plan, and what became of it once that is known.
+    """A plan, and its outcome once that is known.
 
     Attributes:
-        outcome: Without details and vectors: tokens and statuses are what a replay is compared by.
+        plan: The plan.
+        outcome: Without logprobs and vectors: a replay compares tokens and statuses.
         failure: What the runner raised instead.
     """
 
@@ -31,13 +32,13 @@ class StepRecord(msgspec.Struct, gc=False):
     failure: str = ""
 
     def end(self, outcome: StepOutcome) -> None:
-        """The plan has been computed."""
+        """Store the outcome."""
         if outcome.details is not None or outcome.vectors is not None:
             outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
         self.outcome = outcome
 
     def invalidate(self) -> None:
-        """It was launched on tokens that were never drawn: what came of it says nothing."""
+        """Drop the outcome of a plan that was launched on tokens that were never sampled."""
         self.outcome, self.failure = None, ""
 
 
@@ -54,7 +55,7 @@ class FlightRecorder:
         self._records: deque[tuple[StepRecord, int]] = deque()
 
     def begin(self, plan: StepPlan) -> StepRecord:
-        """Keep a plan that is about to run, so that one which never ends is kept too."""
+        """Record a plan that is about to run, so that one that hangs is recorded too."""
         record, size = StepRecord(plan), _size_bytes(plan)
         self._records.append((record, size))
         self._bytes += size
@@ -63,8 +64,8 @@ class FlightRecorder:
         return record
 
     def records(self) -> tuple[StepRecord, ...]:
-        """What is kept, oldest first."""
-        # One call into C: no other thread gets between.
+        """The recorded plans, oldest first."""
+        # One call into C: no other thread runs in between.
         return tuple(record for record, _ in self._records.copy())
 
 
@@ -88,6 +89,6 @@ def _size_bytes(plan: StepPlan) -> int:
         size += plan.token_masks.nbytes
     for part in (plan.penalties, plan.biases, plan.details):
         if part is not None:
-            # What a client sizes counts whole.
+            # Their sizes are chosen by clients, so they are counted exactly.
             size += sum(getattr(part, name).nbytes for name in part.__slots__)
     return size

@@ -1,4 +1,4 @@
-"""What a worker has done lately, and what it is made of: for whoever watches, not for placement."""
+"""Recent load statistics of a worker, and its sizes: for monitoring, not for placement."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
 
 OUTPUT_S = 10
-"""Over how long the throughput is taken."""
+"""Window of the throughput."""
 PROMPTS_S = 60
-"""Over how long the hit rate is."""
+"""Window of the prefix cache hit rate."""
 
 
 class SlidingSum:
-    """A sum over the last so many seconds, to the second."""
+    """A sum over a sliding window, to the second."""
 
     def __init__(self, window_s: int) -> None:
         self._window_s = window_s
@@ -26,7 +26,7 @@ class SlidingSum:
         self._sum = 0
 
     def add(self, amount: int, now: float) -> None:
-        """Count something that happens now."""
+        """Add an amount at `now`."""
         second = int(now)
         self._sum += amount
         if self._seconds and self._seconds[-1][0] == second:
@@ -35,7 +35,7 @@ class SlidingSum:
         self._forget(second)
 
     def total(self, now: float) -> int:
-        """All that was counted within the window."""
+        """The sum of the window."""
         self._forget(int(now))
         return self._sum
 
@@ -45,10 +45,10 @@ class SlidingSum:
 
 
 class LoadStats:
-    """Counts what the batching loop reports."""
+    """Collects load statistics from the reports of the batching loop."""
 
     def __init__(self, resolved: Resolved | None) -> None:
-        """Nothing has happened yet. An engine that runs no model has no plan."""
+        """Make empty statistics. An engine that runs no model has no resolved configuration."""
         self._device = "" if resolved is None else str(resolved.device.value)
         self._weight_bytes = 0 if resolved is None else resolved.weight_bytes.value
         self._cache_bytes = 0 if resolved is None else resolved.cache_bytes.value
@@ -57,7 +57,7 @@ class LoadStats:
         self._cached = SlidingSum(PROMPTS_S)
 
     def observe(self, report: StepReport, output_tokens: int, now: float) -> None:
-        """Take note of a turn of the loop, which told so many tokens."""
+        """Count a turn of the loop, which generated `output_tokens` tokens."""
         if output_tokens:
             self._output.add(output_tokens, now)
         if report.started:
@@ -65,7 +65,7 @@ class LoadStats:
             self._cached.add(report.cached_tokens, now)
 
     def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
-        """What the heartbeat says of it; so many answers wait for their grammars."""
+        """The heartbeat's statistics; `grammars` requests wait for their grammars."""
         return WorkerStats(
             device=self._device,
             weight_bytes=self._weight_bytes,

@@ -1,4 +1,4 @@
-"""The worker's numbers for Prometheus."""
+"""The worker's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from antiphon.wire.heartbeat import WorkerStats
 
 SECONDS_MAX = 4096
-"""Steps whose times wait for somebody to read them."""
+"""Maximum number of step times that are stored until the next scrape."""
 
 
 class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made of."""
+    """The sizes of a worker."""
 
     pages_total: int
     page_tokens: int = 1
@@ -46,9 +46,9 @@ _MAMBA = (
 
 
 class PoolGauges:
-    """How full one kind of cache is.
+    """The usage of one kind of cache.
 
-    By gauges for free, evictable and used pages, the used share, and, where there is one, for all.
+    Gauges of free, evictable and used pages, the used share, and the total where there is one.
     """
 
     def __init__(self, metrics: Metrics, families: Sequence[MetricSpec], page_tokens: int) -> None:
@@ -57,7 +57,7 @@ class PoolGauges:
         self._page_tokens = page_tokens
 
     def show(self, use: PoolUse) -> None:
-        """Show what is held."""
+        """Set the gauges."""
         self._free.set(use.free * self._page_tokens)
         self._evictable.set(use.evictable * self._page_tokens)
         self._used.set(use.used * self._page_tokens)
@@ -67,7 +67,7 @@ class PoolGauges:
 
 
 class WorkerMetrics:
-    """What the batching loop did, and how full the worker is."""
+    """Metrics of the batching loop and of the worker's load."""
 
     def __init__(self, metrics: Metrics, size: WorkerSize) -> None:
         self._size = size
@@ -128,7 +128,7 @@ class WorkerMetrics:
         metrics.gauge(catalog.MAX_TOTAL_NUM_TOKENS).set(tokens_max)
 
     def observe(self, report: StepReport, output_tokens: int) -> None:
-        """Note a turn of the loop, which generated so many tokens; `settle` does the rest."""
+        """Count a turn of the loop, which generated `output_tokens` tokens; see `flush`."""
         self._last = report
         if report.rows:
             self._seconds.append((report.seconds, report.prefill_rows > 0))
@@ -140,7 +140,7 @@ class WorkerMetrics:
             self.flush()
 
     def flush(self) -> None:
-        """Show what was noted: somebody reads it."""
+        """Write the counts to the metrics, before they are read."""
         report = self._last
         if report is None:
             return
@@ -174,18 +174,18 @@ class WorkerMetrics:
         self._retracted_input.inc(prompts)
         self._retracted_output.inc(tokens - prompts)
 
-    def show_load_stats(self, figures: WorkerStats) -> None:
-        """Show what the worker has done lately, and what it takes."""
-        self._throughput.set(figures.output_tokens_s)
-        prompts = figures.prompt_tokens
-        self._hit_rate.set(figures.cached_tokens / prompts if prompts else 0.0)
-        self._weight_bytes.set(figures.weight_bytes)
-        self._cache_bytes.set(figures.cache_bytes)
-        self._grammar_queue.set(figures.grammars)
-        self._retracted.set(figures.retracted)
+    def show_load_stats(self, stats: WorkerStats) -> None:
+        """Set the gauges of the load statistics."""
+        self._throughput.set(stats.output_tokens_s)
+        prompts = stats.prompt_tokens
+        self._hit_rate.set(stats.cached_tokens / prompts if prompts else 0.0)
+        self._weight_bytes.set(stats.weight_bytes)
+        self._cache_bytes.set(stats.cache_bytes)
+        self._grammar_queue.set(stats.grammars)
+        self._retracted.set(stats.retracted)
 
     def started(self, *, load_s: float, warm_up_s: float) -> None:
-        """Show how long the start took."""
+        """Set the startup times."""
         for phase, seconds in (
             ("load", load_s),
             ("warm_up", warm_up_s),
@@ -195,17 +195,17 @@ class WorkerMetrics:
         self._weight_load.labels("disk").set(load_s)
 
     def stalled(self) -> None:
-        """Count a standstill."""
+        """Count a stall."""
         self._stalls.inc()
 
     def show_held(self, *, held: int, overrun_tokens: int) -> None:
-        """Show how many requests are kept, and count tokens that were generated in vain so far."""
+        """Set the number of held requests, and count tokens sampled beyond a stop string."""
         self._held.set(held)
         self._overrun.inc(overrun_tokens - self._overrun_seen)
         self._overrun_seen = overrun_tokens
 
     def _show_pools(self, credit: Capacity) -> None:
-        """Show windows and states, of a model that has any."""
+        """Set the gauges of sliding windows and states, for a model that has any."""
         if credit.window is not None:
             if self._window is None:
                 self._window = PoolGauges(self._metrics, _SWA, self._size.page_tokens)

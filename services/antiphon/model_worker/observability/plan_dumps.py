@@ -1,4 +1,4 @@
-"""Where the recorder's plans are left when something went wrong, or when somebody asks."""
+"""Writes the recorded plans to a file after a failure, or by an operator command."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class PlanDumps:
-    """Writes recordings into the operator's folder; without one, what was asked stays in memory.
+    """Writes recordings to `batching.dump_folder`; without one, prompts stay in memory.
 
-    They hold the tokens of prompts and answers, so that nobody gets them who did not ask.
+    They hold the tokens of prompts and outputs, so they are only written if a folder is configured.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class PlanDumps:
         self._clock = clock
 
     def write(self, reason: str) -> Path:
-        """Write all that is kept. Blocks; called from any thread.
+        """Write all recorded plans. Blocks; called from any thread.
 
         Raises:
-            Unsupported: The operator has named no folder.
+            Unsupported: No folder is configured.
             Internal: The folder cannot be written to.
         """
         if self._folder is None:
             raise Unsupported("no plans are written: batching.dump_folder is empty")
-        batching = self._engine.core
+        core = self._engine.core
         header = RecordingHeader(
             reason=reason,
             unix_ms=self._clock.unix_ms(),
             instance=self._instance,
-            weights_digest=batching.limits.weights_digest,
-            weight_version=batching.limits.weight_version,
-            groups=batching.pools.groups,
+            weights_digest=core.limits.weights_digest,
+            weight_version=core.limits.weight_version,
+            groups=core.pools.groups,
             resolved=self._engine.resolved,
         )
         try:
@@ -65,7 +65,7 @@ class PlanDumps:
         return file
 
     def write_on_exit(self, reason: str) -> None:
-        """Write them on the way out, if there is a place for them. Never raises."""
+        """Write them before the process ends, if a folder is configured. Never raises."""
         try:
             self.write(reason)
         except (Unsupported, Internal) as error:

@@ -1,4 +1,4 @@
-"""Recorded plans as a file, to be run again where there is time to look."""
+"""Recordings: step plans in a file, for replay elsewhere."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 SUFFIX = ".plans"
 FILES_MAX = 16
-"""Files of one instance that are kept: a process that dies again and again fills no disk."""
+"""Maximum files of one instance, so that a process that crashes repeatedly fills no disk."""
 
 _MAGIC = b"antiphon plans 1\n"
 _LENGTH_BYTES = 4
 
 
 class RecordingBroken(Exception):
-    """A file is no recording, or a damaged one."""
+    """A file is not a recording, or is damaged."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to run the plans again, and why they were written.
+    """All that is needed to replay the plans, and why they were written.
 
     Attributes:
-        resolved: How the worker was set up; none where it ran no model.
-        weights_digest: Of the model, if its cluster agreed on one.
+        resolved: The resolved configuration of the worker; None where it ran no model.
+        weights_digest: Digest of the model, if the cluster has one.
     """
 
     reason: str
@@ -51,16 +51,16 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A file's content, oldest plan first."""
+    """The content of a file, oldest plan first."""
 
     header: RecordingHeader
     records: tuple[StepRecord, ...]
 
 
 def write(folder: Path, header: RecordingHeader, records: Iterable[StepRecord]) -> Path:
-    """Write a recording that only its owner may read, for it holds what people have said.
+    """Write a recording, readable only by the file's owner, since it holds prompts and outputs.
 
-    The oldest of the instance's files make room. Blocks for as long as the disk takes.
+    The oldest files of the instance are deleted. Blocks for as long as the disk takes.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -82,15 +82,15 @@ def write(folder: Path, header: RecordingHeader, records: Iterable[StepRecord]) 
 
 
 def read(file: Path) -> Recording:
-    """Read what `write` wrote.
+    """Read a recording.
 
     Raises:
-        RecordingBroken: It is something else, or was cut off.
-        OSError: It cannot be read.
+        RecordingBroken: The file is not a recording, or is truncated.
+        OSError: The file cannot be read.
     """
     with file.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
-            raise RecordingBroken(f"{file} is no recording of plans, or one of another version")
+            raise RecordingBroken(f"{file} is not a recording of this version")
         try:
             header = msgspec.msgpack.decode(_block(stream), type=RecordingHeader)
             records: list[StepRecord] = []

@@ -1,7 +1,7 @@
 """Replays recorded plans: `python -m antiphon.model_worker.observability.replay FILE`.
 
-A recording begins in the middle of a worker's life. Rows whose context was computed before it are
-run, for the sake of the others, and not compared.
+A recording starts while the worker runs. Rows whose context was computed before that are run,
+because other rows depend on them, but not compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CANNOT_RUN = 2
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first went another way. `row` is none where the whole plan did."""
+    """The first difference of a replay. `row` is None if the whole plan differs."""
 
     step: int
     row: int | None
@@ -57,14 +57,15 @@ class Difference:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What a replay has found.
+    """The result of a replay.
 
     Attributes:
-        plans: How many were run.
-        rows: How many rows were compared, and equal.
-        passed: Rows that were not, because what they build on is not in the recording.
+        plans: Plans that were run.
+        rows: Rows that were compared and equal.
+        passed: Rows that were not compared, because their context is not in the recording.
         failed: Plans that failed when they were recorded, and again.
-        unended: Plans that had no end yet when they were written: the last, or a hung one.
+        unended: Plans without an outcome when they were written: the last, or a hung one.
+        difference: The first difference, at which the replay ended.
     """
 
     plans: int = 0
@@ -78,11 +79,11 @@ class ReplayResult:
 def replay(
     records: Sequence[StepRecord], groups: Sequence[CacheGroup], runner: PlanRunner
 ) -> ReplayResult:
-    """Run plans in order, up to the first that ends otherwise than it did."""
+    """Run plans in order, up to the first one with a different outcome."""
     result = ReplayResult()
-    ground = ReplayState(groups)
+    state = ReplayState(groups)
     for record in records:
-        plan, sound = ground.prepare(record.plan)
+        plan, sound = state.prepare(record.plan)
         result.plans += 1
         try:
             outcome = runner.run(plan)
@@ -100,12 +101,12 @@ def replay(
                 result.passed += int((~sound).sum())
         if result.difference is not None:
             return result
-        ground.note(record, sound)
+        state.note(record, sound)
     return result
 
 
 class ReplayState:
-    """Which places of the pools, and which slots, hold what they held when it was recorded."""
+    """Which cache entries and slots hold the same content as when it was recorded."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
@@ -114,10 +115,10 @@ class ReplayState:
         self._last: dict[int, int] = {}
 
     def prepare(self, plan: StepPlan) -> tuple[StepPlan, Flags]:
-        """The plan with every token written out, and which of its rows can be compared.
+        """The plan with every token filled in, and which of its rows can be compared.
 
-        A token that was not known when the plan was made is taken from what was recorded since, so
-        that one difference does not become many.
+        A token that was unknown when the plan was made is taken from the recorded outcome, so that
+        one difference does not become many.
         """
         rows = len(plan.slot)
         sound = np.array([self._reproducible(plan, row) for row in range(rows)], np.bool_)
@@ -133,7 +134,7 @@ class ReplayState:
         return msgspec.structs.replace(plan, tokens=tokens), sound
 
     def note(self, record: StepRecord, sound: Flags) -> None:
-        """A plan was run; rows that were not sound spoil what they wrote."""
+        """Note that a plan was run; the entries written by rows that were not sound are unknown."""
         plan, outcome = record.plan, record.outcome
         for row in range(len(plan.slot)):
             begin, end = int(plan.kv_len[row] - plan.query_len[row]), int(plan.kv_len[row])
@@ -150,7 +151,7 @@ class ReplayState:
             self._last.update(zip(plan.slot[accepted].tolist(), last.tolist(), strict=True))
 
     def _reproducible(self, plan: StepPlan, row: int) -> bool:
-        """Whether all that a row reads was computed in this replay."""
+        """Whether the whole context of a row was computed in this replay."""
         begin = int(plan.kv_len[row] - plan.query_len[row])
         if plan.penalties is not None and row in plan.penalties.rows:
             slot = int(plan.slot[row])
@@ -175,7 +176,7 @@ class ReplayState:
 
 
 def _places_total(group: CacheGroup) -> int:
-    """Tokens of all pages, or states."""
+    """Number of tokens of all pages, or of states."""
     if group.kind is GroupKind.STATE:
         return group.pages_total
     return group.pages_total * group.page_tokens
@@ -185,13 +186,13 @@ def main(argv: Sequence[str]) -> int:
     """Replay a file.
 
     Returns:
-        0 if it went as recorded, 1 if not, 2 if it could not be run.
+        0 if the outcomes are as recorded, 1 if not, 2 if the file could not be replayed.
     """
     parser = argparse.ArgumentParser(
         "antiphon replay", description="Run recorded plans again and print the first difference."
     )
-    parser.add_argument("file", type=Path, help="what a worker wrote to batching.dump_folder")
-    parser.add_argument("--model-path", default="embedded", help="the model that it ran")
+    parser.add_argument("file", type=Path, help="Recording from batching.dump_folder.")
+    parser.add_argument("--model-path", default="embedded", help="Model of the recorded worker.")
     arguments = parser.parse_args(argv)
     try:
         recording = read(arguments.file)

@@ -1,4 +1,4 @@
-"""One log line and one span for each choice that runs here."""
+"""One log line and one span for each choice that this worker runs."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class _LoggedChoice:
 
 
 class WorkerRequestLog:
-    """Follows each choice from its hand-over to the loop until its end. Times are `Clock.now`."""
+    """Tracks each choice from when it is added to the loop to its end. Times are `Clock.now`."""
 
     def __init__(self) -> None:
         self._entries: dict[ChoiceKey, _LoggedChoice] = {}
 
     def begin(self, run: RunChoice, now: float) -> None:
-        """The choice goes to the loop."""
+        """Start the span of a choice that is added to the loop."""
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _LoggedChoice(run, here, now)
 
     def step(self, progress: Iterable[Progress], now: float) -> int:
-        """The loop has done something to these; return how many tokens of answers it told."""
+        """Count the progress of a step; return its number of output tokens."""
         entries, id_bytes = self._entries, 0
-        if isinstance(progress, Drawn):  # nobody's first token or last
+        if isinstance(progress, Drawn):  # no first or last token of a choice is among these
             for key in progress.keys:
                 if key in entries:
                     entries[key].id_bytes += _ID_BYTES
@@ -62,7 +62,7 @@ class WorkerRequestLog:
         return id_bytes // _ID_BYTES
 
     def drop(self, key: ChoiceKey, now: float) -> None:
-        """It was taken back: a stop string, a cancellation, a deadline."""
+        """End a choice that was dropped: a stop string, an abort, a deadline."""
         entry = self._entries.get(key)
         if entry is not None:
             self._end(entry, now, "dropped")

@@ -1,4 +1,4 @@
-"""Notices a batching loop that works on one thing for too long. Pure: it is told what it sees."""
+"""Detects a stalled batching loop. Pure: progress counter and time are passed in."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from enum import Enum
 
 
 class StallVerdict(Enum):
-    """How bad it is."""
+    """The state of a loop without progress."""
 
     STALLED = "stalled"
-    """Said once; a slow disk or a busy machine may still let it go on."""
+    """Reported once; with a slow disk or a busy machine it may still recover."""
     HUNG = "hung"
-    """It will not go on: the process has to end, so that another one takes its place."""
+    """It will not recover: the process has to end, so that another one takes its place."""
 
 
 class LoopHung(Exception):
-    """The batching loop does not go on. It ends the process."""
+    """The batching loop hangs, which ends the process."""
 
 
 class StallDetector:
-    """Is shown the loop's pulse several times a second, and says when it stands still.
+    """Compares the loop's progress counter several times a second, and detects stalls.
 
-    The loop itself pays one assignment a step for it: time is taken here.
+    The loop itself pays one assignment a step for it: time is measured here.
     """
 
     def __init__(self, *, stall_s: float, limit_s: float) -> None:
         self._stall_s = stall_s
         self._limit_s = limit_s
-        self._pulse = -1
+        self._progress_count = -1
         self._since = 0.0
         self._reported = False
 
-    def observe(self, pulse: int, now: float) -> StallVerdict | None:
-        """Judge a pulse that grows with each thing that the loop begins; 0 while it rests."""
-        if pulse != self._pulse or pulse == 0:
-            self._pulse, self._since, self._reported = pulse, now, False
+    def observe(self, progress_count: int, now: float) -> StallVerdict | None:
+        """Check a counter that grows whenever the loop begins something; 0 while it is idle."""
+        if progress_count != self._progress_count or progress_count == 0:
+            self._progress_count, self._since, self._reported = progress_count, now, False
             return None
         if self.stalled_s(now) >= self._limit_s:
             return StallVerdict.HUNG
@@ -46,11 +46,11 @@ class StallDetector:
         return None
 
     def stalled_s(self, now: float) -> float:
-        """For how long the pulse has been what it is."""
+        """For how long the counter has been unchanged."""
         return now - self._since
 
 
 def stack_of(thread: int | None) -> str:
-    """Where a thread is, innermost call last; empty if it is gone."""
+    """The stack of a thread, innermost call last; empty if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

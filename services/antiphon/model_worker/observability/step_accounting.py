@@ -1,4 +1,4 @@
-"""What steps came to: log lines and spans of choices, and numbers for those who watch."""
+"""Step accounting: log lines and spans of choices, metrics and load statistics."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPORTS_MAX = 64
-"""Reports that wait to be counted: a second of a large model, some heartbeats of a small one."""
+"""Maximum number of uncounted reports: a second of a large model, less of a small one."""
 
 
 class StepAccounting:
-    """Counts the reports of the batching loop, which no step waits for.
+    """Counts the reports of the batching loop, off its critical path.
 
-    A report is only put down when it comes, and counted with others when somebody wants to know: a
-    heartbeat, a scrape, or a choice that ends, so that its log line and its span end when it does.
-    Between two steps the weights drive this code out of the caches: counted one by one, each
-    report took 30 us. While these are not `full`, any thread may put down a report that ends nobody
-    if their owner sees to it that no other does. Times are `Clock.now`.
+    A report is only stored when it arrives, and counted with others when it is needed: for a
+    heartbeat, a scrape, or a choice that ends, so that its log line and its span end in time.
+    Between two steps the weights evict this code from the processor's caches: counted one by one,
+    each report took 30 us. While it is not `full`, any thread may record a report in which no
+    choice ends, if the caller excludes other threads. Times are `Clock.now`.
     """
 
     def __init__(
@@ -51,26 +51,26 @@ class StepAccounting:
 
     @property
     def full(self) -> bool:
-        """Whether the next report will be counted at once, with those that wait."""
+        """Whether the next report will be counted at once, with the stored ones."""
         return len(self._uncounted) >= REPORTS_MAX - 1
 
     def begin(self, run: RunChoice, now: float) -> None:
-        """A choice goes to the loop."""
+        """Note that a choice is added to the loop."""
         self._request_log.begin(run, now)
 
     def drop(self, key: ChoiceKey, now: float) -> None:
-        """A choice was taken back."""
+        """Note that a choice was dropped."""
         self.process_pending()
         self._request_log.drop(key, now)
 
     def record(self, report: StepReport, now: float, *, ended: bool) -> None:
-        """The loop has reported; some choice has `ended`, or none."""
+        """Store a report of the loop; `ended`: whether a choice has ended."""
         self._uncounted.append((report, now))
         if ended or len(self._uncounted) >= REPORTS_MAX:
             self.process_pending()
 
     def process_pending(self) -> None:
-        """Take in what was put down."""
+        """Count the stored reports."""
         for _ in range(len(self._uncounted)):
             report, now = self._uncounted.popleft()
             try:
@@ -79,15 +79,15 @@ class StepAccounting:
                 self._load_stats.observe(report, tokens, now)
                 self._step_log.step(report, tokens, now)
             except Exception:
-                # Numbers for those who watch: no answer depends on them.
+                # Monitoring only: no request depends on it.
                 log.exception("report not counted", extra={"step": report.step})
 
     def load_stats(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
-        """What the heartbeat says; so many answers wait for their grammars."""
+        """The heartbeat's statistics; `grammars` requests wait for their grammars."""
         self.process_pending()
-        figures = self._load_stats.snapshot(last, grammars=grammars, now=now)
-        self.metrics.show_load_stats(figures)
-        return figures
+        stats = self._load_stats.snapshot(last, grammars=grammars, now=now)
+        self.metrics.show_load_stats(stats)
+        return stats
 
     def _flush(self) -> None:
         self.process_pending()

@@ -1,4 +1,4 @@
-"""Log lines of prefill and decode batches, in SGLang's form, which people and tools search for."""
+"""Log lines of prefill and decode batches, in SGLang's format, which existing tools parse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Writes a line for each prefill batch, for each so many decode batches, and for retractions.
+    """Logs each prefill batch, every `interval`-th decode batch, and retractions.
 
     Args:
-        interval: Decode batches between two of their lines.
+        interval: Number of decode batches from one of their lines to the next.
         pages_total: Pages of the KV cache.
         page_tokens: Tokens of a page.
     """
@@ -33,7 +33,7 @@ class StepLog:
         self._ratio: float | None = None
 
     def step(self, report: StepReport, output_tokens: int, now: float) -> None:
-        """Take note of a turn of the loop at `now`, which generated so many tokens."""
+        """Log a turn of the loop at `now`, which generated `output_tokens` tokens."""
         if report.retractions > self._retractions:
             self._retraction(report)
         self._ratio = report.new_token_ratio
@@ -89,7 +89,7 @@ class StepLog:
         self._retracted_tokens = report.retracted_tokens
 
     def _used(self, report: StepReport) -> int:
-        """Pages that requests hold, by the credit of the report."""
+        """Pages that requests hold, by the capacity in the report."""
         return self._pages_total - report.credit.pages_free - report.credit.pages_evictable
 
     def _usage(self, report: StepReport) -> float:

@@ -1,4 +1,4 @@
-"""The batching loop's pulse: what it hangs on is told while it does."""
+"""The watchdog of the batching loop: a stall is logged while it lasts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class LoopWatchdog:
-    """Watches the loop from the event loop's side.
+    """Watches the batching loop from the event loop.
 
     Args:
-        loop: The one that may stand still.
-        watchdog: How long it may.
-        stalled: Called when it does.
+        loop: The loop to watch.
+        watchdog: The detector with its time limits.
+        stalled: Called when the loop stalls.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class LoopWatchdog:
         self._stalled = stalled
 
     def check(self, now: float) -> None:
-        """Say what the loop hangs on.
+        """Log the stack and the plan of a loop that stalls.
 
         Raises:
-            Hung: It has for so long that it will not go on.
+            LoopHung: It has stalled for so long that it will not recover.
         """
         verdict = self._watchdog.observe(self._loop.progress_count, now)
         if verdict is None:
             return
-        stands_s = self._watchdog.stalled_s(now)
+        stalled_s = self._watchdog.stalled_s(now)
         records = self._loop.recorder.records()
         log.error(
-            "batching stands still",
+            "batching loop stalled",
             extra={
-                "seconds": round(stands_s, 1),
+                "seconds": round(stalled_s, 1),
                 "stack": "\n" + stack_of(self._loop.thread),
                 **(summary(records[-1].plan) if records else {}),
             },
@@ -56,6 +56,6 @@ class LoopWatchdog:
             case StallVerdict.STALLED:
                 self._stalled()
             case StallVerdict.HUNG:
-                raise LoopHung(f"the batching loop stands still since {stands_s:.0f} s")
+                raise LoopHung(f"the batching loop has been stalled for {stalled_s:.0f} s")
             case _:
                 assert_never(verdict)

@@ -1,1 +1,1 @@
-"""The worker's protocols as pure state machines: requests that it holds, sends and requeues."""
+"""The worker's protocols as pure state machines: held requests, token messages, requeueing."""

@@ -1,4 +1,4 @@
-"""One request as the bus side of the worker holds it: its outputs, and what was sent of them."""
+"""A held request: its outputs, and which of them were sent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from antiphon.wire.token_outputs import TokenOutputs
 
 ROW_IDS_MAX = 16_384
-"""Longest row: a replay after an outage still goes in messages of a sane size."""
+"""Maximum ids of a row: a replay after an outage is split into messages of a sane size."""
 ROW_DETAILS_BYTES_MAX = 64 * 1024
-"""The same for a row's details."""
+"""Maximum bytes of a row's logprobs and hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOrigin:
-    """From one output on, which weights have drawn them, after so many retractions."""
+    """The weights that sampled the outputs from `start` on, and the retractions before."""
 
     start: int
     weights: str
@@ -33,7 +33,7 @@ class OutputOrigin:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """What one row says of a choice; `mark` if that is news."""
+    """The content of one row of a choice; `origin` where it has changed."""
 
     offset: int
     ids: bytes
@@ -43,13 +43,13 @@ class OutputPiece:
 
 
 class HeldChoice:
-    """The outputs of one choice: the only place from which its tokens are ever sent again.
+    """The outputs of one choice: the only place from which its tokens are sent again.
 
-    What is told of its tokens is here too: of so many tokens of the prompt, at negative offsets,
-    and then of each output.
+    Their logprobs and hidden states are here too: those of prompt tokens at negative offsets, then
+    those of each output.
     """
 
-    # Of attributes in a dictionary each that a step needs is a line of memory by itself.
+    # Slots, not a dictionary: there, each attribute that a step reads costs a cache line.
     __slots__ = (
         "_attempt", "_details", "_end_sent", "_first", "_ids", "_marks", "_marks_sent",
         "_request_id", "_sent", "_stopped", "finish", "index", "key",
@@ -74,45 +74,45 @@ class HeldChoice:
 
     @property
     def length(self) -> int:
-        """Output ids so far."""
+        """Number of output ids so far."""
         return len(self._ids) // ID_BYTES
 
     @property
     def live(self) -> bool:
-        """Whether it goes on."""
+        """Whether it is still running."""
         return self.finish is None and not self._stopped
 
     def append(self, progress: Progress) -> None:
-        """Take in what a step did to it."""
-        assert self.live, "a choice went on after its end"
+        """Add the progress of a step."""
+        assert self.live, "a choice continued after its end"
         if progress.token_ids or not self._marks:
             self._mark(progress)
         self._ids += progress.token_ids
         if self._details is not None:
             self._details.append(progress.details)
-            assert self._details.end >= self.length or not self.length, "a token is not told of"
+            assert self._details.end >= self.length or not self.length, "a token has no details"
         self.finish = progress.finish
 
     def fail(self, finish: Finish) -> None:
-        """End it with an error, whatever a step did to it."""
+        """End it with an error, and send nothing else of it."""
         self.finish = finish
         self._sent = self._end
 
     @property
     def even(self) -> bool:
-        """Whether it goes on in plain ids, and all of it was sent, with what its request is."""
+        """Whether it runs without logprobs, and all of it was sent, its `TokenStream` included."""
         if self._sent != self.length or self._marks_sent < len(self._marks):
             return False
         return self.live and self._details is None and bool(self._marks)
 
     def go_on(self, token_ids: bytes) -> None:
-        """Take in ids that are all the news of an `even` choice, and sent already."""
-        assert self.live, "a choice went on after its end"
+        """Add ids of an `even` choice that were sent already."""
+        assert self.live, "a choice continued after its end"
         self._ids += token_ids
         self._sent = self.length
 
     def last_row(self) -> TokenRow:
-        """The row of its last token, as `unsent` makes it of what is plain."""
+        """The row of its last token, as `unsent` makes it of plain ids."""
         offset = self.length - 1
         return TokenRow(
             request_id=self._request_id,
@@ -123,7 +123,7 @@ class HeldChoice:
         )
 
     def stop(self, offset: int | None = None) -> int:
-        """End it without a word, cut off at `offset`; return how many ids went too far."""
+        """End it without a finish message, cut at `offset`; return the number of ids cut off."""
         length = self.length if offset is None else min(self.length, max(0, offset))
         overrun = self.length - length
         del self._ids[length * ID_BYTES :]
@@ -133,19 +133,19 @@ class HeldChoice:
         return overrun
 
     def silence(self) -> None:
-        """End it as it is: nothing more is sent of it."""
+        """End it: nothing more of it is sent."""
         self._stopped = True
 
     def rewind(self, offset: int) -> None:
-        """Send again from `offset` on, its end included."""
+        """Send again from `offset` on, the finish included."""
         self._sent = min(max(self._first, offset), self._end)
         self._end_sent = False
         self._marks_sent = 0
 
     def take_plain(self) -> tuple[int, bytes] | None:
-        """Take what was not sent yet as (offset, ids), if it is one row and nothing but ids.
+        """Take the unsent ids as (offset, ids), if they are one row without anything else.
 
-        So it is with nearly every row, and in each step: it costs a third of what `unsent` does.
+        So it is for nearly every row: this costs a third of `unsent`.
         """
         sent, length = self._sent, self.length
         if self._details is not None or self.finish is not None or self._stopped:
@@ -156,14 +156,14 @@ class HeldChoice:
         return sent, bytes(self._ids[sent * ID_BYTES :])
 
     def unsent(self) -> Iterator[OutputPiece]:
-        """Take what was not sent yet, in pieces of bounded size, each of one origin."""
+        """Take what was not sent yet, in pieces of bounded size and a single origin each."""
         if self._stopped:
             return
         while self._sent < self._end or (self.finish is not None and not self._end_sent):
             offset = self._sent
-            # A row holds tokens of the prompt or of the answer: only these have ids.
+            # A row holds prompt tokens or output tokens: only the latter have ids.
             border = 0 if offset < 0 <= self._end else self._end
-            # The first mark divides nothing: what was sealed before it is known, or nobody's.
+            # The first origin is no border: outputs before it came with the admit.
             border = min([border, *(mark.start for mark in self._marks[1:] if mark.start > offset)])
             self._sent = min(border, offset + self._row_tokens_max())
             self._end_sent = self.finish is not None and self._sent == self._end
@@ -173,7 +173,7 @@ class HeldChoice:
             yield OutputPiece(offset, ids, details, self._news(offset, self._sent), finish)
 
     def _mark(self, progress: Progress) -> None:
-        """Note from where the next outputs come, if they come from elsewhere than the last."""
+        """Note the origin of the next outputs, if it differs from the last one."""
         mark = OutputOrigin(self.length, progress.weights, progress.retractions)
         if self._marks:
             last = self._marks[-1]
@@ -185,9 +185,9 @@ class HeldChoice:
         self._marks.append(mark)
 
     def _news(self, offset: int, end: int) -> OutputOrigin | None:
-        """The mark of the outputs up to `end`, if a receiver is yet to be told of it.
+        """The origin of the outputs up to `end`, if it was not sent yet.
 
-        What is told of the prompt has the first one.
+        Prompt tokens have the first one.
         """
         reached = sum(mark.start <= max(0, offset) or mark.start < end for mark in self._marks)
         if reached <= self._marks_sent:
@@ -197,7 +197,7 @@ class HeldChoice:
 
     @property
     def _end(self) -> int:
-        """The offset after the last token that can be sent."""
+        """The offset after the last token to send."""
         return self.length if self._details is None else self._details.end
 
     def _row_tokens_max(self) -> int:
@@ -209,15 +209,15 @@ class HeldChoice:
 class HeldRequest:
     """A request from its admission until its owner no longer lists it.
 
-    Its prompt is not here: the batching loop has it, and nobody is ever sent it.
+    Its prompt is not here: the batching loop has it, and it is never sent.
 
     Attributes:
-        steps: Its detokenizer reads `TokenStep`.
+        steps: Whether its detokenizer reads `TokenStep`.
         due_ms: Its deadline, by our clock; `deadline_unix_ms` is by its owner's.
-        started: A step has computed something of it.
-        tokens_max: Of its prompt and the longest answer to it.
-        returned: It was given back: the leader is told of it until it takes it, and runs it under
-            another attempt.
+        started: Whether its prefill has started.
+        tokens_max: Maximum number of tokens of prompt and output.
+        requeued: Whether it was requeued: heartbeats list it until the leader runs it under another
+            attempt.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
@@ -247,7 +247,7 @@ class HeldRequest:
 
     @property
     def live(self) -> bool:
-        """Whether any choice goes on."""
+        """Whether any choice is still running."""
         return any(choice.live for choice in self.choices)
 
     @property
@@ -256,17 +256,17 @@ class HeldRequest:
         return sum(choice.length for choice in self.choices)
 
     def rewind(self, offsets: dict[int, int]) -> None:
-        """Send again from these offsets on, a choice; from its beginning where none is given."""
+        """Send again from these offsets on, by choice; from the start where none is given."""
         self._introduced = False
         for choice in self.choices:
             choice.rewind(offsets.get(choice.index, self._details_from or 0))
 
     def repeat_end(self) -> None:
-        """Send again how each choice ended, without its ids."""
+        """Send the finish of each choice again, without its ids."""
         self.rewind({choice.index: choice.length for choice in self.choices})
 
     def unsent(self) -> list[TokenRow]:
-        """Take the rows that were not sent yet; the first ever says what the request is."""
+        """Take the rows that were not sent yet; the first of all carries the `TokenStream`."""
         rows: list[TokenRow] = []
         for choice in self.choices:
             plain = choice.take_plain() if self._introduced else None

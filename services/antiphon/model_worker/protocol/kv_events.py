@@ -1,4 +1,4 @@
-"""What is told of the prefix cache: each event as it happens, and again to whoever missed it."""
+"""Publishing of KV cache events: each one as it happens, and replays of missed ones."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process
 
 MESSAGE_BYTES_MAX = 128 * 1024
-"""About the largest message of events: far below what the broker takes."""
+"""Approximate maximum size of a message of events: far below the broker's limit."""
 
 _EVENT_BYTES = 64  # an event without its digests, about
 
 
 class KvEventPublisher:
-    """The events of this life of the worker, from the first one on. Pure: knows no bus.
+    """The events of this worker process, from the first one on. Pure: it does not use the bus.
 
-    Nothing is buffered for a bus that is away: what is not sent is a gap in the numbers, and the
-    listener asks for what it missed.
+    Nothing is buffered while the bus is disconnected: unsent events leave a gap in the numbers, and
+    the listener requests a replay.
     """
 
     def __init__(self, worker: Process, events_max: int) -> None:
@@ -52,12 +52,12 @@ class KvEventPublisher:
         return bool(self._unsent)
 
     def add(self, events: Sequence[CacheEvent]) -> None:
-        """The batching loop reports what happened in a step."""
+        """Add the events of a step."""
         self._log.add(events)
         self._unsent += events
 
     def take(self) -> list[KvEvents]:
-        """All that was not taken yet, as messages, to be published in this order or not at all."""
+        """All events not taken yet, as messages, to be published in this order or not at all."""
         if not self._unsent:
             return []
         events, self._unsent = [_on_wire(event) for event in self._unsent], []
@@ -69,13 +69,13 @@ class KvEventPublisher:
         return messages
 
     def replay(self, message: ReplayKv) -> KvReplayed:
-        """Answer somebody who missed something; as much of it as goes into a message."""
+        """Reply to a listener that missed events, with as many as fit into a message."""
         seq, pieces = self._snapshot
         if message.part and message.snapshot == seq and message.part < len(pieces):
             return self._part(message.part)
         if message.part or not self._log.reaches(message.after):
-            # A listener at its bound asks for all of it: what came and went since the last
-            # snapshot would push out again what is there now.
+            # A listener at its limit requests everything: the events since the last snapshot would
+            # make it evict blocks that are present now.
             return self._everything(exact=message.after < 0 and not message.part)
         events = map(_on_wire, self._log.replay(message.after).events)
         nothing: list[KvEvent] = []
@@ -84,9 +84,9 @@ class KvEventPublisher:
         return KvReplayed(worker=self._worker, seq=seq, events=tuple(first))
 
     def _everything(self, *, exact: bool) -> KvReplayed:
-        """The first part of a snapshot: of the last one, while what came since is still known.
+        """The first part of a snapshot: of the last one, while all later events are in the log.
 
-        An exact one is the last only if nothing came since.
+        With `exact` the last one is reused only if there were no events since.
         """
         seq, pieces = self._snapshot
         if not pieces or not self._log.reaches(seq) or (exact and seq < self._log.seq):

@@ -1,4 +1,4 @@
-"""Workers of one model give the same bits, where one of them has promised any."""
+"""Checks that all workers of a model have the same numerics if inference is deterministic."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
 
 
 class NumericsCheck:
-    """Compares our bits with those of the other workers.
+    """Compares this worker's numerics with those of the other workers.
 
-    A request may go on at another worker, or come again and meet one: with other bits its answer
-    would be another. Who comes later gives way; of two that come at once, one of them.
+    A request may continue on another worker, or be repeated there: with other numerics its output
+    would differ. The later worker ends; of two that start at once, one of them.
 
     Attributes:
-        bits: As in our load report; empty if we have promised nothing.
+        digest: Numerics digest, as in the load report; empty if inference is not deterministic.
     """
 
     def __init__(self, process: Process, model: ModelName, digest: str) -> None:
-        """Nobody was met yet."""
         self.digest = digest
         self._process = process
         self._model = model
         self._conflict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def compare(self, beat: Heartbeat, state: ProcessState) -> None:
-        """Compare with another worker, in the state that we are in."""
+        """Compare with another worker's heartbeat; `state` is the state of this process."""
         if beat.worker is None or beat.state is ProcessState.DRAINING or beat.model != self._model:
             return
         if beat.worker.bits == self.digest or self._conflict.done():
@@ -44,10 +43,10 @@ class NumericsCheck:
             self._conflict.set_result(message)
 
     async def wait_for_conflict(self) -> None:
-        """Wait until somebody was met to whom we give way.
+        """Wait until another worker differs and this one has to end.
 
         Raises:
-            CannotStart: It names the worker, and in what we differ.
+            CannotStart: Names the other worker and the differences.
         """
         raise CannotStart(await self._conflict)
 

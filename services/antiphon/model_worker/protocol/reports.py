@@ -1,4 +1,4 @@
-"""Reports of steps, on their way from the batching loop's thread to the event loop's."""
+"""The queue of step reports from the batching loop's thread to the event loop's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ REPORTS_MAX = 64
 
 
 class ReportQueue:
-    """A queue between two threads that nobody need pass through whose report is steady.
+    """A queue between two threads, which reports with only tokens may bypass.
 
     Attributes:
-        failed: Ends with the exception of a turn that could not take reports in.
+        failed: Ends with the exception of a turn that could not process reports.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class ReportQueue:
         take: Callable[[Iterator[tuple[StepReport, bool]]], None],
         wait_s: float,
     ) -> None:
-        """In the event loop's thread.
+        """Make an empty queue, in the event loop's thread.
 
         Args:
-            relay: Does all that a steady report asks for, in the thread of the batching loop. False
-                if that is not to be had now.
-            take: Takes in reports, each with whether it is the last; in the event loop's thread.
-            wait_s: How long the batching loop waits for an event loop that is far behind.
+            relay: Processes a report with only tokens in the thread of the batching loop. False if
+                that is not possible now.
+            take: Processes reports, each with whether it is the last; in the event loop's thread.
+            wait_s: Maximum time that the batching loop waits for an event loop that is far behind.
         """
         self._wait_s = wait_s
         self._event_loop = asyncio.get_running_loop()
@@ -51,12 +51,12 @@ class ReportQueue:
         return len(self._waiting)
 
     def deliver(self, report: StepReport) -> None:
-        """In the batching loop's thread. If the event loop is far behind, wait for it.
+        """Queue a report, in the batching loop's thread; wait if the event loop is far behind.
 
         Raises:
-            TimeoutError: It took in no report for so long that it hangs. Peers have taken this
-                process for dead long before, since heartbeats stand still with it; the exception
-                ends it, so that its supervisor starts another.
+            TimeoutError: The event loop processed no report for so long that it hangs. Peers have
+                considered this process dead long before, since heartbeats stop with it; the
+                exception ends it, so that its supervisor starts another.
         """
         if report.steady and self._relay(report):
             return
@@ -68,25 +68,28 @@ class ReportQueue:
     def _wait(self) -> None:
         until = time.monotonic() + self._wait_s
         while len(self) >= REPORTS_MAX:
-            # Cleared before the second look, or what is taken in between would wake no thread.
+            # Cleared before the second check, or a report taken in between would wake no thread.
             self._taken.clear()
             left_s = until - time.monotonic()
             if len(self) >= REPORTS_MAX and not self._taken.wait(max(0.0, left_s)) and left_s <= 0:
-                message = f"the event loop took in no report of {REPORTS_MAX} in {self._wait_s:g} s"
+                message = (
+                    f"the event loop processed none of {REPORTS_MAX} step reports in"
+                    f" {self._wait_s:g} s"
+                )
                 raise TimeoutError(message)
 
     def _turn(self) -> None:
-        """One turn of the event loop for all that is there: a task would take another one."""
+        """Process all queued reports in one turn of the event loop: a task would take another."""
         try:
             self._take(self._all())
-        except Exception as error:  # noqa: BLE001  # raised by whoever waits for `failed`
+        except Exception as error:  # noqa: BLE001  # raised where `failed` is awaited
             if not self.failed.done():
                 self.failed.set_exception(error)
 
     def _all(self) -> Iterator[tuple[StepReport, bool]]:
-        """What is there. What comes meanwhile has its own turn."""
+        """The reports queued now. Later ones have their own turn."""
         for more in reversed(range(len(self))):
             report = self._waiting.popleft()
-            if len(self) >= REPORTS_MAX - 1:  # or nobody can be waiting
+            if len(self) >= REPORTS_MAX - 1:  # else the batching loop cannot be waiting
                 self._taken.set()
             yield report, not more

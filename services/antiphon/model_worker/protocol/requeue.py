@@ -1,4 +1,4 @@
-"""When requests that wait here are better run elsewhere."""
+"""Whether waiting requests should be requeued to another worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def other_workers(peers: Iterable[Peer], model: ModelName | None) -> list[WorkerLoad]:
-    """The loads of the workers that could run what we have.
+    """The loads of the other workers that could run requests of this model.
 
     Args:
-        peers: Workers that take new work.
-        model: What we serve.
+        peers: Workers that accept new work.
+        model: The model of this worker.
     """
     return [
         peer.heartbeat.worker
@@ -29,13 +29,13 @@ def other_workers(peers: Iterable[Peer], model: ModelName | None) -> list[Worker
 
 
 def longest_elsewhere(loads: Iterable[WorkerLoad], context_tokens: int) -> int | None:
-    """The longest request that others hold; None if that is as long as ours can be."""
+    """The longest request that other workers can run; None if that is our context or more."""
     longest = max((load.context_tokens for load in loads), default=0)
     return None if longest >= context_tokens else longest
 
 
 def free_slots(loads: Iterable[WorkerLoad]) -> int:
-    """How many requests others could start now: they have slots, and pages that nobody expects."""
+    """How many requests other workers could start now: free slots, with pages not reserved."""
     return sum(
         max(0, load.running_max - sum(not line.ended for line in load.running))
         for load in loads

@@ -1,4 +1,4 @@
-"""The way of tokens to the detokenizers, from both threads of the worker."""
+"""Sends tokens to the detokenizers, from both threads of the worker."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OUTLETS_MAX = 64
-"""Detokenizers whose subjects are kept."""
+"""Detokenizers whose publishers are cached."""
 
 
 class TokenSender:
-    """Sends what the output machine has, in the order of its numbers.
+    """Sends the messages of `WorkerOutput`, in the order of their numbers.
 
-    Most steps draw a token for each choice and do nothing else. To have the event loop take that in
-    and send it costs a wake-up, a turn of it and a thread that runs where kernels would: about as
-    much as all the rest of a step. So `relay` sends it where it was drawn.
+    Most steps only sample a token for each choice. Passing these through the event loop costs a
+    wake-up, a turn of it, and a thread that competes with the kernels: about as much as all the
+    rest of a step. So `relay` sends them from the batching loop's thread.
 
     Attributes:
-        lock: Of the output machine: whoever calls what changes it holds this. The event loop waits
-            for it, about as long as a message is sent; the batching loop does not.
-        relayed_s: Processor time that `relay` took, since start.
+        lock: Held by every caller that changes `WorkerOutput`. The event loop waits for it, about
+            as long as sending a message takes; the batching loop does not.
+        relayed_s: CPU time of `relay`, since start.
     """
 
     def __init__(self, bus: Bus, output: WorkerOutput) -> None:
@@ -47,16 +47,16 @@ class TokenSender:
         self._outlet = lru_cache(OUTLETS_MAX)(self._open_outlet)
 
     def publish(self) -> None:
-        """Send all that is unsent, if there is a link."""
+        """Send all unsent messages, if the bus is connected."""
         with self.lock:
             if self._output.has_unsent and self._bus.link.up:
                 self._publish()
 
     def relay(self, report: StepReport) -> bool:
-        """Take in and send the tokens of a steady step, in the thread that drew them.
+        """Process and send the tokens of a decode step, in the batching loop's thread.
 
-        The caller holds the lock, and all reports before this one have been taken in. False: it is
-        not to be had now, and nothing was done.
+        The caller holds the lock, and all reports before this one have been processed. False: it is
+        not possible now, and nothing was done.
         """
         if not (self._bus.link.up and self._bus.transport.any_thread):
             return False
@@ -71,12 +71,12 @@ class TokenSender:
             try:
                 self._outlet(detokenizer)(batch)
             except EngineError as error:
-                # Its number is used up, so the detokenizer sees the gap, at the latest by our
-                # next heartbeat, and asks for what it lacks.
+                # Its number is used, so the detokenizer notices the gap, at the latest by our next
+                # heartbeat, and requests the missing tokens.
                 fields = {"detokenizer": detokenizer, "error": error}
                 log.warning("tokens not sent", extra=fields)
             except Exception:
-                # The messages after it are for others; what it lacked is asked for as well.
+                # The messages after it are for other detokenizers; the missing one is requested.
                 log.exception("tokens not sent", extra={"detokenizer": detokenizer})
 
     def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenNews], None]:

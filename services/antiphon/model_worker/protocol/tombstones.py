@@ -1,4 +1,4 @@
-"""Attempts that must not begin again, for as long as an admit of them may be under way."""
+"""Tombstones of attempts that must not start again while an admit of them may be in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class AttemptTombstones:
-    """Keeps each for `kept_ms` at least and twice that at most: nothing is searched to forget."""
+    """Keeps each for `kept_ms` at least and twice that at most, so expiry needs no search."""
 
     def __init__(self, kept_ms: int) -> None:
         self._kept_ms = kept_ms
@@ -22,16 +22,16 @@ class AttemptTombstones:
         return len(self._young) + len(self._old)
 
     def add(self, request_id: RequestId, attempt: Attempt) -> None:
-        """Let this attempt and all before it never begin."""
+        """Add a tombstone for this attempt and all before it."""
         self._young[request_id] = max(attempt, self._young.get(request_id, attempt))
 
     def covers(self, request_id: RequestId, attempt: Attempt) -> bool:
-        """Whether an attempt was buried."""
-        buried = (table.get(request_id) for table in (self._young, self._old))
-        return any(last is not None and attempt <= last for last in buried)
+        """Whether there is a tombstone of an attempt."""
+        attempts = (table.get(request_id) for table in (self._young, self._old))
+        return any(last is not None and attempt <= last for last in attempts)
 
     def expire(self, now_ms: int) -> None:
-        """Forget what is old; called several times a second."""
+        """Drop old tombstones; called several times a second."""
         if now_ms - self._aged_at_ms >= self._kept_ms:
             self._young, self._old = {}, self._young
             self._aged_at_ms = now_ms

@@ -1,9 +1,9 @@
-"""Who is held and what is sent of them: the bus side of the worker, as a pure state machine.
+"""The held requests and their output messages: the bus side of the worker, a pure state machine.
 
-Events go in with the time at which they happen; what comes out are `RunChoice` and `DropChoice` for
-the batching loop, and from `take` the messages for the detokenizers. What steady steps draw passes
-through lanes. There is no replay buffer: all else is sent from each request's own output list, as
-often as anybody asks.
+Events go in with the time at which they happen; `RunChoice` and `DropChoice` for the batching loop
+come out, and from `take` the messages for the detokenizers. The tokens of steady decode steps pass
+through lanes. There is no replay buffer: everything else is sent from each request's own output
+list, and sent again as often as it is requested.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FREED_AFTER_MS = 2_000
-"""Past its deadline a request has had its end from its owner; then it is freed here."""
+"""Time past its deadline after which a request is freed: its owner has ended it by then."""
 FORGOTTEN_AFTER_MS = 10_000
-"""Past its deadline nobody can ask for a request's ids any more."""
+"""Time past its deadline after which no process can request a request's ids any more."""
 TOMBSTONE_MS = 10_000
-"""Far longer than an admit can be under way: a command says until when it counts."""
+"""Far longer than an admit can be in flight: a command carries the time until which it is valid."""
 REFUSED_MS = 5_000
 """How long a leader is informed that its commands were refused. Then it may try again."""
 OPEN_GRACE_MS = 1_000
@@ -51,18 +51,16 @@ OPEN_GRACE_MS = 1_000
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:
-    """Of processes on one host."""
     return unix_ms
 
 
 def _unknown() -> Term | None:
-    """No scheduler's heartbeat says which term leads."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class RunChoice:
-    """Hand a choice to the batching loop."""
+    """Add a choice to the batching loop."""
 
     key: ChoiceKey
     state: RequestState
@@ -71,11 +69,11 @@ class RunChoice:
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """Take a choice back from the batching loop.
+    """Drop a choice from the batching loop.
 
     Attributes:
-        kept: Output ids that are part of the answer, where it ended with less than was made: what
-            was computed of them may be found again. None: nobody knows of an answer.
+        kept: Number of output ids in the response, where more were sampled: only these are inserted
+            into the prefix cache. None: unknown.
     """
 
     key: ChoiceKey
@@ -86,18 +84,18 @@ Action = RunChoice | DropChoice
 
 
 class WorkerOutput:
-    """Everything that this worker has accepted and not forgotten.
+    """All requests that this worker has accepted and not forgotten.
 
     Attributes:
-        live_max: Most choices in the batching loop; one more is refused as overloaded.
-        term: The highest term that a command came from; lower ones are not obeyed.
+        live_max: Maximum number of choices in the batching loop; one more is refused as overloaded.
+        term: The highest term of an applied command; commands of lower terms are ignored.
         commands_seq: The last batch of that term.
-        draining: Nothing new is accepted. What comes all the same is given back at once.
-        overrun_tokens: Ids that were made beyond a stop string, and thrown away.
-        returned_count: Requests given back, since start.
-        refused: The last batch of commands that was refused, until one is obeyed or for some time.
-        refused_count: Batches of commands refused, since start.
-        unelected_count: Those whose term is too high to be an elected one, since start.
+        draining: No new request is accepted. One that arrives all the same is requeued at once.
+        overrun_tokens: Ids that were sampled beyond a stop string, and discarded.
+        requeued_count: Requests requeued to other workers, since start.
+        refused: The last refused batch of commands, until one is applied or for some time.
+        refused_count: Refused batches of commands, since start.
+        unelected_count: Batches whose term is too high to be an elected one, since start.
     """
 
     def __init__(
@@ -109,14 +107,14 @@ class WorkerOutput:
         our_time_ms: Callable[[int, Process], int] = _same_clock,
         leading: Callable[[], Term | None] = _unknown,
     ) -> None:
-        """Nothing is held yet.
+        """Make one that holds no requests.
 
         Args:
             process: This worker.
-            seqs: Numbers of what is sent to detokenizers.
+            seqs: Sequence numbers of messages to detokenizers.
             live_max: See above.
-            our_time_ms: What our clock shows when that of a process shows a time.
-            leading: The term that leads, by what living schedulers claim.
+            our_time_ms: Converts a time of another process to our clock.
+            leading: The term of the leader, by the heartbeats of schedulers.
         """
         self.process = process
         self.live_max = live_max
@@ -136,9 +134,9 @@ class WorkerOutput:
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._lanes: Lanes | None = None
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
-        self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
+        self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
         self._keys = 0
-        self._spoiled: list[Action] = []
+        self._failed: list[Action] = []
 
     @property
     def live_count(self) -> int:
@@ -156,7 +154,7 @@ class WorkerOutput:
         return self._outbox.filled
 
     def held(self) -> tuple[RunningRequest, ...]:
-        """What the heartbeat says of every request that is held."""
+        """The heartbeat's entries of all held requests."""
         self._settle()
         return tuple(
             RunningRequest(
@@ -171,15 +169,15 @@ class WorkerOutput:
         )
 
     def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
-        """Obey a leader, unless a higher one has spoken or the batch is late or a repeat.
+        """Apply a leader's commands, unless its term is old or the batch is late or a repeat.
 
         Args:
-            batch: Its commands.
+            batch: The commands.
             now_ms: Our time.
-            offset_ms: What makes the leader's times ours; None if that is not known.
+            offset_ms: Offset of our clock to the leader's; None if it is unknown.
         """
         if batch.worker != self.process:
-            return []  # meant for another life
+            return []  # for a previous process of this worker
         leading = self._leading()
         self._forget_unelected(leading)
         if self.term is not None and batch.leader < self.term:
@@ -211,7 +209,7 @@ class WorkerOutput:
         return actions
 
     def stop(self, message: StopChoice) -> list[Action]:
-        """A detokenizer has ended a choice, or all of a request; only its own one may."""
+        """End a choice, or all of a request, for its detokenizer; ignore other detokenizers."""
         held = self._held.get(message.request_id)
         if (
             held is None
@@ -225,7 +223,7 @@ class WorkerOutput:
         return self._stop(held, chosen, message.offset)
 
     def resend(self, message: ResendTokens) -> None:
-        """Send a detokenizer all of its requests again, from the offsets that it waits for."""
+        """Send a detokenizer all of its requests again, from the offsets that it expects."""
         if message.worker != self.process:
             return
         offsets: dict[RequestId, dict[int, int]] = {}
@@ -238,7 +236,7 @@ class WorkerOutput:
                 self._outbox.put(held)
 
     def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
-        """Let go of what its owner has ended, and of what it does not know."""
+        """Forget requests that their owner has closed, or does not list."""
         if self._our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
             return []
         version, _ = self._lists.get(message.owner, (0, 0))
@@ -257,18 +255,18 @@ class WorkerOutput:
         ]
 
     def owner_died(self, owner: Process) -> list[Action]:
-        """Nobody is left to read what its requests say."""
+        """Forget the requests of an owner that is gone."""
         self._lists.pop(owner, None)
         orphans = [held for held in self._held.values() if held.owner == owner]
         return [action for held in orphans for action in self._forget(held)]
 
     def step(self, step: int, progress: Iterable[Progress], *, relays: bool = False) -> bool:
-        """Take in what the batching loop has done. What was dropped meanwhile is passed over.
+        """Add the progress of a step. Choices that were dropped meanwhile are skipped.
 
         Args:
             step: Number of the last plan.
-            progress: What it did to each choice.
-            relays: `take` follows at once: what a steady step drew can be sent as it is.
+            progress: New tokens and finishes of each choice.
+            relays: `take` follows at once: the tokens of a steady step can be sent as they are.
 
         Returns:
             Whether a choice has ended.
@@ -288,7 +286,7 @@ class WorkerOutput:
                 choice.append(news)
             except Exception:
                 log.exception("progress failed", extra={"request_id": held.request_id})
-                self._spoiled += self.fail((news.key,))
+                self._failed += self.fail((news.key,))
                 ended = True
                 continue
             outbox.put(held)
@@ -298,11 +296,11 @@ class WorkerOutput:
         return ended
 
     def fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        """End choices of which a step could not be taken in; the loop is to drop them."""
+        """End choices whose progress could not be added; the loop has to drop them."""
         try:
             self._leave_lanes()
         except Exception:
-            # What passed through them is sent; of these choices nothing more will be.
+            # Their tokens up to now are sent; nothing more of these choices will be.
             log.exception("lanes failed")
             self._outbox.leave_lanes()
             self._lanes = None
@@ -317,12 +315,12 @@ class WorkerOutput:
         return drops
 
     def take_failed(self) -> list[Action]:
-        """What the loop is to drop because a step of it could not be taken in, or not be sent."""
+        """Choices that the loop has to drop, because their progress could not be added or sent."""
         broken, self._outbox.broken = self._outbox.broken, []
         for held in broken:
-            self._spoiled += self._fail_request(held.request_id)
-        spoiled, self._spoiled = self._spoiled, []
-        return spoiled
+            self._failed += self._fail_request(held.request_id)
+        failed, self._failed = self._failed, []
+        return failed
 
     def _fail_request(self, request_id: RequestId) -> list[Action]:
         held = self._held.get(request_id)
@@ -343,18 +341,18 @@ class WorkerOutput:
         return True
 
     def _settle(self) -> None:
-        """Somebody looks at choices: they are to know what has passed through their lanes."""
+        """Write the tokens that have passed through lanes to their choices."""
         if self._lanes is not None:
             self._lanes.settle()
 
     def _leave_lanes(self) -> None:
-        """Something else happens to choices: no lane goes on."""
+        """End all lanes, because choices change otherwise than by one token each."""
         self._settle()
         self._outbox.leave_lanes()
         self._lanes = None
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
-        """The batching loop runs these now: nobody else ever will, under this attempt."""
+        """Note that the batching loop has started these choices: they are not requeued any more."""
         for key in keys:
             if key in self._choices:
                 self._choices[key][0].started = True
@@ -362,10 +360,10 @@ class WorkerOutput:
     def unstarted(
         self, admitted_ms: int, tokens_max: int | None = None
     ) -> list[tuple[ChoiceKey, ...]]:
-        """The choices of each request that has not begun, and was admitted by then; oldest first.
+        """The choices of each request that is not started, and was admitted by then; oldest first.
 
-        The loop, which alone knows what it has started meanwhile, says whether they are given back.
-        With `tokens_max` only requests that are never longer than that.
+        The loop decides whether they are requeued, since it may have started them meanwhile. With
+        `tokens_max` only requests of at most that length, output included.
         """
         return [
             tuple(choice.key for choice in held.choices)
@@ -375,7 +373,7 @@ class WorkerOutput:
         ]
 
     def requeued(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        """The loop has given up these, all choices of their requests: others shall run them."""
+        """Requeue requests, all choices of which the loop has dropped, to other workers."""
         drops: list[Action] = []
         for key in keys:
             if key in self._choices:
@@ -383,18 +381,18 @@ class WorkerOutput:
                 try:
                     drops += self._requeue(held)
                 except Exception:
-                    # The loop has given it up: with neither an end nor a word it would hang.
-                    log.exception("return failed", extra={"request_id": held.request_id})
+                    # The loop has dropped it: without an end or a requeue it would hang.
+                    log.exception("requeue failed", extra={"request_id": held.request_id})
                     held.requeued = False
                     drops += self._fail_request(held.request_id)
         return drops
 
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        """End a choice that the batching loop could not be given."""
+        """End a choice that could not be added to the batching loop."""
         self.step(self._outbox.step, [Progress(key=key, finish=Finish.failed(error))])
 
     def tick(self, now_ms: int) -> list[Action]:
-        """Free what is past its deadline, and forget what nobody can ask for; several a second."""
+        """Free, and later forget, requests past their deadline; called several times a second."""
         self._forget_unelected(self._leading())
         actions: list[Action] = []
         for held in list(self._held.values()):
@@ -406,25 +404,25 @@ class WorkerOutput:
         if now_ms >= self._refused_ms + REFUSED_MS:
             self.refused = None
         self._lists = {
-            owner: (version, heard_ms)
-            for owner, (version, heard_ms) in self._lists.items()
-            if heard_ms + FORGOTTEN_AFTER_MS > now_ms
+            owner: (version, received_ms)
+            for owner, (version, received_ms) in self._lists.items()
+            if received_ms + FORGOTTEN_AFTER_MS > now_ms
         }
         return actions
 
     def take(self) -> list[tuple[InstanceId, TokenNews]]:
-        """All that was not sent yet, as numbered messages, ready to be published in this order."""
+        """All unsent tokens, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
 
     def _forget_unelected(self, leading: Term | None) -> None:
-        """Forget a term that was obeyed while none led, and that the leader will not surpass."""
+        """Forget a term that was accepted without a leader, and is too high for the leader's."""
         if self.term is None or leading is None or self.term.may_follow(leading.number):
             return
         log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
         self.term, self.commands_seq = None, 0
 
     def _admit(self, admit: Admit, now_ms: int, actions: list[Action]) -> None:
-        """Hold a request. What it leads to is in `actions` at once, whatever fails after it."""
+        """Hold a request. Its actions are appended at once, whatever fails after it."""
         due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)
         if now_ms >= due_ms + FREED_AFTER_MS:
             return
@@ -441,7 +439,7 @@ class WorkerOutput:
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
         if len(held.choices) > self.live_max:
-            error = InvalidRequest(f"a worker runs at most {self.live_max} answers", param="n")
+            error = InvalidRequest(f"n must be at most {self.live_max}", param="n")
             for choice in held.choices:
                 self.refuse(choice.key, error)
         elif self.draining or self.live_count > self.live_max:
@@ -450,8 +448,8 @@ class WorkerOutput:
             actions += runs
 
     def _requeue(self, held: HeldRequest) -> list[Action]:
-        """Let another attempt run a request. Until the leader aborts this one, it hears of it."""
-        assert not held.started, "what has begun cannot begin again elsewhere"
+        """Requeue a request for another attempt. Heartbeats list it until the leader aborts it."""
+        assert not held.started, "a request that was started cannot be requeued"
         held.requeued = True
         self.requeued_count += 1
         return self._stop(held, held.choices)
@@ -459,7 +457,7 @@ class WorkerOutput:
     def _abort(self, abort: Abort, actions: list[Action]) -> None:
         held = self._held.get(abort.request_id)
         if held is None:
-            self._tombstones.add(abort.request_id, abort.attempt)  # the admit may come yet
+            self._tombstones.add(abort.request_id, abort.attempt)  # the admit may still arrive
             return
         if abort.attempt < held.attempt:
             return
@@ -483,11 +481,11 @@ class WorkerOutput:
         }
 
     def _repeat_ends(self, owner: Process, listed: set[RequestId]) -> None:
-        """Say again how a request ended, if its owner still waits two lists later.
+        """Send the finish of a request again, if its owner still waits two lists later.
 
-        A running request repairs itself, for its next row shows that one before it is lost. After
-        the last row nothing follows: should that one be lost, or the detokenizer's call for it,
-        only this tells that something is missing.
+        A running request recovers by itself, since its next row shows that one before it is lost.
+        Nothing follows the last row: should that one be lost, or the detokenizer's request for it,
+        only this repeats it.
         """
         for held in self._held.values():
             if held.request_id not in listed or held.live or held.owner != owner:
@@ -500,7 +498,7 @@ class WorkerOutput:
     def _stop(
         self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
     ) -> list[Action]:
-        """End choices of which nobody wants to hear any more."""
+        """End choices whose output is not needed any more."""
         self._leave_lanes()
         drops: list[Action] = []
         for choice in choices:
@@ -509,13 +507,13 @@ class WorkerOutput:
             try:
                 self.overrun_tokens += choice.stop(offset)
             except Exception:
-                # The loop is to drop it, and the choices beside it, all the same.
+                # The loop has to drop it, and the other choices, all the same.
                 log.exception("stop failed", extra={"request_id": held.request_id})
                 choice.silence()
         return drops
 
     def _forget(self, held: HeldRequest) -> list[Action]:
-        """The request is over for everybody; its id stays behind as a tombstone."""
+        """Forget a request; its id stays behind as a tombstone."""
         drops = self._stop(held, held.choices)
         del self._held[held.request_id]
         self._outbox.remove(held)

@@ -1,1 +1,1 @@
-"""From settings to an engine that is ready to run."""
+"""Makes an engine that is ready to run from the settings."""

@@ -1,4 +1,4 @@
-"""Whether a model's files are what somebody published: compared before any of them is loaded."""
+"""Checksums: a model's files are compared with the published ones before they are loaded."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUB = "hub"
-"""As `load.checksum`: the model of `model.path` itself."""
+"""Value of `load.checksum` for the model of `model.path` itself."""
 NO_CONTENT = ("README*", "LICENSE*", "NOTICE*", ".*", "*.lock")
-"""Files that anybody may add or change: they are not the model."""
+"""Files that may be added or changed freely, because they are not part of the model."""
 READERS = 2
-"""Hashing is bound by a core a file, and more files at once only wait for the disk."""
+"""Hashing takes a core for each file, and more files at once only wait for the disk."""
 READ_BYTES = 1 << 20
 
 
 class FileChecksum(msgspec.Struct, frozen=True):
-    """What one file must be: its SHA-256, or the id of its content in git."""
+    """The expected content of a file: its SHA-256, or its git blob id."""
 
     sha256: str | None = None
     git_id: str = ""
@@ -42,12 +42,12 @@ class FileChecksum(msgspec.Struct, frozen=True):
 def verify(files: ModelFiles, load: LoadConfig, model_path: str) -> None:
     """Compare the files of a model with `load.checksum`. Reads all of them.
 
-    A JSON file (SGLang's form) must find every file that it lists. The hub lists more than anybody
-    fetches: there, every file that we have and it knows must be the same, weights and config among
+    Every file that a JSON file (SGLang's form) lists must exist. The hub lists more files than are
+    usually downloaded: every local file that the hub lists must match, weights and config among
     them.
 
     Raises:
-        ConfigError: A file is missing or another; or what it is compared with cannot be had.
+        ConfigError: A file is missing or differs, or the checksums are not available.
     """
     source = model_path if load.checksum == HUB else load.checksum
     if not source:
@@ -58,10 +58,10 @@ def verify(files: ModelFiles, load: LoadConfig, model_path: str) -> None:
         expected = _of_hub(list_published_files(source, load), files, source)
     with ThreadPoolExecutor(READERS, thread_name_prefix="checksum") as readers:
         found = list(readers.map(partial(_compare, files.folder), expected.items()))
-    complaints = [complaint for complaint in found if complaint is not None]
-    if complaints:
-        raise ConfigError(f"load.checksum = {load.checksum}: {'; '.join(complaints)}")
-    log.info("checksums hold", extra={"files": len(expected), "source": source})
+    errors = [error for error in found if error is not None]
+    if errors:
+        raise ConfigError(f"load.checksum = {load.checksum}: {'; '.join(errors)}")
+    log.info("checksums match", extra={"files": len(expected), "source": source})
 
 
 class _ChecksumEntry(msgspec.Struct):
@@ -92,23 +92,23 @@ def _of_hub(
     needed = {"config.json", *(file.name for file in files.weights)}
     if unknown := sorted(needed - known.keys()):
         raise ConfigError(f"load.checksum: {source} on the hub has no {', '.join(unknown)}")
-    there = {file.name for file in files.folder.iterdir() if file.is_file()}
+    local = {file.name for file in files.folder.iterdir() if file.is_file()}
     return {
         name: FileChecksum(entry.sha256, entry.git_id)
         for name, entry in known.items()
-        if name in there and not any(fnmatch(name, pattern) for pattern in NO_CONTENT)
+        if name in local and not any(fnmatch(name, pattern) for pattern in NO_CONTENT)
     }
 
 
 def _compare(folder: Path, item: tuple[str, FileChecksum]) -> str | None:
-    """What is wrong with a file, if anything."""
+    """The difference of a file from its checksum; None if there is none."""
     name, expected = item
-    wanted = expected.sha256 or expected.git_id
+    digest = expected.sha256 or expected.git_id
     try:
         actual = _actual(folder / name, expected)
     except OSError as error:
         return f"{name}: {error.strerror}"
-    return None if actual == wanted else f"{name} is {actual[:16]}…, not {wanted[:16]}…"
+    return None if actual == digest else f"{name} is {actual[:16]}…, not {digest[:16]}…"
 
 
 def _actual(file: Path, expected: FileChecksum) -> str:

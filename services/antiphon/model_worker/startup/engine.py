@@ -1,4 +1,4 @@
-"""From settings to an engine that is ready to run: the model, its limits and its page pools."""
+"""Makes an engine that is ready to run: the model, its limits and its page pools."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the batching loop stands on."""
+    """The engine core and the runner of the batching loop."""
 
     core: EngineCore
     runner: PlanRunner
     resolved: Resolved | None = None
-    """How it was set up; none of an engine that runs no model."""
+    """The resolved configuration; None for an engine that runs no model."""
     open_compiler: Callable[[], GrammarCompiler] = no_compiler
-    """Makes what compiles grammars."""
+    """Makes the grammar compiler."""
 
     @property
     def numerics_digest(self) -> str:
-        """What the bits of an answer depend on, if it was promised that nothing else does."""
+        """Digest of the numerics, if inference is deterministic; else empty."""
         if self.resolved is None or not self.resolved.deterministic.value:
             return ""
         return self.resolved.bits.value
@@ -66,15 +66,15 @@ def open_engine(settings: Settings) -> Engine:
     """Load the model and make its page pools. Blocks for seconds.
 
     Raises:
-        CannotStart: The settings, the folder or the memory do not allow it.
+        CannotStart: Settings, model folder or memory do not allow it.
     """
     try:
         files = model_files(settings)
         checksums.verify(files, settings.load, settings.model.path)
         verify_digest(files, settings.cluster.model_digest)
         card = read_card(files)
-        ends = {*card.eos_ids, *tokenizer_eos_ids(tokenizer_path(settings))}
-        card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
+        eos_ids = {*card.eos_ids, *tokenizer_eos_ids(tokenizer_path(settings))}
+        card = msgspec.structs.replace(card, eos_ids=tuple(sorted(eos_ids)))
         pooling = read_pooling(files, card, embedding=settings.model.embedding)
         implementation = _implementation(files, settings.model.implementation)
         resolved = resolve(settings, card, _device(), pooling, implementation)
@@ -82,7 +82,7 @@ def open_engine(settings: Settings) -> Engine:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
     model = load_resolved(files, resolved)
-    batching = open_engine_core(
+    core = open_engine_core(
         settings,
         resolved,
         CachePools(model.groups),
@@ -90,8 +90,8 @@ def open_engine(settings: Settings) -> Engine:
         weights_digest=settings.cluster.model_digest,
         kv_scales=model.kv_scales,
     )
-    compiler = _compiler(settings, resolved, batching.limits)
-    return Engine(batching, model.runner, resolved, compiler)
+    compiler = _compiler(settings, resolved, core.limits)
+    return Engine(core, model.runner, resolved, compiler)
 
 
 def _compiler(
@@ -104,8 +104,8 @@ def _compiler(
 
 
 def _device() -> HostDevice:
-    """This machine, whether the CPU's own kernels run on it, and with which bits it computes."""
-    # torch takes seconds to import; the process says meanwhile that it is starting.
+    """This machine, whether the CPU kernels run on it, and its numerics."""
+    # torch takes seconds to import; meanwhile the process reports that it is starting.
     from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
 
     return msgspec.structs.replace(
@@ -113,24 +113,24 @@ def _device() -> HostDevice:
     )
 
 
-def _implementation(files: ModelFiles, said: str) -> ResolvedValue[str]:
-    """Whose layers run this model.
+def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
+    """The implementation that runs this model: our own or the transformers backend.
 
     Raises:
-        CannotStart: None can.
+        CannotStart: Neither can run it.
         ConfigError: The config is broken.
     """
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `_device`)
     from antiphon.model_worker.model.transformers_backend.support import implementation_of  # noqa: PLC0415
 
     try:
-        return implementation_of(files, said)
+        return implementation_of(files, configured)
     except ModelLoadError as error:
         raise CannotStart(str(error)) from error
 
 
 def verify_digest(place: ModelLocation, digest: str) -> None:
-    """Compare the model with the digest that the cluster agreed on, if it did.
+    """Compare the model with the digest of the cluster, if there is one.
 
     Raises:
         CannotStart: It is another model.
@@ -143,11 +143,11 @@ def verify_digest(place: ModelLocation, digest: str) -> None:
 def content_digest(place: ModelLocation) -> str:
     """SHA-256 over names and bytes of the config and the weights, in order of their names.
 
-    Another config is another model: what overrides config.json goes in, where anything does. So is
-    another pooling: behind it come the files of sentence-transformers, if there are any.
+    Another config is another model, so overrides of config.json are included. So is another
+    pooling: the files of sentence-transformers follow, if there are any.
 
     Raises:
-        ConfigError: They are broken.
+        ConfigError: The files are broken.
     """
     files = files_at(place)
     content = hashlib.sha256(files.config() if files.overridden else b"")
@@ -164,10 +164,10 @@ def content_digest(place: ModelLocation) -> str:
 
 
 def load_resolved(place: ModelLocation, resolved: Resolved) -> OpenModel:
-    """Load a model as it was decided. Blocks for seconds.
+    """Load a model by the resolved configuration. Blocks for seconds.
 
     Raises:
-        CannotStart: The folder cannot be served so.
+        CannotStart: The folder cannot be served with this configuration.
     """
     import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
 
@@ -184,7 +184,7 @@ def load_resolved(place: ModelLocation, resolved: Resolved) -> OpenModel:
             states=resolved.cache_states.value,
             dtype=resolved.dtype.value,
             linear=resolved.linear.value,
-            quantization=_said(resolved.quantization.value),
+            quantization=_optional(resolved.quantization.value),
             quantized=resolved.quantized.value,
             device=resolved.device.value,
             deterministic=resolved.deterministic.value,
@@ -197,5 +197,5 @@ def load_resolved(place: ModelLocation, resolved: Resolved) -> OpenModel:
         raise CannotStart(str(error)) from error
 
 
-def _said(quantization: str) -> str | None:
+def _optional(quantization: str) -> str | None:
     return None if quantization == "none" else quantization

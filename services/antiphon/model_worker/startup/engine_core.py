@@ -1,4 +1,4 @@
-"""From settings to the batching of a worker: its limits, its rules and its prefix index."""
+"""Makes the engine core from the settings: its limits, queue rules and prefix cache."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ def open_engine_core(
     weights_digest: str,
     kv_scales: str = "",
 ) -> EngineCore:
-    """Make an empty one.
+    """Make an engine core without requests.
 
     Args:
-        settings: What the operator said of queue and steps.
-        resolved: What was decided of the rest.
-        pools: The pages of the model that was loaded.
-        vocab_size: Token ids that it has.
-        weights_digest: Names its weights.
-        kv_scales: Names the scales of its keys and values, where those are in eight bits.
+        settings: The operator's settings of queue and batching.
+        resolved: The resolved configuration.
+        pools: The page pools of the loaded model.
+        vocab_size: Vocabulary size of the model.
+        weights_digest: Digest of the weights.
+        kv_scales: Digest of the scales of an 8-bit KV cache.
     """
     cache = settings.cache
-    told = BlockTracker() if cache.events else None
-    found = RadixIndex(pools, STRATEGIES[cache.eviction], told) if resolved.prefix.value else None
+    tracker = BlockTracker() if cache.events else None
+    index = (
+        RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
+    )
     return EngineCore(
         limits_of(settings, resolved, pools, vocab_size, weights_digest),
         pools,
-        index=found,
+        index=index,
         rules=rules_of(settings.queue),
         namespace=Namespace(
             model_digest=weights_digest,
@@ -67,7 +69,7 @@ def limits_of(
     vocab_size: int,
     weights_digest: str,
 ) -> EngineLimits:
-    """What one step and one request can take."""
+    """The limits of a step and of a request, from the settings."""
     batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
     return EngineLimits(
         step_tokens_max=resolved.step_tokens.value,
@@ -94,7 +96,7 @@ def limits_of(
 
 
 def rules_of(queue: QueueConfig) -> QueueRules:
-    """Who goes first. The policy `priority` is arrival among equals of one priority."""
+    """The queue rules. The policy `priority` orders by arrival within one priority."""
     return QueueRules(
         policy=Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy,
         priority=queue.by_priority,

@@ -1,4 +1,4 @@
-"""The first steps of a worker, before anybody waits for one."""
+"""The warm-up of a worker, before it accepts requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
-    """Run two steps before anybody waits for one: the first of each kind takes its time.
+    """Run a prefill and a decode step before the first request: the first of each kind is slow.
 
-    A model that `pools` has one kind of step only.
+    A model that `pools` has prefill steps only.
 
     Raises:
         CannotStart: The model does not run.
@@ -35,7 +35,7 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
         sampling=sampling,
         deadline_unix_ms=0,
     )
-    # The output machine counts its keys from 1.
+    # `WorkerOutput` counts its keys from 1.
     mail = Mail(runs=((ChoiceKey(0), state),))
     while True:
         report = loop.turn(mail)
