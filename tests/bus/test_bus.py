@@ -56,15 +56,15 @@ async def answer_cancel(delivery: Delivery) -> None:
 
 async def test_call_returns_the_answer(world: World) -> None:
     caller, callee = await join(world), await join(world, "scheduler-0")
-    heard: list[CancelRequest] = []
+    received: list[CancelRequest] = []
 
     async def deliver(delivery: Delivery) -> None:
-        heard.append(delivery.read(CANCEL))
+        received.append(delivery.read(CANCEL))
         await answer_cancel(delivery)
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     assert await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL) == CANCELLED
-    assert heard == [CANCEL_IT]
+    assert received == [CANCEL_IT]
 
 
 async def test_calls_beside_each_other_get_their_own_answers(world: World) -> None:
@@ -105,7 +105,7 @@ async def test_error_of_the_callee_is_raised(world: World) -> None:
     assert (error.value.retry_after_s, error.value.details) == (2.5, {"waiting": "9"})
 
 
-async def test_call_to_nobody_fails_at_once(world: World) -> None:
+async def test_call_without_responders_fails_at_once(world: World) -> None:
     caller = await join(world)
     with pytest.raises(NoResponders):
         await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
@@ -131,15 +131,15 @@ async def test_call_ends_at_its_deadline_and_a_late_answer_is_ignored(world: Wor
 
 async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
     caller, callee = await join(world), await join(world, "scheduler-0")
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def deliver(_delivery: Delivery) -> None:
-        heard.set()
+        received.set()
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     async with asyncio.TaskGroup() as group:
         call = group.create_task(lost(caller))
-        await heard.wait()
+        await received.wait()
         await world.cut()
         assert await call
     with pytest.raises(BusDown):
@@ -150,16 +150,16 @@ async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
 
 async def test_call_fails_when_its_bus_is_left(world: World) -> None:
     callee = await join(world, "scheduler-0")
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def deliver(_delivery: Delivery) -> None:
-        heard.set()
+        received.set()
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     async with asyncio.TaskGroup() as group:
         async with bus_on(world.make()) as caller:
             call = group.create_task(lost(caller))
-            await heard.wait()
+            await received.wait()
         assert await call
 
 
@@ -171,15 +171,15 @@ async def lost(caller: Bus) -> bool:
 
 async def test_cancelled_call_leaves_nothing(world: World) -> None:
     caller, callee = await join(world), await join(world, "scheduler-0")
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def deliver(_delivery: Delivery) -> None:
-        heard.set()
+        received.set()
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     async with asyncio.TaskGroup() as group:
         call = group.create_task(caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL))
-        await heard.wait()
+        await received.wait()
         call.cancel()
     assert call.cancelled()
     assert not caller._pending
@@ -205,12 +205,12 @@ async def test_json_is_answered_in_json(world: World) -> None:
 
 async def test_queue_route_is_answered_by_one_of_many(world: World) -> None:
     caller = await join(world)
-    heard: list[str] = []
+    received: list[str] = []
     for n in range(3):
         gateway = await join(world, f"gateway-{n + 1}")
 
         async def deliver(delivery: Delivery) -> None:
-            heard.append(delivery.bus.process.instance)
+            received.append(delivery.bus.process.instance)
             delivery.respond(
                 GenerateAccepted(
                     key=ClientKey("k"),
@@ -223,17 +223,17 @@ async def test_queue_route_is_answered_by_one_of_many(world: World) -> None:
     request = GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello")
     for _ in range(30):
         await caller.call(GENERATE, request, timeout_s=5, model=MODEL)
-    assert len(heard) == 30
-    assert len(set(heard)) > 1
+    assert len(received) == 30
+    assert len(set(received)) > 1
 
 
-async def test_everybody_hears_a_feed_and_a_part_left_out_is_a_wildcard(world: World) -> None:
+async def test_feed_reaches_all_listeners_and_missing_parts_are_wildcards(world: World) -> None:
     sender, listeners = await join(world), [await join(world, f"worker-{n}") for n in range(2)]
-    heard: list[tuple[str, Discover]] = []
+    received: list[tuple[str, Discover]] = []
 
     async def deliver(delivery: Delivery) -> None:
-        heard.append((delivery.bus.process.instance, delivery.read(DISCOVER)))
-        delivery.respond(CANCELLED)  # Nobody waits: says nothing, fails nothing.
+        received.append((delivery.bus.process.instance, delivery.read(DISCOVER)))
+        delivery.respond(CANCELLED)  # No reply subject: a no-op.
 
     for listener in listeners:
         await listener.listen(DISCOVER, deliver)
@@ -245,8 +245,8 @@ async def test_everybody_hears_a_feed_and_a_part_left_out_is_a_wildcard(world: W
 
     await listeners[0].listen(CANCEL, any_model)
     sender.publish(DISCOVER, Discover(asker=OWNER))
-    await until(lambda: len(heard) == 2)
-    assert {name for name, _ in heard} == {"worker-0", "worker-1"}
+    await until(lambda: len(received) == 2)
+    assert {name for name, _ in received} == {"worker-0", "worker-1"}
     await sender.call(CANCEL, CANCEL_IT, timeout_s=5, model=ModelName("other"))
     assert cancels == ["test.v1.scheduler.other.cancel"]
 
@@ -261,13 +261,13 @@ async def test_clusters_on_one_broker_do_not_meet(world: World) -> None:
         await here.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL)
 
 
-async def test_an_answer_never_goes_to_a_route(world: World) -> None:
-    """Or whoever may call us could have us speak to whom they may not."""
+async def test_reply_is_never_sent_to_a_route(world: World) -> None:
+    """Otherwise callers could make us publish to subjects that they may not use."""
     caller, callee = await join(world), await join(world, "scheduler-0")
-    heard: list[str | None] = []
+    received: list[str | None] = []
 
     async def deliver(delivery: Delivery) -> None:
-        heard.append(delivery.reply)
+        received.append(delivery.reply)
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     subject = caller.subject(CANCEL, model=MODEL)
@@ -275,5 +275,5 @@ async def test_an_answer_never_goes_to_a_route(world: World) -> None:
     allowed = caller.subject(CLIENT_TEXT, tenant="default", inbox="1")
     for reply in (forbidden, allowed, "_INBOX.x"):
         caller.transport.publish(subject, b"", reply)
-    await until(lambda: len(heard) == 3)
-    assert heard == [None, allowed, "_INBOX.x"]
+    await until(lambda: len(received) == 3)
+    assert received == [None, allowed, "_INBOX.x"]

@@ -95,4 +95,4 @@ async def test_other_services_are_not_meant(world: World) -> None:
     await asker.subscribe("inbox.2", box.receive)
     asker.publish("$SRV.PING.antiphon-gateway", b"", "inbox.2")
     await box.wait(1)
-    assert box.packets[0].nobody
+    assert box.packets[0].no_responders

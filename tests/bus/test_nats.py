@@ -77,7 +77,7 @@ def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
             assert socket.writer is not None
             socket.close()
             await asyncio.sleep(0)
-            assert connection.is_connected, "nobody has noticed yet"
+            assert connection.is_connected, "the broken link is not noticed yet"
             with pytest.raises(BusDown):
                 transport.publish("news", b"before")
             await until(lambda: transport.link.connect_count > joins and transport.link.up)
@@ -157,7 +157,7 @@ async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
 class Doorkeeper:
     """Between clients and a broker.
 
-    The second who comes hears INFO, one PONG, and then `last_words` and nothing more.
+    The second client gets INFO, one PONG, and then `last_words` and nothing more.
     """
 
     def __init__(self, broker_url: str, last_words: bytes) -> None:
@@ -220,8 +220,8 @@ async def test_an_attempt_to_rejoin_that_fails_late_leaves_nothing(
         await until(lambda: transport.link.connect_count == 2)
         assert len(door.visits) == 3, "the second attempt was to fail"
         door.visits[1].transport.abort()
-        for told in (b"one", b"two", b"three"):
-            transport.publish("news", told)
+        for data in (b"one", b"two", b"three"):
+            transport.publish("news", data)
             await transport.flush(2)
         assert await box.wait(3) == [b"one", b"two", b"three"]
 
@@ -242,7 +242,7 @@ async def test_start_waits_for_a_broker_that_comes_up(server: NatsServer) -> Non
     await transport.__aexit__()
 
 
-async def test_start_without_a_broker_fails_at_the_deadline_and_says_where(
+async def test_start_without_a_broker_fails_at_the_deadline_naming_the_url(
     server: NatsServer,
 ) -> None:
     await server.kill()
@@ -283,7 +283,7 @@ async def test_a_start_that_swallows_a_cancellation_ends_all_the_same(
     assert swallowed == 2
 
 
-async def test_a_start_that_is_cancelled_leaves_nobody_trying(server: NatsServer) -> None:
+async def test_cancelled_start_leaves_no_connection_attempt(server: NatsServer) -> None:
     await server.kill()
     before = asyncio.all_tasks()
     async with asyncio.TaskGroup() as group:
@@ -367,7 +367,7 @@ async def test_drain_through_a_lost_link_ends_and_is_not_made_again(server: Nats
         await transport.subscribe("answers", answers.receive)
         transport.publish("news", b"late", "answers")
         await answers.wait(1)
-        assert answers.packets[0].nobody
+        assert answers.packets[0].no_responders
         assert not box.packets
 
 
@@ -382,19 +382,19 @@ async def test_another_server_of_the_list_is_taken(server: NatsServer) -> None:
             assert transport._connection._server_info["server_name"] != first
 
 
-async def test_a_subject_that_is_no_text_is_heard_and_ends_nothing() -> None:
+async def test_subject_that_is_not_utf8_is_received_and_breaks_nothing() -> None:
     async with NatsServer() as server, NatsTransport(bus_config(server.url), name="test") as here:
-        heard: list[Packet] = []
-        await here.subscribe("odd.*", heard.append)
+        received: list[Packet] = []
+        await here.subscribe("odd.*", received.append)
         host, _, port = server.url.removeprefix("nats://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         await reader.readline()  # INFO
         writer.write(b'CONNECT {"verbose":false}\r\n')
         writer.write(b"PUB odd.\xff 2\r\nno\r\nPUB odd.y 3\r\nyes\r\n")
-        await until(lambda: len(heard) == 2)
+        await until(lambda: len(received) == 2)
         writer.close()
-        assert [packet.data for packet in heard] == [b"no", b"yes"]
-        assert [packet.subject for packet in heard] == ["odd.\N{REPLACEMENT CHARACTER}", "odd.y"]
+        assert [packet.data for packet in received] == [b"no", b"yes"]
+        assert [packet.subject for packet in received] == ["odd.\N{REPLACEMENT CHARACTER}", "odd.y"]
         assert here.link.connect_count == 1
 
 
@@ -402,10 +402,10 @@ class Taken:
     """A connection that is up, with a plain receiver of subscription 7, and no socket."""
 
     def __init__(self) -> None:
-        self.heard: list[Packet] = []
+        self.received: list[Packet] = []
         self.connection = Connection()
         self.connection._status = Connection.CONNECTED
-        self.connection._receivers[7] = self.heard.append
+        self.connection._receivers[7] = self.received.append
 
     def take(self, data: bytes) -> bytes:
         return self.connection._consume_messages(data)
@@ -416,11 +416,11 @@ def test_a_payload_that_looks_like_a_message_is_none() -> None:
     forged = b"MSG other 7 4\r\nBAD!\r\n"
     asyncio.run(taken.connection._ps.parse(b"MSG a.b 7 %d\r\n" % len(forged)))
     assert taken.take(forged + b"\r\n") == forged + b"\r\n"
-    assert taken.heard == []
+    assert taken.received == []
     asyncio.run(taken.connection._ps.parse(forged + b"\r\n"))
-    assert taken.heard == [Packet("a.b", forged, None)]
+    assert taken.received == [Packet("a.b", forged, None)]
     assert taken.take(b"MSG a.b 7 2\r\nok\r\n") == b""
-    assert taken.heard[1:] == [Packet("a.b", b"ok", None)]
+    assert taken.received[1:] == [Packet("a.b", b"ok", None)]
 
 
 @pytest.mark.parametrize(
@@ -430,15 +430,15 @@ def test_a_line_that_is_none_of_the_protocol_is_left_to_nats_py(line: bytes) -> 
     taken = Taken()
     data = line + b"\r\nhi\r\n"
     assert taken.take(data) == data
-    assert taken.heard == []
+    assert taken.received == []
 
 
-def test_what_comes_after_the_connection_is_given_up_is_not_heard() -> None:
+def test_messages_after_the_connection_is_closed_are_ignored() -> None:
     taken = Taken()
     taken.connection._status = Connection.RECONNECTING
     message = b"MSG a 7 2\r\nhi\r\n"
     assert taken.take(message) == message
-    assert taken.heard == []
+    assert taken.received == []
 
 
 async def test_a_thread_publishes_beside_the_event_loop_and_each_in_its_order(

@@ -20,7 +20,7 @@ LENGTH_BYTES = 8
 
 
 class Near(asyncio.Protocol):
-    """Hears nothing but the end."""
+    """Records only the end of the stream."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -101,7 +101,7 @@ async def test_frames_of_several_threads_arrive_whole_and_each_ones_in_order() -
         workers = [threading.Thread(target=write, args=(one,)) for one in range(1, threads)]
         for worker in workers:
             worker.start()
-        write(0)  # nobody reads yet: the system takes less than this
+        write(0)  # nothing reads yet: the kernel accepts less than this
         assert outgoing.get_write_buffer_size() > 0
         seen: dict[int, list[int]] = {}
         async with asyncio.timeout(20):
@@ -142,7 +142,7 @@ async def test_a_broken_connection_takes_everything_and_keeps_nothing() -> None:
             assert line.outgoing.get_write_buffer_size() == 0
 
 
-async def test_whoever_cannot_write_any_more_ends_what_is_read() -> None:
+async def test_writer_that_fails_ends_the_stream_of_its_reader() -> None:
     async with connected() as line:
         line.transport.get_extra_info("socket").shutdown(socket.SHUT_WR)
         line.outgoing.write(frame(1, 0))

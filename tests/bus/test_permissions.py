@@ -1,4 +1,4 @@
-"""The users made from the route table, on a real server: who may, may, and nobody else."""
+"""Users made from the route table, on a real server: each has exactly its own permissions."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class House:
 
 @pytest.fixture(scope="module")
 def permitted() -> str:
-    everybody = (*users(CLUSTER), user(CLUSTER, CLIENT, OTHER))
-    return users_text([replace(one, password='"secret"') for one in everybody])
+    all_users = (*users(CLUSTER), user(CLUSTER, CLIENT, OTHER))
+    return users_text([replace(one, password='"secret"') for one in all_users])
 
 
 @pytest.fixture
@@ -121,10 +121,10 @@ async def test_every_route_works_between_its_rightful_parties(house: House) -> N
 
 
 async def try_route(route: Route, sender: Member, listener: Member) -> None:
-    heard: list[Delivery] = []
+    received: list[Delivery] = []
 
     async def deliver(delivery: Delivery) -> None:
-        heard.append(delivery)
+        received.append(delivery)
         if isinstance(route, RequestRoute):
             delivery.respond(EXAMPLES[route.replies[0]])
 
@@ -137,12 +137,12 @@ async def try_route(route: Route, sender: Member, listener: Member) -> None:
         assert reply == EXAMPLES[route.replies[0]]
     else:
         sender.bus.publish(route, message, **parts)
-    await until(lambda: len(heard) == 1)
-    assert heard[0].read(route) == message
+    await until(lambda: len(received) == 1)
+    assert received[0].read(route) == message
     await subscription.drain()
 
 
-async def test_nobody_publishes_what_another_party_sends(house: House) -> None:
+async def test_user_cannot_publish_the_routes_of_another_party(house: House) -> None:
     for member in house.members.values():
         foreign = [route for route in ROUTES if member.party not in route.senders]
         if member.party == OPERATOR:
@@ -155,7 +155,7 @@ async def test_nobody_publishes_what_another_party_sends(house: House) -> None:
             assert await member.refusals() == before + 1, (member.party, route.name)
 
 
-async def test_nobody_listens_to_what_another_party_is_sent(house: House) -> None:
+async def test_user_cannot_subscribe_to_the_routes_of_another_party(house: House) -> None:
     async def deliver(delivery: Delivery) -> None:
         raise AssertionError(delivery.subject)
 
@@ -173,21 +173,21 @@ async def test_command_of_a_tokenizer_never_reaches_a_worker(house: House) -> No
     worker, tokenizer, scheduler = (
         house.members[role] for role in (Role.WORKER, Role.TOKENIZER, Role.SCHEDULER)
     )
-    heard: list[str] = []
+    received: list[str] = []
 
     async def deliver(delivery: Delivery) -> None:
-        heard.append(delivery.subject)
+        received.append(delivery.subject)
 
     await worker.bus.listen(COMMAND, deliver, worker="worker-0")
     command = CommandBatch(leader=TERM, worker=WORKER, seq=0, commands=(), not_after_unix_ms=1)
     tokenizer.bus.publish(COMMAND, command, worker="worker-0")
     assert await tokenizer.refusals() == 1
-    assert not heard
+    assert not received
     scheduler.bus.publish(COMMAND, command, worker="worker-0")
-    await until(lambda: len(heard) == 1)
+    await until(lambda: len(received) == 1)
 
 
-async def test_replies_are_heard_by_their_own_party_only(house: House) -> None:
+async def test_replies_are_received_by_their_own_party_only(house: House) -> None:
     inboxes = [f"antiphon.v1.inbox.{party}.>" for party in (*Role, OPERATOR)]
     inboxes += [f"antiphon.v1.client.{tenant}.>" for tenant in (DEFAULT_TENANT, OTHER)]
     wide = [">", "antiphon.>", "antiphon.v1.client.>", "antiphon.v1.inbox.>", "_INBOX.>"]
@@ -201,7 +201,7 @@ async def test_replies_are_heard_by_their_own_party_only(house: House) -> None:
     assert allowed == len(members)
 
 
-async def test_client_speaks_to_gateways_only(house: House) -> None:
+async def test_client_publishes_to_gateways_only(house: House) -> None:
     client = house.members[CLIENT]
     for subject in (
         "antiphon.v1.inbox.gateway.gateway-0.1.0",
@@ -215,7 +215,7 @@ async def test_client_speaks_to_gateways_only(house: House) -> None:
         assert await client.refusals() == before + 1, subject
 
 
-async def test_every_role_answers_the_discovery_verbs_to_those_who_may_ask(house: House) -> None:
+async def test_every_role_responds_to_discovery_verbs_of_allowed_parties(house: House) -> None:
     for role in Role:
         member = house.members[role]
         await Discovery(

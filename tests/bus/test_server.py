@@ -30,7 +30,7 @@ def test_override_is_taken_and_a_wrong_one_is_not_replaced(tmp_path: Path) -> No
         find(str(tmp_path / "no-such"))
 
 
-def test_missing_program_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_error_has_the_download_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(server, "FOLDERS", "/nonexistent")
     with pytest.raises(ServerMissing, match=r"package `nats-server`"):
@@ -47,7 +47,7 @@ async def test_server_is_ready_under_its_name_on_its_own_port() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 200_000])
-async def test_who_is_no_nats_server_has_no_name(
+async def test_other_servers_have_no_nats_name(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even who takes the connection, and then keeps it without a word."""

@@ -45,7 +45,7 @@ def store(bus: Bus, limits: StoreLimits = LIMITS) -> KeyValueStore:
     return KeyValueStore(bus, RESPONSES, limits)
 
 
-async def test_of_two_who_write_upon_the_same_one_is_told_to_look_again(bus: Bus) -> None:
+async def test_swap_of_a_stale_revision_fails(bus: Bus) -> None:
     mine, other = store(bus), store(bus)
     assert await mine.read("me", "a") is None
     assert await mine.swap("me", "a", value=b"1", revision=0)
@@ -121,7 +121,7 @@ async def test_the_oldest_go_when_there_is_no_room(bus: Bus) -> None:
     assert await kept.get("me", "11") == bytes(PART_BYTES)
 
 
-async def test_without_jetstream_it_says_so() -> None:
+async def test_store_without_jetstream_is_unavailable() -> None:
     async with (
         NatsServer() as plain,
         client_bus(NatsTransport(bus_config(plain.url), name="test")) as over_nats,
@@ -133,8 +133,8 @@ async def test_without_jetstream_it_says_so() -> None:
 
 
 async def test_only_its_owner_gets_at_a_bucket() -> None:
-    everybody = [replace(one, password='"secret"') for one in users(CLUSTER)]
-    settings = ServerSettings(name="guarded", users=users_text(everybody))
+    all_users = [replace(one, password='"secret"') for one in users(CLUSTER)]
+    settings = ServerSettings(name="guarded", users=users_text(all_users))
     async with NatsServer(settings, durable=True) as guarded:
         for role in (Role.GATEWAY, Role.WORKER):
             config = bus_config(guarded.url, user=role, password="secret")

@@ -25,7 +25,7 @@ async def test_message_reaches_every_listener_with_its_subject_and_reply(world: 
     for box in boxes:
         assert await box.wait(1) == [b"hello"]
         assert (box.packets[0].subject, box.packets[0].reply) == ("news.today", "answer.here")
-        assert not box.packets[0].nobody
+        assert not box.packets[0].no_responders
 
 
 async def test_subscription_is_in_place_when_subscribe_returns(world: World) -> None:
@@ -35,7 +35,7 @@ async def test_subscription_is_in_place_when_subscribe_returns(world: World) -> 
     for n in range(50):
         await listener.subscribe(f"s.{n}", Mailbox().receive)
         sender.publish(f"s.{n}", b"", "answers")
-    sender.publish("nobody", b"", "answers")
+    sender.publish("unserved", b"", "answers")
     await answers.wait(1)
     assert len(answers.packets) == 1
 
@@ -53,7 +53,7 @@ async def test_flush_returns_after_everything_published_was_read(world: World) -
 
 
 @pytest.mark.parametrize(
-    ("pattern", "heard"),
+    ("pattern", "received"),
     [
         ("a.*", ["a.b", "a.c"]),
         ("a.>", ["a.b", "a.c", "a.b.c"]),
@@ -62,7 +62,7 @@ async def test_flush_returns_after_everything_published_was_read(world: World) -
         (">", ["a.b", "a.c", "a", "a.b.c"]),
     ],
 )
-async def test_wildcards_cover_tokens(world: World, pattern: str, heard: list[str]) -> None:
+async def test_wildcards_cover_tokens(world: World, pattern: str, received: list[str]) -> None:
     transport = await world.join()
     box = Mailbox()
     await transport.subscribe(pattern, box.receive)
@@ -73,7 +73,7 @@ async def test_wildcards_cover_tokens(world: World, pattern: str, heard: list[st
     transport.publish("last", b"")
     await last.wait(1)
     subjects = [packet.subject for packet in box.packets if packet.subject != "last"]
-    assert subjects == heard
+    assert subjects == received
 
 
 async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: World) -> None:
@@ -81,11 +81,11 @@ async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: Wo
     boxes = [Mailbox() for _ in range(3)]
     for box in boxes:
         await (await world.join()).subscribe("work", box.receive, "workers")
-    everybody = Mailbox()
-    await (await world.join()).subscribe("work", everybody.receive)
+    unqueued = Mailbox()
+    await (await world.join()).subscribe("work", unqueued.receive)
     for n in range(200):
         sender.publish("work", b"%d" % n)
-    await everybody.wait(200)
+    await unqueued.wait(200)
     await until(lambda: sum(len(box.packets) for box in boxes) == 200)
     assert {int(data) for box in boxes for data in box.data} == set(range(200))
     assert all(box.packets for box in boxes)
@@ -119,10 +119,12 @@ async def test_one_message_at_a_time_is_received(world: World) -> None:
     assert most == 1
 
 
-async def test_plain_receiver_hears_all_in_order_however_it_comes(world: World) -> None:
+async def test_plain_receiver_gets_all_messages_in_order_however_they_are_split(
+    world: World,
+) -> None:
     sender, listener = await world.join(), await world.join()
     plain, other = Mailbox(), Mailbox()
-    await listener.subscribe("sizes", plain.hear)
+    await listener.subscribe("sizes", plain.receive_sync)
     await listener.subscribe("others", other.receive)
     sizes = [(7919 * n * n) % 300_000 if n % 10 == 0 else n % 100 for n in range(300)]
     for n, size in enumerate(sizes):
@@ -132,28 +134,28 @@ async def test_plain_receiver_hears_all_in_order_however_it_comes(world: World) 
         if n % 50 == 49:
             await sender.flush(5)
     await other.wait(100)
-    heard = await plain.wait(300)
-    assert [int(data.split()[0]) for data in heard] == list(range(300))
-    assert [data.count(b"\r\n") for data in heard] == [size // 2 for size in sizes]
+    received = await plain.wait(300)
+    assert [int(data.split()[0]) for data in received] == list(range(300))
+    assert [data.count(b"\r\n") for data in received] == [size // 2 for size in sizes]
     assert {packet.reply for packet in plain.packets} == {"answer.here"}
     assert [int(data) for data in other.data] == list(range(0, 300, 3))
 
 
-async def test_plain_receiver_is_told_that_nobody_listens(world: World) -> None:
+async def test_plain_receiver_is_notified_of_no_responders(world: World) -> None:
     transport = await world.join()
     box = Mailbox()
-    await transport.subscribe("inbox.*", box.hear)
-    transport.publish("nobody.here", b"hello", "inbox.1")
+    await transport.subscribe("inbox.*", box.receive_sync)
+    transport.publish("unserved.here", b"hello", "inbox.1")
     transport.publish("inbox.2", b"")
     await box.wait(2)
-    told = {packet.subject: packet.nobody for packet in box.packets}
-    assert told == {"inbox.1": True, "inbox.2": False}
+    reported = {packet.subject: packet.no_responders for packet in box.packets}
+    assert reported == {"inbox.1": True, "inbox.2": False}
 
 
 async def test_draining_a_plain_receiver_loses_nothing_and_ends_the_interest(world: World) -> None:
     sender, listener = await world.join(), await world.join()
     box = Mailbox()
-    subscription = await listener.subscribe("stream", box.hear)
+    subscription = await listener.subscribe("stream", box.receive_sync)
     for n in range(500):
         sender.publish("stream", b"%d" % n)
     await sender.flush(5)
@@ -165,25 +167,25 @@ async def test_draining_a_plain_receiver_loses_nothing_and_ends_the_interest(wor
     assert len(box.packets) == 500
 
 
-async def test_nobody_listening_is_told_at_once(world: World) -> None:
+async def test_no_responders_are_reported_at_once(world: World) -> None:
     transport, other = await world.join(), await world.join()
     box, foreign = Mailbox(), Mailbox()
     await transport.subscribe("inbox.*", box.receive)
     await other.subscribe("inbox.*", foreign.receive)
-    transport.publish("nobody.here", b"hello", "inbox.1")
+    transport.publish("unserved.here", b"hello", "inbox.1")
     await box.wait(1)
-    assert box.packets[0].nobody
+    assert box.packets[0].no_responders
     assert (box.packets[0].subject, box.packets[0].data) == ("inbox.1", b"")
     assert not foreign.packets
 
 
-async def test_empty_answer_is_not_taken_for_nobody(world: World) -> None:
+async def test_empty_reply_is_not_mistaken_for_no_responders(world: World) -> None:
     transport = await world.join()
     box = Mailbox()
     await transport.subscribe("inbox.1", box.receive)
     transport.publish("inbox.1", b"")
     await box.wait(1)
-    assert not box.packets[0].nobody
+    assert not box.packets[0].no_responders
 
 
 async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
@@ -200,28 +202,28 @@ async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-async def test_failing_receiver_hears_the_next_message(
+async def test_failing_receiver_gets_the_next_message(
     world: World, caplog: pytest.LogCaptureFixture, plain: bool
 ) -> None:
     transport = await world.join()
     box = Mailbox()
 
-    def hear(packet: Packet) -> None:
-        box.hear(packet)
+    def receive_sync(packet: Packet) -> None:
+        box.receive_sync(packet)
         if packet.data == b"bad":
             raise ValueError("our bug")
 
     async def receive(packet: Packet) -> None:
-        hear(packet)
+        receive_sync(packet)
 
-    await transport.subscribe("fragile", hear if plain else receive)
+    await transport.subscribe("fragile", receive_sync if plain else receive)
     transport.publish("fragile", b"bad")
     transport.publish("fragile", b"good")
     assert await box.wait(2) == [b"bad", b"good"]
     assert "receiver failed" in caplog.messages
 
 
-async def test_receiver_that_awaits_something_cancelled_hears_the_next_message(
+async def test_receiver_that_awaits_something_cancelled_gets_the_next_message(
     world: World,
 ) -> None:
     transport = await world.join()
@@ -253,7 +255,7 @@ async def test_drain_loses_nothing_and_ends_the_interest(world: World) -> None:
     await sender.subscribe("answers", answers.receive)
     sender.publish("stream", b"late", "answers")
     await answers.wait(1)
-    assert answers.packets[0].nobody
+    assert answers.packets[0].no_responders
     assert len(box.packets) == 500
 
 
@@ -311,7 +313,7 @@ async def test_subscriptions_survive_an_outage(world: World) -> None:
     assert not drained.packets
 
 
-async def test_link_tells_of_joins_and_drops(
+async def test_link_reports_connects_and_drops(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = await world.join()

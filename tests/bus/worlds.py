@@ -42,7 +42,7 @@ class Mailbox:
     async def receive(self, packet: Packet) -> None:
         self.packets.append(packet)
 
-    def hear(self, packet: Packet) -> None:
+    def receive_sync(self, packet: Packet) -> None:
         """The same as a plain function."""
         self.packets.append(packet)
 
@@ -74,7 +74,7 @@ class World(ABC):
 
     @abstractmethod
     async def cut(self) -> None:
-        """Take the broker away from everybody."""
+        """Take the broker down for all transports."""
 
     @abstractmethod
     async def heal(self) -> None:
@@ -123,7 +123,7 @@ class MemoryWorld(World):
 
 
 class FaultlessWorld(MemoryWorld):
-    """The fault injector with no faults must not be told from what it wraps."""
+    """The fault injector with no faults must be indistinguishable from the transport it wraps."""
 
     def make(self) -> Transport:
         return FaultyTransport(super().make())

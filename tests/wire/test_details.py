@@ -41,7 +41,7 @@ def test_columns_are_little_endian_and_row_after_row() -> None:
     assert details(4, 2).ids() == {104, 105, 5, 6, 7}
 
 
-def test_what_nobody_asked_for_is_absent() -> None:
+def test_token_outputs_omit_columns_not_requested() -> None:
     [one] = TokenOutputs(count=1, token_ids=pack_ids([-1])).iter_tokens()
     assert (one.token_id, one.logprob, one.top, list(one.hidden)) == (-1, None, (), [])
     assert TokenOutputs(count=1, token_ids=pack_ids([-1])).ids() == set()
@@ -84,6 +84,6 @@ def test_a_cut_piece_and_what_came_before_make_the_whole(count: int, data) -> No
     ("start", "prompt_tokens", "entries"),
     [(-1, 10, 0), (0, 10, 9), (1, 10, 9), (4, 10, 6), (9, 10, 1), (10, 10, 0), (50, 10, 0)],
 )
-def test_the_first_token_of_a_prompt_is_not_told_of(start, prompt_tokens, entries) -> None:
+def test_prompt_entries_exclude_the_first_prompt_token(start, prompt_tokens, entries) -> None:
     params = TokenOutputParams(logprobs=True, prompt_start=start)
     assert params.prompt_entries(prompt_tokens) == entries

@@ -1,1 +1,1 @@
-"""The bus: typed calls and feeds over NATS, or in memory; the only package that knows NATS."""
+"""The bus: typed calls and feeds over NATS or in memory; only this package imports NATS."""

@@ -1,11 +1,11 @@
-"""Typed calls and feeds over a transport: the only way in which services talk.
+"""Typed calls and feeds over a transport: the only way in which services communicate.
 
     reply = await bus.call(SUBMIT, message, timeout_s=1.0, model=model)
     bus.publish(TOKENS, batch, detokenizer=instance)
     subscription = await bus.listen(TEXT, inbox.deliver, gateway=instance)
 
-Replies come to one inbox a process, which saves 40 % of a round trip against an inbox a call. Its
-prefix says whose it is (`routes.inbox`), so that nobody else may listen there.
+All replies of a process go to one inbox, which saves 40 % of a round trip against one inbox per
+call. Its prefix identifies the party (`routes.inbox`): no other one may subscribe to it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from antiphon.wire.routes import Party
 
 _ANSWERABLE = ("inbox", "client")
-"""First tokens of the subjects of ours that take answers."""
+"""First tokens of the cluster's subjects that replies may be sent to."""
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One received message, still in bytes, and the way to answer it."""
+    """One received message, not yet decoded, and its reply subject."""
 
     subject: str
     data: bytes
@@ -47,20 +47,21 @@ class Delivery(msgspec.Struct, frozen=True):
     bus: Bus
 
     def respond(self, message: Message, *, probe: str | None = None) -> None:
-        """Answer in the form that the sender spoke. Does nothing where nobody waits.
+        """Reply in the sender's format (MessagePack or JSON). No-op without a reply subject.
 
-        With a `probe` from `Bus.probe` its holder is told if nobody listens any more.
+        With a `probe` from `Bus.detect_no_responders`, its callback is called if the reply has no
+        receiver any more.
 
         Raises:
             BusDown: The link is down.
-            RequestTooLarge: The answer is over the broker's limit.
+            RequestTooLarge: The reply exceeds the broker's limit.
         """
         if self.reply is not None:
             write = encode_json if is_json(self.data) else encode
             self.bus.transport.publish(self.reply, write(message), probe)
 
     def refuse(self, error: EngineError) -> None:
-        """Answer with an error."""
+        """Reply with an error."""
         self.respond(encode_error(error))
 
     def read(self, route: Route[Q]) -> Q:
@@ -73,11 +74,11 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 DeliveryCallback = Callable[[Delivery], Awaitable[None] | None]
-"""Plain or a coroutine function, with the difference that it makes for `PacketCallback`."""
+"""A plain or coroutine function; see `PacketCallback` for the difference."""
 
 
 class Bus:
-    """One process's place on the bus of one cluster: a service's, or a client's outside.
+    """Connection of one process, a service or an outside client, to the bus of a cluster.
 
     Attributes:
         link: The state of the connection.
@@ -125,28 +126,28 @@ class Bus:
     ) -> Subscription:
         """Deliver each message of a route to `deliver`, one at a time and in order.
 
-        `deliver` must not block: it answers, applies, or hands over to a task.
-        A part of the subject that `address` leaves out is listened to whatever it is.
+        `deliver` must not block: it replies, applies the message, or hands it over to a task.
+        Parts of the subject missing in `address` are wildcards.
         """
         queue = route.listeners[0] if route.delivery is DeliveryMode.QUEUE else None
         subject = self.subject(route, **address)
         return await self.transport.subscribe(subject, self._packet_callback(deliver), queue)
 
     def subject(self, route: Route[Q], **address: str) -> str:
-        """Name the whole subject that `listen` listens to."""
+        """Return the full subject that `listen` subscribes to."""
         return self._prefix + route.subject_filter(**address)
 
     def publish(self, route: Route[Q], message: Q, **address: str) -> None:
-        """Send a message to whoever listens now.
+        """Send a message to the current subscribers.
 
         Raises:
             BusDown: The link is down; nothing was sent.
-            RequestTooLarge: The message is over the broker's limit.
+            RequestTooLarge: The message exceeds the broker's limit.
         """
         self.transport.publish(self._prefix + route.subject_for(**address), encode(message))
 
     def publisher(self, route: Route[Q], **address: str) -> Callable[[Q], None]:
-        """What publishes to one place again and again: as `publish`, with the subject ready."""
+        """Return `publish` bound to one subject, which is formatted only once."""
         subject = self._prefix + route.subject_for(**address)
 
         def publish(message: Q) -> None:
@@ -157,20 +158,20 @@ class Bus:
     async def call(
         self, route: RequestRoute[Q, R], message: Q, *, timeout_s: float, **address: str
     ) -> R:
-        """Send a message and return its answer.
+        """Send a message and return its reply.
 
         Raises:
-            NobodyListens: No process takes this subject; known at once, not by a timeout.
-            DeadlineExceeded: No answer within `timeout_s`.
+            NoResponders: No process listens on this subject; raised at once, without a timeout.
+            DeadlineExceeded: No reply within `timeout_s`.
             BusDown: The link is down; nothing was sent.
-            AnswerLost: The link dropped on the way. The answer would hardly come: the broker keeps
-                nothing for who is away. The caller may try again at once.
-            RequestTooLarge: The message is over the broker's limit.
-            EngineError: What the callee answered.
+            ReplyLost: The link dropped while waiting. The broker stores nothing for disconnected
+                clients, so the reply is lost; the caller may retry at once.
+            RequestTooLarge: The message exceeds the broker's limit.
+            EngineError: The callee replied with an error.
         """
         subject = self._prefix + route.subject_for(**address)
-        answer = await self._request(subject, encode(message), timeout_s, route.name)
-        return decode_reply(answer, route.replies)
+        reply = await self._request(subject, encode(message), timeout_s, route.name)
+        return decode_reply(reply, route.replies)
 
     async def request_raw(
         self,
@@ -180,10 +181,10 @@ class Bus:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Send bytes to a subject that is no route's, as JetStream's are; return the answer's.
+        """Send bytes to a subject outside the route table, such as JetStream's; return the reply.
 
         Raises:
-            Unavailable, RequestTooLarge: As `call` does; a late answer is no deadline's end here.
+            Unavailable, RequestTooLarge: As `call`; a timeout raises `Unavailable`, too.
         """
         try:
             return await self._request(subject, data, timeout_s, subject, headers)
@@ -198,14 +199,14 @@ class Bus:
         name: str,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Publish with an inbox of its own, and return what comes there."""
+        """Publish with a new reply subject and return the reply."""
         key = f"{self._inbox}.{next(self._numbers)}"
-        answer: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
-        self._pending[key] = answer
+        reply: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
+        self._pending[key] = reply
         try:
             async with asyncio.timeout(timeout_s):
                 self.transport.publish(subject, data, key, headers)
-                packet = await answer
+                packet = await reply
         except TimeoutError:
             raise DeadlineExceeded(f"no answer from {name} in {timeout_s:g} s") from None
         finally:
@@ -214,15 +215,16 @@ class Bus:
             raise ReplyLost(
                 f"the NATS connection was lost during a call of {name}", retry_after_s=1.0
             )
-        if packet.nobody:
+        if packet.no_responders:
             raise NoResponders(f"no process serves {name}", retry_after_s=1.0)
         return packet.data
 
     @contextmanager
     def detect_no_responders(self, on_no_responders: Callable[[], None]) -> Generator[str]:
-        """Give a mark for messages whose hearer may be gone; `unheard` is called for each of those.
+        """Yield a reply subject for probing messages whose receiver may be gone.
 
-        Only who publishes with the mark learns of it: core NATS tells nobody else.
+        `on_no_responders` is called for each message published with it that has no subscriber: core
+        NATS reports that only to the reply subject of the message itself.
         """
         key = f"{self._inbox}.{next(self._numbers)}"
         self._probes[key] = on_no_responders
@@ -232,27 +234,27 @@ class Bus:
             del self._probes[key]
 
     def _on_reply(self, packet: Packet) -> None:
-        if packet.nobody and (unheard := self._probes.get(packet.subject)) is not None:
-            unheard()
+        if packet.no_responders and (probe := self._probes.get(packet.subject)) is not None:
+            probe()
             return
-        answer = self._pending.get(packet.subject)
-        if answer is not None and not answer.done():
-            answer.set_result(packet)
+        reply = self._pending.get(packet.subject)
+        if reply is not None and not reply.done():
+            reply.set_result(packet)
 
     def _fail_pending(self) -> None:
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_result(None)
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_result(None)
 
     def _may_reply_to(self, reply: str) -> bool:
-        """Whether an answer may go there: to inboxes, never to a route that we are named to."""
+        """Whether replies may go to this subject: to inboxes, never to a route of the cluster."""
         if not reply.startswith(self._prefix):
             return True
         return reply.removeprefix(self._prefix).partition(".")[0] in _ANSWERABLE
 
     def _packet_callback(self, deliver: DeliveryCallback) -> PacketCallback:
         def receive(packet: Packet) -> Awaitable[None] | None:
-            if packet.nobody:
+            if packet.no_responders:
                 return None
             reply = packet.reply
             if reply is not None and not self._may_reply_to(reply):

@@ -1,9 +1,9 @@
-"""The nats-py client, with the corners rounded on which a service that lives for months falls.
+"""The nats-py client, with fixes for services that run for months.
 
-Each override says what nats-py 2.16 does by itself. Only `antiphon.bus.nats` uses this.
+The docstring of each override describes what nats-py 2.16 does. Only `antiphon.bus.nats` uses this.
 """
 
-# What is wrong sits in nats-py's protected members, which are partly untyped.
+# The fixes need nats-py's protected members, which are partly untyped.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # ruff: noqa: SLF001
 
@@ -42,7 +42,7 @@ _NO_RESPONDERS = b"NATS/1.0 503"
 
 
 class FrameReader(asyncio.StreamReaderProtocol):
-    """Offers what comes to `take`, and gives the reader what that leaves."""
+    """Passes received bytes to `consume` first, and the rest to the stream reader."""
 
     def __init__(
         self,
@@ -56,23 +56,22 @@ class FrameReader(asyncio.StreamReaderProtocol):
         self._consume = consume
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come, unless something before it has not been read yet."""
+        """Consume the bytes directly, unless earlier ones are still unread in the reader."""
         rest = data if self._unread else self._consume(data)
         if rest:
             super().data_received(rest)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the stream: at its end nats-py reconnects, and by the system's errors alone."""
+        """End the stream. nats-py reconnects at the end of a stream and on `OSError` only."""
         self._lost()
         super().connection_lost(exc if isinstance(exc, OSError) else None)
 
 
 class Socket(TcpTransport):
-    """A TCP connection that offers what comes to `take` first, and that closes at once.
+    """A TCP connection that passes received bytes to `consume` first and closes immediately.
 
-    `StreamWriter.close` first writes what is buffered, so that reconnecting from a frozen or
-    half-open broker would wait for the very peer that was given up. What is not encrypted goes out
-    by `ThreadSafeWriter`.
+    `StreamWriter.close` flushes its buffer first, so that reconnecting from a frozen or half-open
+    broker would wait for that broker. Unencrypted data is written by `ThreadSafeWriter`.
     """
 
     def __init__(self, consume: Callable[[bytes], bytes]) -> None:
@@ -82,7 +81,7 @@ class Socket(TcpTransport):
         self._encrypted = False
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-        """Connect as nats-py does, with a protocol of our own."""
+        """Connect as nats-py does, with `FrameReader` as the protocol."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(buffer_size, loop)
         protocol = FrameReader(reader, self._consume, self._stop_writing)
@@ -104,24 +103,24 @@ class Socket(TcpTransport):
         buffer_size: int,
         connect_timeout: int,
     ) -> None:
-        """Go on encrypted, which only the event loop can."""
+        """Upgrade to TLS; from here on only the event loop may write."""
         self._stop_writing()
         await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
         self._encrypted = True
 
     def write(self, payload: bytes) -> None:
-        """Write what nats-py has to say."""
+        """Write bytes of nats-py."""
         if self._encrypted:
             super().write(payload)
         elif self._outgoing is not None:
             self._outgoing.write(payload)
 
     def writelines(self, payload: list[bytes]) -> None:
-        """Write several things that nats-py has to say."""
+        """Write several chunks of nats-py."""
         self.write(b"".join(payload))
 
     def close(self) -> None:
-        """Close without writing what is buffered. Whoever wants it written flushes before."""
+        """Close without writing buffered data; flush first to keep it."""
         self._stop_writing()
         if self._io_writer is not None:
             self._io_writer.transport.abort()
@@ -142,11 +141,11 @@ class Socket(TcpTransport):
 
 
 class Connection(Client):
-    """A client that reconnects after every error, and publishes nothing of the time before."""
+    """A client that reconnects after every error, and then publishes no older messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._receivers: dict[int, PacketCallback] = {}  # plain ones, by the subscription's id
+        self._receivers: dict[int, PacketCallback] = {}  # plain functions, by subscription id
 
     def send(
         self,
@@ -156,50 +155,50 @@ class Connection(Client):
         reply: str | None,
         headers: Mapping[str, str] | None,
     ) -> None:
-        """Publish to `wire`, which is this connection's now. The caller checks sizes.
+        """Publish to `writer`, the current one of this connection. The caller checks sizes.
 
-        Nothing is checked here: subjects are the routes' and buckets', which escape every name, or
-        came from the broker, and headers are ours.
+        Subjects and headers are not validated: subjects come from routes and buckets, which escape
+        every name, or from the broker, and headers are our own.
 
-        `Client.publish` is four coroutines, checks each subject by two regular expressions, and
-        wakes a task that writes. To an `ThreadSafeWriter` any thread may send.
+        `Client.publish` is four coroutines, checks each subject with two regular expressions, and
+        wakes a task that writes. With a `ThreadSafeWriter` any thread may call this.
         """
-        answer_at = f"{reply} " if reply else ""
+        reply_field = f"{reply} " if reply else ""
         if headers is None:
-            line = f"PUB {subject} {answer_at}{len(data)}\r\n"
+            line = f"PUB {subject} {reply_field}{len(data)}\r\n"
         else:
             lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             head = f"NATS/1.0\r\n{lines}\r\n"
             head_bytes = len(head.encode())
-            line = f"HPUB {subject} {answer_at}{head_bytes} {head_bytes + len(data)}\r\n{head}"
+            line = f"HPUB {subject} {reply_field}{head_bytes} {head_bytes + len(data)}\r\n{head}"
         writer.write(b"%b%b\r\n" % (line.encode(), data))
 
     async def subscribe_callback(
         self, subject: str, receive: PacketCallback, queue: str | None
     ) -> Subscription:
-        """Subscribe with a plain function, which gets each message in the turn that brings it."""
+        """Subscribe with a plain function, called in the same event loop iteration as the read."""
         subscription = await self.subscribe(subject, queue=queue or "")
         self._receivers[subscription._id] = receive
         return subscription
 
     def discard_pending(self) -> None:
-        """Drop the commands that were not written yet, and fail the flushes that wait for a pong.
+        """Drop unwritten commands, and fail the flushes that wait for a pong.
 
         nats-py keeps both over a reconnect even with `pending_size=0`: it publishes the commands to
-        whatever broker comes next, and lets the flushes run into their timeout.
+        the next broker, and lets the flushes time out.
         """
         self._pending = []
         self._pending_data_size = 0
         for pong in self._pongs:
             if not pong.done():
                 pong.set_exception(StaleConnectionError())
-                pong.exception()  # Seen: nobody waits for the pong of a keep-alive.
+                pong.exception()  # Mark as retrieved: no task awaits the pong of a keep-alive.
 
     async def drain_subscription(self, subscription: Subscription) -> None:
-        """End a subscription and return when what had arrived was received.
+        """End a subscription and return when all messages that had arrived are processed.
 
         `Subscription.drain` fails if the link drops meanwhile, and leaves a subscription that is
-        made again at the next join and received by nobody.
+        renewed at the next reconnect and never read.
         """
         sid = subscription._id
         await self._send_unsubscribe(sid)
@@ -209,19 +208,19 @@ class Connection(Client):
             self._remove_sub(sid)
         except (Error, OSError):
             self._remove_sub(sid)
-            # A join in between has subscribed again.
+            # A reconnect in between has renewed the subscription.
             await self._send_unsubscribe(sid)
         await subscription._pending_queue.join()
         subscription._stop_processing()
         self._receivers.pop(sid, None)
 
     async def _connect_to_server(self, s: Srv) -> None:
-        """Connect, with nothing left of an attempt that failed after its connection was made.
+        """Connect, after cleaning up an attempt that failed once it was connected.
 
-        nats-py connects its transport once more while the tasks of that attempt live. Their reader
-        comes upon the new socket when the old one ends, and two that read end each other: a client
-        that hears nothing for ever and does not know it. And of half a message that the attempt
-        has heard it takes what comes next for the other half.
+        nats-py reconnects its transport while the tasks of that attempt still run. Their reader
+        moves to the new socket when the old one ends, and two readers break each other: the client
+        receives nothing any more, without an error. And if the attempt had parsed half a message,
+        the new connection's first bytes would be parsed as its other half.
         """
         await self._close_failed_attempt()
         if s.uri.scheme in ("nats", "tls"):
@@ -248,9 +247,9 @@ class Connection(Client):
         self._ps.reset()
 
     async def _process_err(self, err_msg: str) -> None:
-        """Reconnect after any error but a permission violation, which ends nothing.
+        """Reconnect after any error but a permissions violation, which needs no reconnect.
 
-        nats-py closes for ever, also for what the next connection does not suffer from.
+        nats-py closes for good, even on errors that a new connection would not have.
         """
         if "permissions violation" in err_msg:
             await super()._process_err(err_msg)
@@ -259,35 +258,35 @@ class Connection(Client):
             await self._process_op_err(StaleConnectionError())
 
     async def _flush_pending(self, force_flush: bool = False) -> None:
-        """Write what is pending at once; nats-py wakes a task, which waits for a slow broker.
+        """Write pending commands at once; nats-py wakes a task, which waits for a slow broker.
 
-        Without a connection it stays for the next one, unless `forget` drops it.
+        Without a connection they stay for the next one, unless `discard_pending` drops them.
         """
-        wire = self.writer
-        if wire is not None:
-            self._write_pending(wire)
+        writer = self.writer
+        if writer is not None:
+            self._write_pending(writer)
         elif not isinstance(self._transport, Socket):
             await super()._flush_pending(force_flush)
 
     @property
     def writer(self) -> asyncio.WriteTransport | ThreadSafeWriter | None:
-        """What may be written to, while there is a connection."""
+        """The transport to write to; None while there is no connection."""
         socket = self._transport
         return socket.writer if isinstance(socket, Socket) and self.is_connected else None
 
-    def _write_pending(self, wire: asyncio.WriteTransport | ThreadSafeWriter) -> None:
+    def _write_pending(self, writer: asyncio.WriteTransport | ThreadSafeWriter) -> None:
         if self._pending:
-            wire.write(b"".join(self._pending))
+            writer.write(b"".join(self._pending))
             self._pending = []
             self._pending_data_size = 0
 
     def _consume_messages(self, data: bytes) -> bytes:
-        """Give plain receivers the whole messages that a read begins with; return what is left.
+        """Dispatch the complete messages at the start of a read; return the remaining bytes.
 
-        nats-py would wake a task for what was read and another one for each message, and make its
-        way through both with regular expressions: that was half of what a small message cost. What
-        is left goes that way still, and all that comes behind it until nats-py is through: a
-        payload whose line it has parsed is not looked at, since it may look like anything.
+        nats-py would wake one task for the read and another for each message, and parse both with
+        regular expressions: half of the cost of a small message. The remaining bytes still take
+        that path, as do later ones until nats-py has parsed them all: a payload whose header line
+        it has parsed must not be inspected here, since it may look like a protocol line.
         """
         at = 0
         while self._between_messages and data.startswith(_MESSAGE, at):
@@ -300,40 +299,40 @@ class Connection(Client):
             receive = self._receivers.get(int(words[1]))
             if receive is None or end + len(_LINE_END) > len(data):
                 break
-            answer_at = _text(words[2]) if len(words) == 4 else None  # with a reply
-            dispatch_sync(receive, Packet(_text(words[0]), data[begin:end], answer_at))
+            reply = _text(words[2]) if len(words) == 4 else None
+            dispatch_sync(receive, Packet(_text(words[0]), data[begin:end], reply))
             at = end + len(_LINE_END)
         return data[at:]
 
     @property
     def _between_messages(self) -> bool:
-        """Whether nats-py holds no part of a message."""
+        """Whether nats-py has no partial message."""
         parser = self._ps
         return self.is_connected and parser.state == AWAITING_CONTROL_LINE and not parser.buf
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
-        """Give a plain receiver what nats-py has parsed; its own way is for the others."""
+        """Dispatch a message that nats-py has parsed, if its receiver is a plain function."""
         receive = self._receivers.get(sid)
         if receive is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        nobody = bool(headers) and not data and headers.startswith(_NO_RESPONDERS)
-        dispatch_sync(receive, Packet(_text(subject), data, _text(reply) or None, nobody))
+        no_responders = bool(headers) and not data and headers.startswith(_NO_RESPONDERS)
+        dispatch_sync(receive, Packet(_text(subject), data, _text(reply) or None, no_responders))
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        """Send a ping behind all that was published.
+        """Send a ping after everything published before.
 
-        nats-py's overtakes what its flusher has not written yet, so that `flush` returns before the
-        broker has seen the last messages and subscriptions.
+        nats-py's ping overtakes data that its flusher has not written yet, so that `flush` returns
+        before the broker has read the last messages and subscriptions.
         """
         self._pongs.append(asyncio.Future() if future is None else future)
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
     async def _process_pong(self) -> None:
-        """Skip a pong whose flush has given up; nats-py's read loop ends on it."""
+        """Skip a pong whose flush has timed out; nats-py's read loop would end on it."""
         if self._pongs and self._pongs[0].done():
             self._pongs.pop(0)
             self._pings_outstanding = 0
@@ -342,5 +341,5 @@ class Connection(Client):
 
 
 def _text(subject: bytes) -> str:
-    """A subject as text. Whoever may publish to a wildcard of ours may put any bytes there."""
+    """Decode a subject. Publishers to a wildcard subject may use arbitrary bytes in it."""
     return subject.decode(errors="replace")

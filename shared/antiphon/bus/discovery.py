@@ -1,7 +1,7 @@
-"""The discovery verbs of NATS micro services (ADR-32), answered for one process.
+"""Discovery verbs of NATS microservices (ADR-32) for one process.
 
-`nats micro ls` and the console see each process by them. They carry no data: `nats.micro` itself
-runs its handlers one at a time, so our routes are plain subscriptions beside it.
+`nats micro ls` and the console list processes with them. Our routes are plain subscriptions, not
+endpoints of `nats.micro`, which runs its handlers one at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 PREFIX = "$SRV"
 VERBS = ("PING", "INFO", "STATS")
 OPERATOR = "operator"
-"""The party of tools outside the request path, as the command line."""
+"""The party of tools outside the request path, such as the command line."""
 DISCOVERY_CLIENTS = (Role.GATEWAY, OPERATOR)
-"""Who may ask: the console behind the gateway, and the operator."""
+"""Parties that may send the verbs: the gateway, for the console, and the operator."""
 
 
 @dataclass(slots=True)
 class EndpointCounters:
-    """One route of a process, and what has happened on it. Whoever handles a message counts it."""
+    """One route of a process and its counters, updated by the handler of its messages."""
 
     name: str
     subject: str
@@ -41,7 +41,7 @@ class EndpointCounters:
     processing_s: float = 0.0
 
     def count(self, seconds: float, error: str = "") -> None:
-        """Add one handled message."""
+        """Count one handled message."""
         self.requests += 1
         self.processing_s += seconds
         if error:
@@ -50,7 +50,7 @@ class EndpointCounters:
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint as `INFO` tells it."""
+    """An endpoint in the `INFO` response."""
 
     name: str
     subject: str
@@ -58,7 +58,7 @@ class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointStats(EndpointInfo, frozen=True, kw_only=True):
-    """An endpoint as `STATS` tells it; times in nanoseconds."""
+    """An endpoint in the `STATS` response; times in nanoseconds."""
 
     num_requests: int
     num_errors: int
@@ -68,7 +68,7 @@ class EndpointStats(EndpointInfo, frozen=True, kw_only=True):
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `PING`, and the head of the others."""
+    """The `PING` response, and the common fields of the others."""
 
     type: str = "io.nats.micro.v1.ping_response"
     name: str
@@ -78,7 +78,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceInfo(Pong, frozen=True, kw_only=True):
-    """The answer to `INFO`."""
+    """The `INFO` response."""
 
     type: str = "io.nats.micro.v1.info_response"
     description: str
@@ -86,7 +86,7 @@ class ServiceInfo(Pong, frozen=True, kw_only=True):
 
 
 class ServiceStats(Pong, frozen=True, kw_only=True):
-    """The answer to `STATS`."""
+    """The `STATS` response."""
 
     type: str = "io.nats.micro.v1.stats_response"
     started: str
@@ -94,13 +94,13 @@ class ServiceStats(Pong, frozen=True, kw_only=True):
 
 
 class Discovery:
-    """Answers the verbs for one process.
+    """Responds to the verbs for one process.
 
     Args:
-        version: Of the program, as `1.2.3`.
-        description: What the process does, in one line.
-        endpoints: Read at each answer, so that counts are current.
-        metadata: What else to tell, as the cluster and the model.
+        version: Version of the program, such as `1.2.3`.
+        description: Purpose of the process, in one line.
+        endpoints: Read for each response, so that counts are current.
+        metadata: Additional metadata, such as the cluster.
     """
 
     def __init__(
@@ -124,18 +124,18 @@ class Discovery:
         self._started = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     async def listen(self) -> Sequence[Subscription]:
-        """Answer from now on. Whoever calls this drains what it returns."""
-        answers = {"PING": self._pong, "INFO": self._info, "STATS": self._stats}
+        """Start responding. The caller drains the returned subscriptions."""
+        responses = {"PING": self._pong, "INFO": self._info, "STATS": self._stats}
         return [
-            await self._transport.subscribe(subject, self._responder(answers[verb]))
+            await self._transport.subscribe(subject, self._responder(responses[verb]))
             for verb in VERBS
             for subject in subjects(verb, self._role, self._id)
         ]
 
-    def _responder(self, answer: Callable[[], Pong]) -> PacketCallback:
+    def _responder(self, response: Callable[[], Pong]) -> PacketCallback:
         def receive(packet: Packet) -> None:
             if packet.reply is not None:
-                self._transport.publish(packet.reply, msgspec.json.encode(answer()))
+                self._transport.publish(packet.reply, msgspec.json.encode(response()))
 
         return receive
 
@@ -172,12 +172,12 @@ class Discovery:
 
 
 def service_name(role: Role) -> str:
-    """Name a role's service as the verbs do."""
+    """Return the service name of a role in the verbs."""
     return f"antiphon-{role}"
 
 
 def subjects(verb: str, role: Role, instance: str = "*") -> Sequence[str]:
-    """Name the three subjects of a verb: everybody's, the role's and one process's."""
+    """Return the three subjects of a verb: of all services, of the role, and of one process."""
     return (
         f"{PREFIX}.{verb}",
         f"{PREFIX}.{verb}.{service_name(role)}",

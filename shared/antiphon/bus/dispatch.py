@@ -1,4 +1,4 @@
-"""What stands between a subscription and whoever receives from it."""
+"""Call the receivers of a subscription, isolating their errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def is_async(receive: Callable[..., Awaitable[None] | None]) -> bool:
-    """Whether it may wait, and so needs a task."""
+    """Whether a receiver is a coroutine function, and so needs a task."""
     return inspect.iscoroutinefunction(receive)
 
 
 def dispatch_sync(receive: PacketCallback, packet: Packet) -> None:
-    """Let a plain function have a packet, and log what it raises, as `hand_over` does."""
+    """Call a plain function with a packet and log its errors, as `dispatch` does."""
     try:
         rest = receive(packet)
         assert rest is None, "a plain receiver has something to await"
@@ -34,7 +34,7 @@ def dispatch_sync(receive: PacketCallback, packet: Packet) -> None:
 
 
 async def dispatch(receive: PacketCallback, packet: Packet) -> None:
-    """Let `receive` have a packet, and log what it raises: one message must not end the others."""
+    """Call `receive` with a packet and log its errors: one message must not affect the others."""
     try:
         rest = receive(packet)
         if rest is not None:

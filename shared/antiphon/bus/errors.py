@@ -1,4 +1,4 @@
-"""What may go wrong below the messages."""
+"""Errors of the connection to the broker."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from antiphon.wire.errors import Unavailable
 
 
 class BusDown(Unavailable):
-    """The link to the broker is down; nothing was sent and nothing is kept."""
+    """The link to the broker is down; nothing was sent and nothing is buffered."""
 
 
 class ReplyLost(Unavailable):
-    """The link dropped while an answer was awaited; the call may have taken effect."""
+    """The link dropped while waiting for a reply; the call may have taken effect."""
 
 
 class NoResponders(Unavailable):

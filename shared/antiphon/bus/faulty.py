@@ -1,4 +1,4 @@
-"""A transport that fails on purpose: at one call, or by a seeded share of what is published."""
+"""A transport that injects faults: at one call, or at a seeded share of published messages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What happens to published messages, as shares of them.
+    """Faults of published messages, as shares of all messages.
 
     Attributes:
-        delay: Held back for `delay_s` with all that follows on its subject, so that other subjects
-            overtake it: order within a subject is the one that NATS promises.
+        delay: Share that is delayed by `delay_s`, together with later messages of the same subject:
+            other subjects overtake it, but the order within a subject holds, as in NATS.
     """
 
     drop: float = 0.0
@@ -39,10 +39,10 @@ NO_FAULTS = Faults()
 
 
 class FaultyTransport:
-    """Passes everything on to another transport, less what fails. Implements `Transport`.
+    """Wraps another transport and injects faults. Implements `Transport`.
 
-    With `fail_at_call`, the call of that number (from 0; publish, subscribe and flush count) raises
-    `BusDown` and does nothing else: a test that counts it up until `fault_happened` stays false has
+    With `fail_at_call`, the call of that index (counting publish, subscribe and flush) raises
+    `BusDown` and has no effect: a test that increments it until `fault_happened` stays false has
     tried a fault at every call.
     """
 
@@ -59,22 +59,22 @@ class FaultyTransport:
 
     @property
     def fault_happened(self) -> bool:
-        """Whether the call that was to fail has been made."""
+        """Whether the call `fail_at_call` was made."""
         return self._fail_at_call is not None and self.calls > self._fail_at_call
 
     @property
     def link(self) -> Link:
-        """The state of the connection beneath."""
+        """State of the inner connection."""
         return self._inner.link
 
     @property
     def payload_bytes_max(self) -> int:
-        """The largest message."""
+        """Maximum size of a message."""
         return self._inner.payload_bytes_max
 
     @property
     def any_thread(self) -> bool:
-        """No: what is held back is sent by a task of the event loop."""
+        """False: delayed messages are sent by a task of the event loop."""
         return False
 
     async def __aenter__(self) -> Self:
@@ -95,7 +95,7 @@ class FaultyTransport:
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send to whoever listens now, or not, or twice, or later."""
+        """Send to the current subscribers, or drop, duplicate or delay the message."""
         self._count_call()
         self._check(data)
         if self._hits(self._faults.drop):
@@ -117,7 +117,7 @@ class FaultyTransport:
         return await self._inner.subscribe(subject, receive, queue)
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when the broker has read all that was published and is not held back."""
+        """Return when the broker has read all published messages that are not delayed."""
         self._count_call()
         await self._inner.flush(timeout_s)
 
@@ -127,7 +127,7 @@ class FaultyTransport:
             raise BusDown("the NATS connection is down (injected fault)", retry_after_s=1.0)
 
     def _check(self, data: bytes) -> None:
-        """Refuse what the inner transport would refuse, had we not dropped or held it."""
+        """Raise the errors of the inner transport, even if the message is dropped or delayed."""
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
         if not self.link.up:
@@ -144,5 +144,5 @@ class FaultyTransport:
             try:
                 self._inner.publish(subject, data, reply, headers)
             except BusDown:
-                held.clear()  # Lost on the way, as anything held in an outage is.
+                held.clear()  # Lost, as messages are in an outage.
         del self._held[subject]

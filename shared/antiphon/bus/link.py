@@ -1,4 +1,4 @@
-"""The state of a connection, as every transport keeps it."""
+"""State of a connection, shared by all transports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkState:
-    """Whether a transport reaches its broker, and who wants to know. Implements `Link`.
+    """Whether a transport reaches its broker, with callbacks on changes. Implements `Link`.
 
     Attributes:
         up: Whether the broker is reachable now.
@@ -28,11 +28,11 @@ class LinkState:
 
     @property
     def connect_count(self) -> int:
-        """How often the connection was made."""
+        """Number of times the connection was established."""
         return self._connect_count
 
     def on_connect(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Await `call` at each join from now on."""
+        """Await `call` at each connect and reconnect from now on."""
         self._on_connect.append(call)
 
     def on_disconnect(self, call: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class LinkState:
         self._on_disconnect.append(call)
 
     async def mark_connected(self) -> None:
-        """Say that the broker is reached and subscriptions are in place. For the transport only."""
+        """Mark the link as up, with subscriptions in place. For the transport only."""
         self._connect_count += 1
         self.up = True
         for call in self._on_connect:
@@ -49,11 +49,11 @@ class LinkState:
             except EngineError as error:
                 log.warning("join callback refused", extra={"code": error.code})
             except Exception:
-                # A join must not fail for what somebody does with it.
+                # A failing callback must not break the connection.
                 log.exception("join callback failed")
 
     def mark_disconnected(self) -> None:
-        """Say that the broker is gone. For the transport only; a second drop says nothing."""
+        """Mark the link as down. For the transport only; idempotent."""
         if self.up:
             self.up = False
             for call in self._on_disconnect:

@@ -1,7 +1,7 @@
 """A broker and its transports inside one process, with the semantics of core NATS.
 
-For tests, simulations and a system that runs in one process. At most once, in order a publisher and
-subject, one member a queue, no-responders, a payload limit; links that go down and up at will.
+For tests, simulations and systems in one process. At-most-once delivery, ordered per publisher and
+subject, one member per queue group, no-responders, a payload limit; links can be cut and healed.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ LEAVE_TIMEOUT_S = 5.0
 
 
 class MemoryBroker:
-    """Knows who listens to what, and takes links down and up.
+    """Routes messages to subscriptions, and cuts and heals links.
 
-    A queue's member is drawn at random, as in NATS, from `seed`.
+    The member of a queue group is chosen at random, as in NATS, from `seed`.
     """
 
     def __init__(self, *, seed: int = 0, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.payload_bytes_max = payload_bytes_max
-        self._random = random.Random(seed)  # noqa: S311  # who is chosen is no secret
+        self._random = random.Random(seed)  # noqa: S311  # not for secrets
         self._subscriptions: list[MemorySubscription] = []
 
     def cut(self, transport: MemoryTransport) -> None:
-        """Take a link down: the transport neither sends nor receives. What it has, it has."""
+        """Take a link down: the transport neither sends nor receives. Received messages stay."""
         transport.link.mark_disconnected()
 
     def heal(self, transport: MemoryTransport) -> None:
-        """Take a link up again, with its subscriptions in place."""
+        """Bring a link up again, with its subscriptions in place."""
         transport.reconnect()
 
     def route(self, packet: Packet, publisher: MemoryTransport) -> None:
-        """Give a packet to whoever listens now."""
-        heard = self._deliver(packet, self._listeners(packet.subject))
-        if packet.reply is not None and not heard:
+        """Deliver a packet to the current subscribers."""
+        delivered = self._deliver(packet, self._listeners(packet.subject))
+        if packet.reply is not None and not delivered:
             own = (s for s in self._listeners(packet.reply) if s.transport is publisher)
-            self._deliver(Packet(packet.reply, b"", nobody=True), own)
+            self._deliver(Packet(packet.reply, b"", no_responders=True), own)
 
     def add(self, subscription: MemorySubscription) -> None:
-        """Begin an interest."""
+        """Add a subscription."""
         self._subscriptions.append(subscription)
 
     def remove(self, subscription: MemorySubscription) -> None:
-        """End an interest, if there is one."""
+        """Remove a subscription, if present."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
@@ -70,16 +70,16 @@ class MemoryBroker:
 
     def _deliver(self, packet: Packet, listeners: Iterable[MemorySubscription]) -> bool:
         queues: dict[str, list[MemorySubscription]] = {}
-        heard = False
+        delivered = False
         for listener in listeners:
-            heard = True
+            delivered = True
             if listener.queue is None:
                 listener.put(packet)
             else:
                 queues.setdefault(listener.queue, []).append(listener)
         for members in queues.values():
             self._random.choice(members).put(packet)
-        return heard
+        return delivered
 
 
 class MemoryTransport:
@@ -93,17 +93,17 @@ class MemoryTransport:
 
     @property
     def link(self) -> LinkState:
-        """The state of the connection."""
+        """State of the connection."""
         return self._link
 
     @property
     def payload_bytes_max(self) -> int:
-        """The largest message."""
+        """Maximum size of a message."""
         return self._broker.payload_bytes_max
 
     @property
     def any_thread(self) -> bool:
-        """No: receivers are tasks of the event loop."""
+        """False: receivers are tasks of the event loop."""
         return False
 
     async def __aenter__(self) -> Self:
@@ -130,9 +130,9 @@ class MemoryTransport:
         subject: str,
         data: bytes,
         reply: str | None = None,
-        headers: Mapping[str, str] | None = None,  # nobody is there to read them
+        headers: Mapping[str, str] | None = None,  # ignored: there is no JetStream
     ) -> None:
-        """Send to whoever listens now."""
+        """Send to the current subscribers."""
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
         self._check_link()
@@ -148,11 +148,11 @@ class MemoryTransport:
         return subscription
 
     async def flush(self, timeout_s: float) -> None:
-        """Return at once: the broker reads as we publish."""
+        """Return at once: messages are routed when published."""
         self._check_link()
 
     async def end(self, subscription: MemorySubscription) -> None:
-        """End an interest when what had arrived was received."""
+        """End a subscription once all messages that had arrived are processed."""
         self._broker.remove(subscription)
         await subscription.wait_empty()
         pump = self._subscriptions.pop(subscription, None)
@@ -160,7 +160,7 @@ class MemoryTransport:
             pump.cancel()
 
     def reconnect(self) -> None:
-        """Make the link again. For the broker only."""
+        """Bring the link up again. For the broker only."""
         if not self._link.up:
             self._group.create_task(self._link.mark_connected())
 
@@ -170,7 +170,7 @@ class MemoryTransport:
 
 
 class MemorySubscription:
-    """Interest in a subject of a `MemoryBroker`. Implements `Subscription`."""
+    """Subscription to a subject of a `MemoryBroker`. Implements `Subscription`."""
 
     def __init__(self, transport: MemoryTransport, subject: str, queue: str | None) -> None:
         self.transport = transport
@@ -179,23 +179,23 @@ class MemorySubscription:
         self._packets: asyncio.Queue[Packet] = asyncio.Queue(PENDING_MESSAGES_MAX)
 
     def covers(self, tokens: list[str]) -> bool:
-        """Whether a subject, split into tokens, is one of those listened to."""
-        for index, wanted in enumerate(self._tokens):
-            if wanted == ">":
+        """Whether a subject, split into tokens, matches the subscription."""
+        for index, expected in enumerate(self._tokens):
+            if expected == ">":
                 return len(tokens) > index
-            if index == len(tokens) or wanted not in ("*", tokens[index]):
+            if index == len(tokens) or expected not in ("*", tokens[index]):
                 return False
         return len(tokens) == len(self._tokens)
 
     def put(self, packet: Packet) -> None:
-        """Take a packet, or lose it where the receiver is too slow."""
+        """Queue a packet, or drop it if the receiver is too slow."""
         try:
             self._packets.put_nowait(packet)
         except asyncio.QueueFull:
             log.warning("slow receiver lost a message", extra={"subject": packet.subject})
 
     async def pump(self, receive: PacketCallback) -> None:
-        """Let `receive` have the packets, one at a time, until cancelled."""
+        """Call `receive` with each packet, one at a time, until cancelled."""
         while True:
             packet = await self._packets.get()
             try:
@@ -204,9 +204,9 @@ class MemorySubscription:
                 self._packets.task_done()
 
     async def wait_empty(self) -> None:
-        """Return when all that arrived has been received."""
+        """Return when all packets that arrived are processed."""
         await self._packets.join()
 
     async def drain(self) -> None:
-        """End the interest and return when what had arrived has been received. Idempotent."""
+        """End the subscription once all messages that had arrived are processed. Idempotent."""
         await self.transport.end(self)

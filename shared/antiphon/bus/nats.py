@@ -1,4 +1,4 @@
-"""The transport over NATS: callbacks only, and nothing kept through an outage."""
+"""The transport over NATS: callbacks only, and no buffering during an outage."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ CLOSE_TIMEOUT_S = 1.0
 SUBSCRIBE_TIMEOUT_S = 2.0
 CANCEL_AGAIN_S = 0.05
 PENDING_MESSAGES_MAX = 64 * 1024
-"""Messages that wait for one subscription's receiver; past it they are dropped and counted."""
+"""Maximum messages queued for one receiver; more are dropped and counted."""
 PENDING_BYTES_MAX = 64 * 1024 * 1024
 OUTBOUND_BYTES_MAX = 8 * 1024 * 1024
-"""Bytes not yet taken by the socket: a broker that reads nothing is as good as gone."""
+"""Maximum bytes not yet written to the socket: a broker that stops reading counts as down."""
 
 
 @dataclass(slots=True)
 class LinkErrors:
-    """What went wrong out of anybody's sight, since start.
+    """Counts of background errors since start.
 
     Attributes:
-        dropped: Messages that a slow receiver lost.
-        forbidden: Publishes and subscriptions that the broker's permissions refused.
-        failed: Everything else, failed attempts to connect among them.
+        dropped: Messages dropped because of a slow receiver.
+        forbidden: Publishes and subscriptions rejected by the broker's permissions.
+        failed: All others, including failed attempts to connect.
     """
 
     dropped: int = 0
@@ -72,21 +72,21 @@ class NatsTransport:
         self._connection = Connection()
         self._subscriptions: set[NatsSubscription] = set()
         self._payload_bytes_max = config.payload_bytes_max
-        self._reasons: dict[str, None] = {}  # Why attempts to join for the first time failed.
+        self._reasons: dict[str, None] = {}  # Why first attempts to connect failed.
 
     @property
     def link(self) -> LinkState:
-        """The state of the connection."""
+        """State of the connection."""
         return self._link
 
     @property
     def payload_bytes_max(self) -> int:
-        """The largest message: the smaller of our limit and the server's."""
+        """Maximum size of a message: the smaller of our limit and the server's."""
         return self._payload_bytes_max
 
     @property
     def any_thread(self) -> bool:
-        """Whether `publish` may be called in any thread now: not over TLS, nor while it is down."""
+        """Whether `publish` may be called from any thread now: not over TLS or while down."""
         return isinstance(self._connection.writer, ThreadSafeWriter)
 
     async def __aenter__(self) -> Self:
@@ -117,17 +117,17 @@ class NatsTransport:
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send to whoever listens now."""
+        """Send to the current subscribers."""
         if len(data) > self._payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
         if not self._link.up:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
-        wire = self._connection.writer
-        if wire is None:
+        writer = self._connection.writer
+        if writer is None:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
-        if wire.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
+        if writer.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
             raise BusDown("the NATS server does not read", retry_after_s=1.0)
-        self._connection.send(wire, subject, data, reply, headers)
+        self._connection.send(writer, subject, data, reply, headers)
 
     async def subscribe(
         self, subject: str, receive: PacketCallback, queue: str | None = None
@@ -147,16 +147,15 @@ class NatsTransport:
         return subscription
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when the broker has read all that was published."""
-        joins = self._link.connect_count
+        """Return when the broker has read all published messages."""
+        connect_count = self._link.connect_count
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connection.flush()
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusDown("the NATS server has not read all messages", retry_after_s=1.0) from error
-        if not (
-            self._link.up and self._connection.is_connected and self._link.connect_count == joins
-        ):
+        reconnected = self._link.connect_count != connect_count
+        if not (self._link.up and self._connection.is_connected) or reconnected:
             raise BusDown("the NATS connection was lost", retry_after_s=1.0)
 
     async def _subscribe_queued(
@@ -174,11 +173,11 @@ class NatsTransport:
         )
 
     async def _connect(self) -> None:
-        """Reach the broker, or give up once that has taken too long.
+        """Connect to the broker, or give up after the timeout.
 
-        nats-py tries again and again, and waits for each answer by `asyncio.wait_for`, which can
-        swallow a cancellation in Python 3.11: https://github.com/python/cpython/issues/86296. So
-        it is cancelled until it ends: a wrong password kept one start in twenty waiting for good.
+        nats-py retries, and awaits each response with `asyncio.wait_for`, which can swallow a
+        cancellation in Python 3.11: https://github.com/python/cpython/issues/86296. So it is
+        cancelled repeatedly until it ends: with a wrong password one start in twenty hung forever.
         """
         connecting = self._connection.connect(**self._options())
         trying = asyncio.create_task(connecting, name="connect")  # noqa: TID251  # awaited below
@@ -218,7 +217,7 @@ class NatsTransport:
     def _choose_server(
         self, servers: list[Server], _info: dict[str, object]
     ) -> tuple[Server, float]:
-        """Take a server that failed least, after a pause that differs between processes."""
+        """Choose a server with the fewest reconnects, and a delay with jitter."""
         pick = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311  # spreads load
         return pick, self._config.reconnect_wait_s * random.uniform(0.5, 1.5)  # noqa: S311
 
@@ -234,7 +233,7 @@ class NatsTransport:
         self._link.mark_disconnected()
 
     async def _on_error(self, error: Exception) -> None:
-        """Count what nats-py reports from the background; repeats are logged at each doubling."""
+        """Count background errors of nats-py; repeats are logged when the count doubles."""
         text = str(error) or type(error).__name__
         if not self._link.connect_count:
             self._reasons[text] = None
@@ -266,7 +265,7 @@ class NatsTransport:
 
 
 class NatsSubscription:
-    """Interest in a subject of NATS. Implements `Subscription`."""
+    """Subscription to a NATS subject. Implements `Subscription`."""
 
     def __init__(
         self,
@@ -281,7 +280,7 @@ class NatsSubscription:
         self._ended = False
 
     async def drain(self) -> None:
-        """End the interest and return when what had arrived has been received. Idempotent."""
+        """End the subscription once all messages that had arrived are processed. Idempotent."""
         async with self._draining:
             if not self._ended:
                 self._ended = True
@@ -290,9 +289,10 @@ class NatsSubscription:
 
 
 def to_packet(message: Msg) -> Packet:
-    """Translate a message, telling the broker's `503` (nobody listens) from an answer."""
-    nobody = bool(message.headers and not message.data and message.headers.get("Status") == "503")
-    return Packet(message.subject, message.data, message.reply or None, nobody)
+    """Convert a message; an empty one with status 503 is the broker's no-responders reply."""
+    status = message.headers.get("Status") if message.headers else None
+    no_responders = not message.data and status == "503"
+    return Packet(message.subject, message.data, message.reply or None, no_responders)
 
 
 def _doubled(count: int) -> bool:

@@ -1,4 +1,4 @@
-"""Finding, configuring and starting a nats-server of our own: for `antiphon serve` and tests."""
+"""Find, configure and start a nats-server: for `antiphon serve` and tests."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FOLDERS = "/usr/sbin:/usr/local/sbin:/usr/local/bin"
-"""Where packages put it; not on every user's PATH."""
+"""Where packages install it; not on every user's PATH."""
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.02
 ANSWER_TIMEOUT_S = 2.0
-"""A server says its name at once; who is silent for so long is another, or frozen."""
+"""A NATS server sends its INFO line at once; a slower one is another server, or frozen."""
 LOG_TAIL_CHARS = 2000
 
 
 class ServerMissing(Exception):
-    """There is no nats-server on this machine; the text says where to get one."""
+    """nats-server is not installed; the message says where to get it."""
 
 
 class ServerFailed(Exception):
-    """The nats-server did not come up; the text is the end of its log."""
+    """nats-server did not start; the message has the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server of ours is told; the rest is as nats-server comes.
+    """Settings of a nats-server; all others keep their defaults.
 
     Attributes:
-        name: Told to every client, so that nobody talks to another server on the same port.
-        port: -1 takes any free one.
-        monitoring_port: Of its HTTP monitoring; -1 takes any free one, None has none.
-        store_path: Where JetStream keeps its streams; empty: it is off.
-        users: Config text of its users (`antiphon.bus.permissions`); empty lets everybody in.
+        name: Server name, sent to clients, which detects another server on the same port.
+        port: -1: any free port.
+        monitoring_port: Port of its HTTP monitoring; -1: any free port, None: no monitoring.
+        store_path: Storage directory of JetStream; empty: JetStream is disabled.
+        users: Config text of its users (`antiphon.bus.permissions`); empty: no authentication.
     """
 
     name: str
@@ -54,21 +54,21 @@ class ServerSettings:
 
 
 class _Ports(msgspec.Struct):
-    """The file in which a server says where it listens."""
+    """The ports file that a server writes."""
 
     nats: tuple[str, ...] = ()
     monitoring: tuple[str, ...] = ()
 
 
 class _Info(msgspec.Struct):
-    """What a server says first, less what we do not read."""
+    """The INFO line of a server; other fields are ignored."""
 
     server_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A server that is ready. Whoever started it stops it."""
+    """A server that is ready. The caller of `start` stops it."""
 
     process: asyncio.subprocess.Process
     url: str
@@ -79,13 +79,13 @@ def find(override: str = "") -> Path:
     """Find the nats-server program: `override` (`ANTIPHON_NATS_SERVER`), PATH, the usual folders.
 
     Raises:
-        ServerMissing: There is none, or `override` names none.
+        ServerMissing: It is not installed, or `override` names no program.
     """
-    wanted = override or "nats-server"
-    found = shutil.which(wanted) or (None if override else shutil.which(wanted, path=FOLDERS))
+    name = override or "nats-server"
+    found = shutil.which(name) or (None if override else shutil.which(name, path=FOLDERS))
     if found is None:
         raise ServerMissing(
-            f"no program {wanted!r} on PATH or in {FOLDERS}. Install the package `nats-server` "
+            f"no program {name!r} on PATH or in {FOLDERS}. Install the package `nats-server` "
             "(Debian, Ubuntu, Homebrew), or take a release from "
             "https://github.com/nats-io/nats-server/releases and name it in ANTIPHON_NATS_SERVER."
         )
@@ -93,7 +93,7 @@ def find(override: str = "") -> Path:
 
 
 def config_text(settings: ServerSettings) -> str:
-    """Write the settings in nats-server's own language, fit for compose too."""
+    """Format the settings in nats-server's configuration language; compose uses it, too."""
     lines = [
         f"server_name: {settings.name}",
         f'listen: "{settings.host}:{settings.port}"',
@@ -111,7 +111,7 @@ def config_text(settings: ServerSettings) -> str:
 
 
 def write_config(settings: ServerSettings, folder: Path) -> Path:
-    """Write `nats.conf` into `folder`, where the server will also keep its log and ports file.
+    """Write `nats.conf` into `folder`, where the server also writes its log and ports file.
 
     Readable by the owner only: it may hold passwords.
     """
@@ -125,12 +125,12 @@ def write_config(settings: ServerSettings, folder: Path) -> Path:
 
 
 def command(program: Path, config: Path) -> Sequence[str]:
-    """Name the command line that runs a server on a config file."""
+    """Return the command line that runs a server with a config file."""
     return (str(program), "-c", str(config))
 
 
 def log_path(folder: Path) -> Path:
-    """Name the log of a server that was configured by `write_config`."""
+    """Return the log file of a server configured by `write_config`."""
     return folder / "nats.log"
 
 
@@ -142,13 +142,13 @@ async def start(
     before_exec: Callable[[], None] | None = None,
     timeout_s: float = READY_TIMEOUT_S,
 ) -> RunningServer:
-    """Start a server and return when it answers under its name.
+    """Start a server and return when it responds with its name.
 
-    `before_exec` runs in the child, for whoever wants it to die with its parent.
+    `before_exec` runs in the child process, for example to make it die with its parent.
 
     Raises:
-        ServerMissing: There is no nats-server.
-        ServerFailed: It ended, or was not ready within `timeout_s`; it does not run then.
+        ServerMissing: nats-server is not installed.
+        ServerFailed: It exited, or was not ready within `timeout_s` and was killed.
     """
     config = write_config(settings, folder)
     process = await asyncio.create_subprocess_exec(
@@ -170,10 +170,10 @@ async def start(
 async def wait_ready(
     process: asyncio.subprocess.Process, name: str, folder: Path, timeout_s: float
 ) -> RunningServer:
-    """Return when a server that was configured into `folder` answers under its name.
+    """Return when a server configured by `write_config` responds with its name.
 
     Raises:
-        ServerFailed: It ended, or was not ready within `timeout_s`.
+        ServerFailed: It exited, or was not ready within `timeout_s`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -193,9 +193,9 @@ async def wait_ready(
 
 
 async def name_at(url: str) -> str | None:
-    """Ask who listens at `nats://host:port`; None if it is no NATS server, or nobody.
+    """Return the name of the NATS server at `nats://host:port`; None if there is none.
 
-    Who takes the connection and says nothing for `ANSWER_TIMEOUT_S` is no NATS server, either.
+    A server that accepts the connection but sends nothing within `ANSWER_TIMEOUT_S` counts as none.
     """
     host, _, port = url.removeprefix("nats://").rpartition(":")
     try:
@@ -206,7 +206,7 @@ async def name_at(url: str) -> str | None:
             finally:
                 writer.close()
         return msgspec.json.decode(line.removeprefix(b"INFO "), type=_Info).server_name
-    except (OSError, ValueError, msgspec.DecodeError):  # ValueError: a line without an end.
+    except (OSError, ValueError, msgspec.DecodeError):  # ValueError: the line is too long.
         return None
 
 

@@ -1,7 +1,7 @@
-"""A bucket on the bus: values by key, kept by JetStream until they are old or there is no room.
+"""Key-value buckets in JetStream, bounded by age and size.
 
-It asks JetStream over the process's own inbox, as every call is asked: the client of nats-py has
-an inbox of its own, where nobody here may listen. It needs nothing that nats-server 2.9 has not.
+Requests to JetStream use the process's own inbox, as calls do: nats-py's JetStream client uses
+another inbox, which our permissions deny. nats-server 2.9 is sufficient.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES = 128 * 1024
-"""A larger value lies in parts, so that no message of others waits behind it for long."""
+"""Larger values are stored in parts, so that other messages do not wait long behind them."""
 
-_ANSWER_S = 5.0
+_REPLY_TIMEOUT_S = 5.0
 _NS = 1_000_000_000
 _REPEAT_WINDOW_S = 120.0
 _NOT_FOUND = 404
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-"""A message with this header is kept only if the last one of its subject has that number."""
+"""A message with this header is stored only if the last one of its subject has that sequence."""
 _OTHER_REVISION = frozenset({10071, 10164})
-"""JetStream's numbers for: it has another. Newer servers have the second one, too."""
+"""JetStream's error codes for a wrong last sequence. Newer servers have the second one, too."""
 _OTHER_CONFIG = 10058
-"""JetStream's number for: the stream is there, and was made with other limits."""
+"""JetStream's error code for a stream that exists with another configuration."""
 
 R = TypeVar("R", bound="_JetStreamReply")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits:
-    """How much is kept, and for how long. What is over goes, the oldest first.
+    """Limits of a bucket by age and size. The oldest values are removed first.
 
     Attributes:
-        replicas: On how many servers of a NATS cluster.
+        replicas: Number of servers of a NATS cluster that store it.
     """
 
     keep_s: float
@@ -63,7 +63,7 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 class _JetStreamReply(msgspec.Struct, frozen=True):
-    """What JetStream says, whatever it was asked."""
+    """Common fields of all JetStream replies."""
 
     error: _Failure | None = None
 
@@ -82,7 +82,7 @@ class _GetReply(_JetStreamReply, frozen=True):
 
 
 class _StoredValue(msgspec.Struct, frozen=True, array_like=True):
-    """What lies under a key: the value, or how many parts of it lie beside, under which mark."""
+    """The value of a key; or the number of its parts, stored at `<key>.<mark>.<index>`."""
 
     data: bytes = b""
     parts: int = 0
@@ -90,7 +90,7 @@ class _StoredValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeyValueStore:
-    """Reads and writes one bucket of a cluster; makes it when it is first needed."""
+    """Reads and writes one bucket of a cluster; creates it when first needed."""
 
     def __init__(self, bus: Bus, bucket: KeyValueBucket, limits: StoreLimits) -> None:
         self._bus = bus
@@ -100,10 +100,10 @@ class KeyValueStore:
         self._created = False
 
     async def open(self) -> None:
-        """Make the bucket, or see that it is there.
+        """Create the bucket unless it exists.
 
         Raises:
-            Unavailable: There is no JetStream, or no room for the bucket.
+            Unavailable: JetStream is disabled, or has no space for the bucket.
         """
         if self._created:
             return
@@ -114,10 +114,10 @@ class KeyValueStore:
         self._created = True
 
     async def put(self, *key: str, value: bytes) -> None:
-        """Keep a value, in place of what was there.
+        """Store a value, replacing an earlier one.
 
         Raises:
-            Unavailable: It is not kept.
+            Unavailable: The write failed.
         """
         if len(value) <= PART_BYTES:
             await self._publish(key, _StoredValue(value))
@@ -133,7 +133,7 @@ class KeyValueStore:
             await self._purge(f"{self._subject(*key, before.mark)}.>")
 
     async def get(self, *key: str) -> bytes | None:
-        """Return what is kept; None if there is nothing, or not all of it any more.
+        """Return a value; None if there is none, or some of its parts have expired.
 
         Raises:
             Unavailable: It cannot be read now.
@@ -147,38 +147,38 @@ class KeyValueStore:
         return b"".join(part.data for part in parts if part is not None)
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
-        """Return what `swap` has kept and its revision; None if there is nothing.
+        """Return a value stored by `swap` and its revision; None if there is none.
 
         Raises:
             Unavailable: It cannot be read now.
         """
-        kept = await self._read_message(key)
-        return None if kept is None else (_decode_value(kept).data, kept.seq)
+        stored = await self._read_message(key)
+        return None if stored is None else (_decode_value(stored).data, stored.seq)
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
-        """Keep a value if nobody has kept another one since it was read; return whether it is.
+        """Compare and set: store a value if the key still has `revision`; return whether it did.
 
         Args:
-            key: What it is kept under. `put` keeps nothing there.
+            key: A key that `put` does not write to.
             value: At most `PART_BYTES`.
-            revision: The one that was read; 0: there was none.
+            revision: Revision returned by `read`; 0: no value.
 
         Raises:
-            Unavailable: It may or may not be kept.
+            Unavailable: The value may or may not have been stored.
         """
         assert len(value) <= PART_BYTES, "what is swapped lies in one message"
         headers = {_EXPECTED: str(revision)}
-        answer = await self._send(key, _StoredValue(value), headers)
-        if answer.error is not None and answer.error.err_code in _OTHER_REVISION:
+        reply = await self._send(key, _StoredValue(value), headers)
+        if reply.error is not None and reply.error.err_code in _OTHER_REVISION:
             return False
-        self._check(answer)
+        self._check(reply)
         return True
 
     async def forget(self, *key: str) -> bool:
-        """Keep no longer what is under a key; return whether there was anything.
+        """Delete the value of a key; return whether there was one.
 
         Raises:
-            Unavailable: It may still be kept.
+            Unavailable: It may still be stored.
         """
         purged = await self._purge(self._subject(*key))
         await self._purge(f"{self._subject(*key)}.>")
@@ -190,24 +190,24 @@ class KeyValueStore:
     async def _send(
         self, key: tuple[str, ...], value: _StoredValue, headers: Mapping[str, str] | None = None
     ) -> _JetStreamReply:
-        """Write one message, and make the bucket where it is not there: a broker may lose it."""
+        """Write one message; create the bucket again if the broker has lost it."""
         await self.open()
         subject, data = self._subject(*key), msgspec.msgpack.encode(value)
         try:
-            answer = await self._bus.request_raw(
-                subject, data, timeout_s=_ANSWER_S, headers=headers
+            reply = await self._bus.request_raw(
+                subject, data, timeout_s=_REPLY_TIMEOUT_S, headers=headers
             )
         except NoResponders:
             self._created = False
             await self.open()
-            answer = await self._bus.request_raw(
-                subject, data, timeout_s=_ANSWER_S, headers=headers
+            reply = await self._bus.request_raw(
+                subject, data, timeout_s=_REPLY_TIMEOUT_S, headers=headers
             )
-        return msgspec.json.decode(answer, type=_JetStreamReply)
+        return msgspec.json.decode(reply, type=_JetStreamReply)
 
     async def _find(self, key: tuple[str, ...]) -> _StoredValue | None:
-        kept = await self._read_message(key)
-        return None if kept is None else _decode_value(kept)
+        stored = await self._read_message(key)
+        return None if stored is None else _decode_value(stored)
 
     async def _read_message(self, key: tuple[str, ...]) -> _StoredMessage | None:
         await self.open()
@@ -226,17 +226,17 @@ class KeyValueStore:
     async def _request(self, verb: str, question: dict[str, object], kind: type[R]) -> R:
         subject = f"{API}.{verb}.{self._stream}"
         data = msgspec.json.encode(question)
-        answer = await self._bus.request_raw(subject, data, timeout_s=_ANSWER_S)
-        return msgspec.json.decode(answer, type=kind)
+        reply = await self._bus.request_raw(subject, data, timeout_s=_REPLY_TIMEOUT_S)
+        return msgspec.json.decode(reply, type=kind)
 
-    def _check(self, answer: _JetStreamReply) -> None:
-        if answer.error is None:
+    def _check(self, reply: _JetStreamReply) -> None:
+        if reply.error is None:
             return
-        if answer.error.code == _NOT_FOUND:
-            self._created = False  # the broker has lost it: the next one makes it again
+        if reply.error.code == _NOT_FOUND:
+            self._created = False  # the broker has lost the bucket: the next call creates it again
         log.warning(
             "bucket refused",
-            extra={"bucket": self._stream, "reason": answer.error.description},
+            extra={"bucket": self._stream, "reason": reply.error.description},
         )
         raise Unavailable("the record cannot be stored now", retry_after_s=1.0)
 
@@ -260,5 +260,5 @@ class KeyValueStore:
         }
 
 
-def _decode_value(kept: _StoredMessage) -> _StoredValue:
-    return msgspec.msgpack.decode(base64.b64decode(kept.data), type=_StoredValue)
+def _decode_value(stored: _StoredMessage) -> _StoredValue:
+    return msgspec.msgpack.decode(base64.b64decode(stored.data), type=_StoredValue)

@@ -1,4 +1,4 @@
-"""The way out of a socket, for every thread of the process."""
+"""Socket writes from any thread of the process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class ThreadSafeWriter:
-    """Writes to the socket of a transport: at once, whole, and in the order of the calls.
+    """Writes to the socket of a transport: immediately, completely, and in the order of the calls.
 
-    A transport may be written to from its event loop's thread alone, so that whoever computes in
-    another one has to wake that first; it writes at the end of a turn. Nobody may write to the
-    transport itself besides.
+    An asyncio transport may be written to only from its event loop's thread: other threads would
+    have to wake the loop, which writes at the end of its iteration. While this writer exists, the
+    transport itself must not be written to.
 
-    What the system does not take at once waits here, and the event loop writes it. Where the
-    connection is lost, what is written is lost, too: who reads from the socket learns of it.
+    Bytes that the kernel does not accept at once are queued here, and the event loop writes them.
+    When the connection is lost, written bytes are lost, too; the reader of the socket detects it.
     """
 
     def __init__(self, transport: asyncio.BaseTransport, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        # By a number of our own: the transport's is somebody else's as soon as it has closed it.
-        number = os.dup(transport.get_extra_info("socket").fileno())
-        self._socket: socket.socket | None = socket.socket(fileno=number)
+        # A duplicate: once the transport closes its descriptor, the number may be reused.
+        descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        self._socket: socket.socket | None = socket.socket(fileno=descriptor)
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
 
@@ -43,17 +43,17 @@ class ThreadSafeWriter:
                 if sent == len(data):
                     return
                 data = data[sent:]
-                with suppress(RuntimeError):  # nobody is there to write it: the loop is closed
+                with suppress(RuntimeError):  # the loop is closed: nothing will write it
                     self._loop.call_soon_threadsafe(self._watch)
             self._pending.append(data)
             self._pending_bytes += len(data)
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the system has not taken yet."""
+        """Return the number of bytes that the kernel has not accepted yet."""
         return self._pending_bytes
 
     def close(self) -> None:
-        """Write nothing more, what waits included. In the event loop's thread; idempotent."""
+        """Stop writing and drop queued bytes. In the event loop's thread; idempotent."""
         with self._lock:
             closed, self._socket = self._socket, None
             self._pending.clear()
@@ -67,7 +67,7 @@ class ThreadSafeWriter:
             self._loop.add_writer(self._socket.fileno(), self._write_pending)
 
     def _write_pending(self) -> None:
-        """Write what waits, as much as the system takes."""
+        """Write queued bytes, as many as the kernel accepts."""
         with self._lock:
             while self._socket is not None and self._pending:
                 data = self._pending.popleft()
@@ -81,10 +81,10 @@ class ThreadSafeWriter:
 
 
 def _send(to: socket.socket, data: bytes) -> int:
-    """How many bytes a socket has taken.
+    """Send and return how many bytes the socket accepted.
 
-    All of them if it is broken: then it ends for whoever reads from it, too, lest half a message
-    be followed by another one.
+    A broken socket counts as having accepted all; it is shut down for its reader, too, so that no
+    message can follow half of another one.
     """
     try:
         return to.send(data)

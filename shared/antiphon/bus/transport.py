@@ -1,4 +1,4 @@
-"""What a bus stands on: bytes to subjects. NATS, memory and the fault injector implement it."""
+"""Transport protocol of the bus: bytes on subjects. Implemented by NATS, memory and faults."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ class Packet(msgspec.Struct, frozen=True):
     """One received message.
 
     Attributes:
-        reply: Where an answer goes, if anybody waits for one.
-        nobody: True for the broker's own answer that nobody listens on the subject published to.
+        reply: Subject for the reply, if the sender expects one.
+        no_responders: Whether this is the broker's reply that the subject has no subscribers.
     """
 
     subject: str
     data: bytes
     reply: str | None = None
-    nobody: bool = False
+    no_responders: bool = False
 
 
 PacketCallback = Callable[[Packet], Awaitable[None] | None]
-"""A plain function is called as soon as there is a message, and must not block. A coroutine
-function may wait: it costs a task, and what comes meanwhile is queued, up to a bound."""
+"""A plain function is called as soon as a message is received and must not block. A coroutine
+function may wait: it costs a task, and later messages are queued, up to a bound."""
 
 
 class Subscription(Protocol):
-    """Interest in a subject."""
+    """A subscription to a subject."""
 
     async def drain(self) -> None:
-        """End the interest and return when what had arrived has been received. Idempotent."""
+        """End the subscription once all messages that had arrived are processed. Idempotent."""
         ...
 
 
 class Link(Protocol):
-    """The state of the connection to the broker."""
+    """State of the connection to the broker."""
 
     @property
     def up(self) -> bool:
@@ -45,41 +45,41 @@ class Link(Protocol):
 
     @property
     def connect_count(self) -> int:
-        """How often the connection was made; grows at each reconnect."""
+        """Number of times the connection was established; increases at each reconnect."""
         ...
 
     def on_connect(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Await `call` at each join from now on, when subscriptions are in place again.
+        """Await `call` at each (re)connect from now on, after subscriptions are in place.
 
-        What it raises is logged. It is cancelled if the link drops while it runs.
+        Its errors are logged. It is cancelled if the link drops while it runs.
         """
         ...
 
     def on_disconnect(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever the link drops, and when it is left."""
+        """Call `call` whenever the link drops or is closed."""
         ...
 
 
 class Transport(Protocol):
-    """Moves bytes between subjects, at most once, in order a publisher and subject.
+    """Moves bytes between subjects: at-most-once delivery, ordered per publisher and subject.
 
-    The caller enters it before any other call and leaves it last. Entering raises `BusDown` where
-    no broker is found in time. Leaving drains the subscriptions, under a deadline.
+    The caller enters it before any other call and leaves it last. Entering raises `BusDown` if no
+    broker is reached in time. Leaving drains the subscriptions, under a deadline.
     """
 
     @property
     def link(self) -> Link:
-        """The state of the connection."""
+        """State of the connection."""
         ...
 
     @property
     def payload_bytes_max(self) -> int:
-        """The largest message: the smaller of our limit and the broker's."""
+        """Maximum size of a message: the smaller of our limit and the broker's."""
         ...
 
     @property
     def any_thread(self) -> bool:
-        """Whether `publish` may be called in any thread now; if not, in the event loop's alone."""
+        """Whether `publish` may be called from any thread now, or only from the event loop's."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -93,14 +93,14 @@ class Transport(Protocol):
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send to whoever listens now, without waiting until it has left.
+        """Send to the current subscribers, without waiting for the write.
 
         Nothing is buffered while the link is down: state stays with its owner. `headers` are for
-        the broker; nobody who listens is told of them.
+        the broker; subscribers do not see them.
 
         Raises:
             BusDown: The link is down.
-            RequestTooLarge: `data` is over the broker's limit.
+            RequestTooLarge: `data` exceeds the broker's limit.
         """
         ...
 
@@ -109,16 +109,16 @@ class Transport(Protocol):
     ) -> Subscription:
         """Call `receive` for each message, one at a time, in order.
 
-        With `queue`, only one of the subscriptions that name the same queue gets a message.
-        Returns when the broker knows of it, or at once while the link is down. The subscription
-        survives reconnects. What `receive` raises is logged, and the next message goes on.
+        With `queue`, only one subscription of the same queue group receives a message. Returns when
+        the broker has registered it, or at once while the link is down. The subscription survives
+        reconnects. Errors of `receive` are logged and do not affect later messages.
         """
         ...
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when the broker has read all that was published.
+        """Return when the broker has read all published messages.
 
         Raises:
-            BusDown: It did not within `timeout_s`.
+            BusDown: It has not within `timeout_s`.
         """
         ...

@@ -1,4 +1,4 @@
-"""The command line of `antiphon serve` and `antiphon config`: every setting, and SGLang's names."""
+"""Command line of `antiphon serve` and `antiphon config`: all settings, and SGLang's arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def load_arguments(prog: str, description: str, argv: Sequence[str]) -> Loaded:
-    """Read the settings from every source, the arguments last.
+    """Load the settings from all sources; arguments take precedence.
 
     Raises:
-        ConfigError: Anything is unknown, refused, of the wrong type or out of bounds.
-        SystemExit: `--help` was asked for and printed.
+        ConfigError: An argument or setting is unknown, unsupported, of the wrong type or out of
+            bounds.
+        SystemExit: `--help` was given and printed.
     """
-    typed = serve_parser(prog, description).parse(argv)
-    return load(typed.config_file(), typed.layer(), implied=typed.implied_layer())
+    parsed = serve_parser(prog, description).parse(argv)
+    return load(parsed.config_file(), parsed.layer(), implied=parsed.implied_layer())

@@ -1,8 +1,8 @@
-"""Make a checkout ready to run: `.venv` with a CPU torch, compiled kernels, and nats-server.
+"""Set up a checkout: `.venv` with a CPU build of torch, compiled kernels, and nats-server.
 
-Run by `make setup` with the system's own Python, before anything is installed; so it uses the
-standard library only, and only syntax that Python 3.6 can read, to be able to refuse it. Run
-again, it does only what is missing.
+`make setup` runs it with the system's Python, before anything is installed. So it uses the standard
+library only, in syntax that Python 3.6 can parse, to reject old versions with a message. It is
+idempotent and does only what is missing.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ NATS_DOWNLOADS = "https://github.com/nats-io/nats-server/releases"
 
 
 class CannotSetUp(Exception):
-    """Something that this script cannot mend. The message says who can, and how."""
+    """A problem that this script cannot fix. The message says how to fix it."""
 
 
 def main() -> int:
-    """Set up what is missing. Returns the exit status."""
+    """Set up what is missing; return the exit status."""
     try:
         check_platform()
         if not is_ready():
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def check_platform() -> None:
-    """Refuse what was never tried, in words."""
+    """Reject untested platforms with a message."""
     if sys.version_info < PYTHON_MIN:
         needed = ".".join(map(str, PYTHON_MIN))
         raise CannotSetUp(
@@ -69,19 +69,19 @@ def check_platform() -> None:
 
 
 def wanted() -> str:
-    """Name what must be installed, so that a change of it is noticed."""
+    """Return a digest of the requirements, to detect changes."""
     files = ("pyproject.toml", "constraints.txt", "shared/antiphon/cli/bootstrap.py")
     content = b"".join((ROOT / name).read_bytes() for name in files)
     return hashlib.sha256(content + sys.version.encode()).hexdigest()
 
 
 def is_ready() -> bool:
-    """Whether `.venv` holds what this checkout wants."""
+    """Whether `.venv` matches the requirements of this checkout."""
     return STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted()
 
 
 def make_venv() -> None:
-    """Make `.venv`, or say which package brings the module for it."""
+    """Create `.venv`, or name the package that is needed for it."""
     if PIP.exists():
         return
     if not succeeds([sys.executable, "-m", "venv", str(VENV)]):
@@ -93,9 +93,10 @@ def make_venv() -> None:
 
 
 def install_packages() -> None:
-    """Install torch first, as a CPU build, then everything else around it.
+    """Install a CPU build of torch first, then everything else.
 
-    The CPU index does not hold our pins of what torch needs, so torch comes alone.
+    The CPU index does not have our pinned versions of torch's dependencies, so torch is installed
+    without them.
     """
     constraints = ["-c", str(ROOT / "constraints.txt")]
     pip_install([*torch_source(), *constraints, "--no-deps", TORCH])
@@ -103,9 +104,9 @@ def install_packages() -> None:
 
 
 def torch_source() -> "list[str]":
-    """Choose where pip gets torch. PIP_ARGS decides; else a plain pin where that is a CPU build.
+    """Choose the index for torch: PIP_ARGS, else the default one if it has a CPU build.
 
-    A CUDA build of torch declares the nvidia packages it needs; gigabytes that no CPU uses.
+    A CUDA build is detected by its nvidia dependencies: gigabytes that are useless on a CPU.
     """
     if os.environ.get("PIP_ARGS"):
         return []
@@ -132,9 +133,9 @@ def pip_install(arguments: "list[str]") -> None:
 
 
 def build_kernels() -> None:
-    """Compile the CPU's kernels, if they or the compiler changed.
+    """Compile the CPU kernels, if their sources or the compiler changed.
 
-    Where they cannot be compiled, their builder says why in one line, and torch's own run.
+    If that fails, the builder prints the reason in one line, and the torch kernels are used.
     """
     if KERNELS_STAMP.exists() and KERNELS_STAMP.read_text(encoding="utf-8") == kernels_wanted():
         return
@@ -144,7 +145,7 @@ def build_kernels() -> None:
 
 
 def kernels_wanted() -> str:
-    """Name what the kernels are built from, and with, so that a change of it is noticed."""
+    """Return a digest of the kernel sources and the compiler, to detect changes."""
     sources = sorted(
         file for file in (ROOT / KERNELS).rglob("*") if file.suffix in {".py", ".cpp", ".h", ".inc"}
     )
@@ -154,7 +155,7 @@ def kernels_wanted() -> str:
 
 
 def find_nats() -> None:
-    """Find nats-server, or install Debian's package, or say where it is to be had."""
+    """Find nats-server, or install Debian's package, or say where to get it."""
     if shutil.which("nats-server") or any(Path(p, "nats-server").exists() for p in NATS_PLACES):
         return
     if os.environ.get("ANTIPHON_NATS_SERVER") or apt_installs("nats-server"):
@@ -167,9 +168,9 @@ def find_nats() -> None:
 
 
 def find_prometheus() -> None:
-    """Find prometheus and promtool, or unpack Debian's package in `.venv`, for the tests.
+    """Find prometheus and promtool, or unpack Debian's package into `.venv`, for the tests.
 
-    It is not installed: on Debian the package starts a server.
+    The package is not installed: on Debian that would start a server.
     """
     tools = ("prometheus", "promtool")
     if all(shutil.which(tool) for tool in tools) or (PROMETHEUS / "usr/bin/promtool").exists():
@@ -190,12 +191,12 @@ def find_prometheus() -> None:
 
 
 def admin() -> "list[str]":
-    """Say what stands before a command that needs root."""
+    """Return the prefix of commands that need root."""
     return [] if os.geteuid() == 0 else ["sudo", "-n"]
 
 
 def apt_installs(package: str) -> bool:
-    """Whether apt is here, may be used without a password, and has installed it."""
+    """Whether apt exists, works without a password, and has installed the package."""
     if not shutil.which("apt-get") or (admin() and not shutil.which("sudo")):
         return False
     apt = [*admin(), "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
@@ -204,7 +205,7 @@ def apt_installs(package: str) -> bool:
 
 
 def succeeds(command: "list[str]", quiet: bool = False, folder: "Path | None" = None) -> bool:
-    """Run a command to its end, in a folder; `quiet` shows its errors only."""
+    """Run a command in a folder and return whether it succeeded; `quiet` hides its output."""
     output = subprocess.DEVNULL if quiet else None
     return subprocess.run(command, stdout=output, cwd=folder, check=False).returncode == 0
 

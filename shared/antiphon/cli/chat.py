@@ -1,4 +1,4 @@
-"""`antiphon chat`: a conversation in the terminal, streamed from a running server."""
+"""`antiphon chat`: chat with a running server in the terminal, with streaming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELP = "Enter sends, /reset starts over, /help prints this, /exit quits, Ctrl-C 
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """What the command line says."""
+    """Options of the command line."""
 
     url: str = "http://127.0.0.1:30000"
     model: str | None = None
@@ -42,7 +42,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Conversation:
-    """The turns so far, and the server that they are with."""
+    """The messages so far of a conversation with one server."""
 
     def __init__(self, options: ChatOptions, model: str) -> None:
         self._options = options
@@ -51,42 +51,42 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every turn but the system prompt."""
+        """Drop all messages but the system prompt."""
         system = self._options.system
         self._turns = (ChatTurn("system", system),) if system else ()
 
     async def send(self, text: str, console: Console) -> None:
-        """Send one turn and print the answer as it comes.
+        """Send a user message and print the response as it is streamed.
 
-        A cancelled or broken answer stays in the conversation as far as it was read; without any
-        of it the turn is dropped.
+        A cancelled or failed response is kept in the conversation as far as it was received; if
+        nothing was received, the user message is dropped.
 
         Raises:
-            ChatFailed: There was no answer, or not all of it.
+            ChatFailed: There was no response, or it is incomplete.
         """
-        asked = (*self._turns, ChatTurn("user", text))
-        heard: list[str] = []
+        turns = (*self._turns, ChatTurn("user", text))
+        received: list[str] = []
 
-        def hear(piece: str) -> None:
-            heard.append(piece)
-            # Whatever a model says, it does not steer the terminal.
+        def on_text(piece: str) -> None:
+            received.append(piece)
+            # Control characters in the model's output must not reach the terminal.
             console.out(CONTROL.sub("", piece), end="", highlight=False)
 
         try:
             await complete(
                 self._options.url,
-                self._complete(asked),
-                hear,
+                self._request(turns),
+                on_text,
                 self._options.api_key,
                 self._options.ca_certs,
             )
         finally:
-            answer = "".join(heard)
+            answer = "".join(received)
             if answer:
-                self._turns = (*asked, ChatTurn("assistant", answer))
+                self._turns = (*turns, ChatTurn("assistant", answer))
                 console.out("")
 
-    def _complete(self, turns: tuple[ChatTurn, ...]) -> ChatRequest:
+    def _request(self, turns: tuple[ChatTurn, ...]) -> ChatRequest:
         return ChatRequest(
             model=self._model,
             messages=turns,
@@ -97,10 +97,10 @@ class Conversation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talk until the user leaves, or answer one `--message`.
+    """Chat until the user quits, or send one `--message`.
 
     Returns:
-        0, or 1 if there is no server or it failed the one message.
+        0, or 1 if there is no server or the one message failed.
     """
     options = _options(argv)
     console = Console()
@@ -124,12 +124,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_notice(console: Console, text: str, style: str = "dim") -> None:
-    """Say something that is not the model's; brackets in it are no markup."""
+    """Print text that is not the model's output; brackets in it are not markup."""
     console.print(text, style=style, markup=False, highlight=False)
 
 
 def _run_conversation(conversation: Conversation, runner: asyncio.Runner, console: Console) -> None:
-    readline.set_auto_history(True)  # with it, `input` edits lines and recalls them
+    readline.set_auto_history(True)  # importing readline gives `input` line editing and history
     while True:
         try:
             line = input("> ").strip()
@@ -155,7 +155,7 @@ def _run_conversation(conversation: Conversation, runner: asyncio.Runner, consol
 def _turn(conversation: Conversation, line: str, runner: asyncio.Runner, console: Console) -> None:
     try:
         runner.run(conversation.send(line, console))
-    except KeyboardInterrupt:  # the runner has cancelled the answer, and with it the request
+    except KeyboardInterrupt:  # the runner has cancelled the request
         print_notice(console, "stopped")
     except ChatFailed as error:
         print_notice(console, str(error), style="red")
@@ -188,10 +188,10 @@ def _options(argv: Sequence[str]) -> ChatOptions:
 
 
 def server_url(text: str) -> str:
-    """Return the address of a server as it may be typed: `host:port`, or its `/v1`.
+    """Normalize the URL of a server, which may lack `http://` or end in `/v1`.
 
     Raises:
-        ConfigError: It is no HTTP address.
+        ConfigError: It is not an HTTP URL.
     """
     url = text if "://" in text else f"http://{text}"
     if not _URL.fullmatch(url) or not _has_host(url):
@@ -200,7 +200,7 @@ def server_url(text: str) -> str:
 
 
 def _has_host(url: str) -> bool:
-    """Whether a URL names a host, and a port that one can be."""
+    """Whether a URL has a host and, if any, a valid port."""
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0

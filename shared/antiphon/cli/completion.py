@@ -1,4 +1,4 @@
-"""One streamed chat completion over HTTP: the client side of `/v1/chat/completions`."""
+"""A streaming HTTP client of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0
-"""A long queue is silent too, so this is far above what an idle server needs."""
+"""Far more than an idle server needs, since a queued request is silent, too."""
 JSON = {"Content-Type": "application/json"}
 
 
 class ChatFailed(Exception):
-    """There is no answer, or no more of it. The message is for a human."""
+    """There is no response, or it is incomplete. The message is for the user."""
 
 
 class ChatTurn(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The body of a request; what is unset is left to the server."""
+    """The body of a request; unset fields take the server's defaults."""
 
     model: str
     messages: tuple[ChatTurn, ...]
@@ -39,10 +39,10 @@ class ChatRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> str:
-    """Ask a server what it serves, showing a key if it wants one.
+    """Return the first model in `/v1/models` of a server.
 
     Raises:
-        ChatFailed: Nobody answers there, or not as a server of ours does.
+        ChatFailed: The server cannot be reached, rejects the key, or is not compatible.
     """
     async with _session(key, ca_certs) as session:
         try:
@@ -65,10 +65,10 @@ async def complete(
     key: str = "",
     ca_certs: str | None = None,
 ) -> None:
-    """Stream one answer into `say`. Cancelling it closes the connection, which ends the request.
+    """Stream one response into `on_text`. Cancellation closes the connection, which aborts it.
 
     Raises:
-        ChatFailed: The server refused, failed, or went away before the answer's end.
+        ChatFailed: The server rejected the request, failed, or closed the connection early.
     """
     body = msgspec.json.encode(request)
     async with _session(key, ca_certs) as session:

@@ -1,4 +1,4 @@
-"""The console script `antiphon`: a table of commands, and one place where mistakes are told."""
+"""The console script `antiphon`: a table of commands, and error reporting in one place."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A subcommand. `target` is imported only when it is called, so that each starts fast."""
+    """A subcommand. `target` is imported only when called, so that each command starts fast."""
 
     target: str
     summary: str
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        """Import what takes the arguments behind the command's name."""
+        """Import the function that takes the remaining arguments."""
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 2 for a mistake in the settings, told in one line on stderr.
+        The exit status; 2 for an error in the settings, which is printed in one line on stderr.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in {"-h", "--help"}:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The commands, a line each."""
+    """Return the usage text, with one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

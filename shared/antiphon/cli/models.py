@@ -1,4 +1,4 @@
-"""`antiphon models`: the models with a short name."""
+"""`antiphon models`: list the models with a short name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line a model."""
+    """Print one line per model."""
     Parser(
         "antiphon models", "List models with a short name, with size, licence and source."
     ).parse_none(argv)

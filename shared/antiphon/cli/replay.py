@@ -1,4 +1,4 @@
-"""`antiphon replay`: run what a worker recorded again, and print where it goes another way."""
+"""`antiphon replay`: replay step plans that a worker recorded, and print where results differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay in a process of its own, since only a worker loads models."""
+    """Run the replay in a child process, since only workers load models."""
     command = [sys.executable, "-m", "antiphon.model_worker.observability.replay", *argv]
     return subprocess.call(command)  # noqa: S603  # our own module, with the operator's arguments

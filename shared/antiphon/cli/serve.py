@@ -1,4 +1,4 @@
-"""`antiphon serve`: NATS and every service, as processes of this machine."""
+"""`antiphon serve`: run NATS and all services as processes on this machine."""
 
 from __future__ import annotations
 

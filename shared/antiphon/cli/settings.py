@@ -1,4 +1,4 @@
-"""`antiphon config`: the settings in force, and the source of each; SGLang's arguments."""
+"""`antiphon config`: print the effective settings and their sources, or SGLang's arguments."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from antiphon.config.load import Loaded
 
 PIPE_COLUMNS = 200
-"""Width where there is no terminal; narrower ones would fold paths that somebody greps."""
+"""Width without a terminal; a narrower table would fold paths and break `grep`."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line a setting, or a line an argument of SGLang's."""
+    """Print one line per setting, or per SGLang argument."""
     if argv and argv[0] == "arguments":
         return _arguments(argv[1:])
     summary = (
-        "Print the settings that `antiphon serve` would run with, given the same arguments. "
+        "Print the settings that `antiphon serve` would use with the same arguments. "
         "`antiphon config arguments` lists SGLang's arguments instead."
     )
     loaded = load_arguments("antiphon config", summary, argv)
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> int:
-    """Print SGLang's arguments with their status, as a table or as JSON."""
+    """Print SGLang's arguments and their status, as a table or JSON."""
     parser = Parser("antiphon config arguments", "List SGLang's arguments with their status.")
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     if parser.parse(argv).plain.get("json"):
         print(msgspec.json.format(msgspec.json.encode(arguments())).decode())
         return 0

@@ -1,10 +1,10 @@
-"""A client over NATS, with the promises that HTTP clients have and without HTTP.
+"""A client over NATS, with the same guarantees as the HTTP API.
 
-Print an answer while it is made:
+Print a completion as it is generated:
 
     async with Client("nats://127.0.0.1:4222") as client:
-        async for piece in client.generate("antiphon-small", "What colour is the sky?"):
-            print(piece.text, end="")
+        async for chunk in client.generate("antiphon-small", "What colour is the sky?"):
+            print(chunk.text, end="")
 """
 
 from antiphon.client.client import Client

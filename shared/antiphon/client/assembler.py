@@ -1,4 +1,4 @@
-"""Text and details of one request, placed by choice and offset. Pure; see docs/nats-client.md."""
+"""Text and token outputs of a request, ordered by choice and offset. See docs/nats-client.md."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from antiphon.wire.generate import GenerateText, TextCursor
 
 
 class TextAssembler:
-    """Takes text in whatever order and as often as it comes; gives each byte out once, in order.
+    """Accepts text in any order, with repeats, and returns each byte once and in order. Pure.
 
-    So it does with the details of each token, from the offset `details_from` on.
+    The same holds for token outputs, from the offset `details_from` on.
     """
 
     def __init__(self, details_from: int = 0) -> None:
@@ -20,34 +20,36 @@ class TextAssembler:
 
     @property
     def cursors(self) -> tuple[TextCursor, ...]:
-        """How much of each choice has been given out."""
+        """How much of each choice was returned."""
         return tuple(
             TextCursor(choice=choice, text_offset=length, token_offset=self.token_offset(choice))
             for choice, length in self._bytes.items()
         )
 
     def text_offset(self, choice: int) -> int:
-        """Return how many bytes of a choice have been given out."""
+        """Return how many bytes of a choice were returned."""
         return self._bytes.get(choice, 0)
 
     def token_offset(self, choice: int) -> int:
-        """Return the token offset up to which details of a choice have been given out."""
+        """Return the offset up to which token outputs of a choice were returned."""
         return self._tokens.get(choice, self._details_from)
 
     def add(self, piece: GenerateText) -> GenerateText | None:
-        """Return what is new of a piece, perhaps nothing; None if what lies before is missing."""
-        have, told = self.text_offset(piece.choice), self.token_offset(piece.choice)
+        """Return the new part of a piece, possibly empty; None if there is a gap before it."""
+        text_offset, token_offset = self.text_offset(piece.choice), self.token_offset(piece.choice)
         details = piece.details
-        if piece.text_offset > have or (details is not None and details.offset > told):
+        if piece.text_offset > text_offset:
             return None
-        new = piece.text.encode()[have - piece.text_offset :]
+        if details is not None and details.offset > token_offset:
+            return None
+        new = piece.text.encode()[text_offset - piece.text_offset :]
         try:
             text = new.decode()
         except UnicodeDecodeError:
-            return None  # it does not join what was given out: whatever it is, it is not the answer
-        self._bytes[piece.choice] = have + len(new)
+            return None  # the offset splits a character: not a continuation of the text so far
+        self._bytes[piece.choice] = text_offset + len(new)
         if details is not None:
-            details = details.beyond(told) if details.end > told else None
+            details = details.beyond(token_offset) if details.end > token_offset else None
         if details is not None:
             self._tokens[piece.choice] = details.end
-        return msgspec.structs.replace(piece, text_offset=have, text=text, details=details)
+        return msgspec.structs.replace(piece, text_offset=text_offset, text=text, details=details)

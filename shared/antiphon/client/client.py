@@ -1,4 +1,4 @@
-"""The client: a connection, and one stream a request."""
+"""The client: a connection, and one stream per request."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ M = TypeVar("M", bound=Message)
 TIMEOUT_S = 600.0
 
 Conversation = str | Sequence[tuple[str, str] | ChatMessage]
-"""One question, or turns: as (role, content), or as messages, which hold calls of tools, too."""
+"""A user message; or messages, as (role, content), or as `ChatMessage`, which has tool calls."""
 
 
 class CompleteOptions(TypedDict, total=False):
-    """What may be said beside the conversation; the fields of `GenerateRequest`."""
+    """Options of a completion; see the fields of `GenerateRequest`."""
 
     max_tokens: int
     temperature: float
@@ -77,21 +77,21 @@ class CompleteOptions(TypedDict, total=False):
 
 
 class GenerateOptions(CompleteOptions, total=False):
-    """What may be said beside the conversation where there may be several answers."""
+    """Options of a request that may have several choices."""
 
     n: int
 
 
 class Client:
-    """Talks to the gateways of one cluster.
+    """Client of the gateways of one cluster.
 
     Args:
-        server: NATS servers as URLs, comma-separated; or a transport of the caller's own.
-        cluster: The cluster's name.
-        tenant: Whose limits and inboxes; the NATS user must be allowed to use them.
-        api_key: The tenant's key, where the gateways ask for one.
-        user: NATS user, if the server asks for one.
-        password: Its password.
+        server: URLs of NATS servers, comma-separated; or a transport.
+        cluster: Name of the cluster.
+        tenant: The tenant, whose inboxes the NATS user must be allowed to use.
+        api_key: The tenant's API key, where the gateways require one.
+        user: NATS user, if the server requires one.
+        password: Password of the NATS user.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Client:
 
     async def __aexit__(self, *error: object) -> None:
         async with asyncio.TaskGroup() as group:
-            for stream in self._open:  # of callers that broke out of their loops and came here
+            for stream in self._open:  # streams of loops that the caller left early
                 group.create_task(stream.cancel())
         await self._bus.__aexit__(*error)
 
@@ -136,19 +136,18 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[CompletionChunk]:
-        """Yield the answer as it is made. Leaving the iterator early cancels the request.
+        """Stream a response. Leaving the iterator early cancels the request.
 
-        Each byte of the answer comes once and in order, over lost messages and a broker that goes
-        and comes back.
+        Each byte of the text is yielded once and in order, despite lost messages and reconnects.
 
         Raises:
-            EngineError: What the request ended with, raised from the iteration.
+            EngineError: The request failed; raised from the iteration.
         """
         request = _request(model, conversation, timeout_s, options)
         with self._stream(request) as stream:
-            async with aclosing(stream.chunks(timeout_s)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(stream.chunks(timeout_s)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def complete(
         self,
@@ -158,26 +157,26 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         **options: Unpack[CompleteOptions],
     ) -> Completion:
-        """Return the whole answer.
+        """Return the whole response.
 
         Raises:
-            EngineError: What the request ended with.
+            EngineError: The request failed.
         """
         request = _request(model, conversation, timeout_s, options)
-        # Text alone fits into one message; details of each token may not.
+        # Text alone fits into one message; token outputs may not.
         streams = request.details is not None
         request = msgspec.structs.replace(request, stream=streams)
         with self._stream(request) as stream:
-            async with aclosing(stream.chunks(timeout_s)) as pieces:
-                heard = [piece async for piece in pieces]
+            async with aclosing(stream.chunks(timeout_s)) as received:
+                chunks = [chunk async for chunk in received]
         end = stream.end
         assert end is not None, "a stream ended without its terminal"
         return Completion(
-            "".join(piece.text for piece in heard),
+            "".join(chunk.text for chunk in chunks),
             end.choices[0].finish_reason,
             end.usage,
             end.request_id,
-            join_chunks(piece.details for piece in heard),
+            join_chunks(chunk.details for chunk in chunks),
         )
 
     async def embed(
@@ -191,19 +190,19 @@ class Client:
         priority: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> EmbedResult:
-        """Return the vector of each text, or its scores, of a model made for that.
+        """Return the embedding of each text, or its scores from a classifier or reward model.
 
         Args:
             model: The served model.
-            texts: As many as there are; they go in batches.
-            pairs: A second text for each, which a model that judges pairs reads together with it.
-            dimensions: So many of each vector's first numbers.
-            cache_salt: Cached prefixes are shared only with requests that say the same.
-            priority: The higher goes first, where the operator goes by priorities.
-            timeout_s: For all of them.
+            texts: Any number of texts; they are sent in batches.
+            pairs: A second text for each, for models that score pairs.
+            dimensions: Truncate each vector to this length (Matryoshka models only).
+            cache_salt: Cached prefixes are shared only with requests of the same salt.
+            priority: Higher runs first, where priority scheduling is enabled.
+            timeout_s: Timeout of all batches together.
 
         Raises:
-            EngineError: What one of the batches ended with.
+            EngineError: A batch failed.
         """
         if pairs is not None and len(pairs) != len(texts):
             raise InvalidRequest(f"{len(pairs)} second texts for {len(texts)} first ones")
@@ -262,10 +261,10 @@ def _request(
 
 
 def _checked(fields: Mapping[str, object], kind: type[M]) -> M:
-    """A request of these fields.
+    """Convert the fields to a request.
 
     Raises:
-        InvalidRequest: One of them is out of its bounds.
+        InvalidRequest: A field is out of bounds.
     """
     try:
         return msgspec.convert(fields, kind)

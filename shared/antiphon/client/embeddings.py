@@ -1,4 +1,4 @@
-"""Vectors of texts: a batch a call, a few at a time, asked again where an answer was lost."""
+"""Embeddings: one batch per call, a few calls at a time, with retries of lost replies."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from antiphon.wire.embed import EmbedReply, EmbedRequest
 
 BATCH = 16
-"""Texts of one call."""
+"""Texts per call."""
 CALLS_MAX = 4
-"""Calls that wait for their answers at once."""
+"""Maximum concurrent calls."""
 SILENCE_S = 60.0
-"""After this long a call is made again: its answer may have been lost."""
+"""Time after which a call is repeated: its reply may have been lost."""
 PAUSE_S = 0.2
 NO_RESPONDERS_TIMEOUT_S = 6.0
-"""How long nobody may listen where somebody has: gateways need a while to find a broker again."""
+"""How long to retry without responders: gateways need a while to reconnect to a broker."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """What texts became, in their order: vectors, or a score for each of the labels."""
+    """Embeddings in the order of the texts; or scores, one for each of the labels."""
 
     vectors: list[Sequence[float]]
     labels: tuple[str, ...]
@@ -41,16 +41,16 @@ class EmbedResult:
 
 
 async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) -> EmbedResult:
-    """Return what all texts became.
+    """Send the requests and join their replies.
 
     Raises:
-        EngineError: Of the first call that failed; the others are given up.
+        EngineError: Error of the first failed call; the others are cancelled.
     """
     deadline = _now() + timeout_s
-    places = asyncio.Semaphore(CALLS_MAX)
+    slots = asyncio.Semaphore(CALLS_MAX)
 
     async def one(request: EmbedRequest) -> EmbedReply:
-        async with places:
+        async with slots:
             return await _call(bus, request, deadline)
 
     try:
@@ -70,25 +70,25 @@ async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) ->
 
 
 async def _call(bus: Bus, request: EmbedRequest, deadline: float) -> EmbedReply:
-    """Ask until there is an answer: whatever was lost, asking again is harmless."""
-    tries, alone_since = 0, None
+    """Retry until there is a reply: repeating an embedding request is harmless."""
+    tries, no_responders_since = 0, None
     while (left_s := deadline - _now()) > 0:
         tries += 1
-        asked = msgspec.structs.replace(request, timeout_s=left_s)
+        attempt = msgspec.structs.replace(request, timeout_s=left_s)
         try:
             return await bus.call(
-                EMBED, asked, timeout_s=min(left_s, SILENCE_S), model=request.model
+                EMBED, attempt, timeout_s=min(left_s, SILENCE_S), model=request.model
             )
         except NoResponders:
-            alone_since = _now() if alone_since is None else alone_since
-            if tries == 1 or _now() - alone_since >= NO_RESPONDERS_TIMEOUT_S:
+            no_responders_since = _now() if no_responders_since is None else no_responders_since
+            if tries == 1 or _now() - no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
                 raise
         except (ReplyLost, BusDown):
-            alone_since = None
+            no_responders_since = None
         except DeadlineExceeded:
             continue
         await asyncio.sleep(min(PAUSE_S, max(0.0, deadline - _now())))
-    raise DeadlineExceeded("the vectors did not come in time")
+    raise DeadlineExceeded("no embeddings were received before the timeout")
 
 
 def _now() -> float:

@@ -1,6 +1,6 @@
-"""One request of a client, from submit to terminal: retried, placed, resumed.
+"""One request of a client, from submission to its end: retried, ordered, resumed.
 
-What it does is written down for every language in docs/nats-client.md.
+docs/nats-client.md specifies this protocol for clients in any language.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
-"""After this long without a step forward the client asks again, which is always harmless."""
+"""Time without progress after which the client retries or resumes, which is always harmless."""
 CALL_TIMEOUT_S = 2.0
 NO_RESPONDERS_TIMEOUT_S = 6.0
-"""How long nobody may listen where somebody has: gateways need a while to find a broker again."""
+"""How long to retry without responders: gateways need a while to reconnect to a broker."""
 EVENTS_MAX = 1024
-"""Messages that wait for a slow caller. One more is lost like any other, and asked for again."""
+"""Maximum messages queued for a slow caller. More are dropped, and resumed like lost ones."""
 
 Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NoResponders
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunk:
-    """More text of one choice, and details of more of its tokens if they were asked for."""
+    """More text of one choice, with token outputs if requested."""
 
     choice: int
     text: str
@@ -65,7 +65,7 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole response."""
 
     text: str
     finish_reason: FinishReason
@@ -77,12 +77,12 @@ class Completion:
 class GenerationStream:
     """One request on its own inbox.
 
-    A request is whatever the first `GenerateAccepted` names. A retry may reach another gateway,
-    which knows nothing of the first try and begins a second answer: that one is cancelled, and its
-    text never mixes with ours.
+    The first `GenerateAccepted` determines the request id. A retry may reach another gateway, which
+    does not know the first try and starts a second request: that one is cancelled, and its text is
+    ignored.
 
     Attributes:
-        end: The terminal, once it has come.
+        end: The end of the request, once received.
     """
 
     def __init__(self, bus: Bus, tenant: TenantId, request: GenerateRequest) -> None:
@@ -103,7 +103,7 @@ class GenerationStream:
         """Yield text until the request has ended. Leaving early cancels it.
 
         Raises:
-            EngineError: What the request ended with; `DeadlineExceeded` after `timeout_s`.
+            EngineError: The request failed; `DeadlineExceeded` after `timeout_s`.
         """
         deadline = _now() + timeout_s
         subscription = await self._bus.transport.subscribe(self._inbox, self._receive)
@@ -111,26 +111,26 @@ class GenerationStream:
             await self._retry()
             while self.end is None:
                 event = await self._next(deadline)
-                if event is not None and (piece := await self._apply(event)) is not None:
-                    yield piece
-                    self._mark_progress()  # what the caller took its time for was no silence
+                if event is not None and (chunk := await self._apply(event)) is not None:
+                    yield chunk
+                    self._mark_progress()  # the caller's own time does not count as silence
         finally:
             await subscription.drain()
             await self.cancel()
 
     async def cancel(self) -> None:
-        """Tell the gateway that nobody wants the answer any more, unless it has ended."""
+        """Cancel the request at the gateway, unless it has ended."""
         if self.end is None and self._accepted is not None:
             await self._cancel(self._accepted)
 
     async def _next(self, deadline: float) -> Event | None:
-        """Return the next event, or None after a silence in which we asked again."""
+        """Return the next event, or None after a timeout, on which it retries."""
         try:
             async with asyncio.timeout_at(min(deadline, self._retry_at)):
                 return await self._events.get()
         except TimeoutError:
             if _now() >= deadline:
-                raise DeadlineExceeded("the answer did not end in time") from None
+                raise DeadlineExceeded("the request did not end before the timeout") from None
         await self._retry()
         return None
 
@@ -142,13 +142,13 @@ class GenerationStream:
                 await self._accept(event)
             case ErrorReply():
                 if self._accepted is None:
-                    raise decode_error(event)  # later, only a retry can have been refused
+                    raise decode_error(event)  # once accepted, only a retry can be rejected
             case _ if self._accepted is None:
                 self._text_before_accept = True
             case _ if event.request_id != self._accepted.request_id:
-                pass  # another gateway's, until it hears our cancel
+                pass  # of a second request, until it is cancelled
             case GenerateText():
-                return await self._place(event)
+                return await self._assemble(event)
             case GenerateEnd():
                 return await self._finish(event)
         return None
@@ -163,7 +163,7 @@ class GenerationStream:
         elif accepted.request_id != self._accepted.request_id:
             await self._cancel(accepted)
 
-    async def _place(self, text: GenerateText) -> CompletionChunk | None:
+    async def _assemble(self, text: GenerateText) -> CompletionChunk | None:
         new = self._assembler.add(text)
         if new is None:
             await self._resume_once()
@@ -173,7 +173,7 @@ class GenerationStream:
         return None
 
     async def _finish(self, end: GenerateEnd) -> CompletionChunk | None:
-        """Stop at the terminal, unless the total length says that text is missing."""
+        """Finish, unless the total length shows that text is missing."""
         if end.error is not None:
             self.end = end
             raise decode_error(end.error)
@@ -191,17 +191,17 @@ class GenerationStream:
         return whole[0] if whole else None
 
     def _mark_progress(self) -> None:
-        """Remember that we came forward."""
+        """Restart the silence timeout."""
         self._retry_at = _now() + SILENCE_S
         self._no_responders_since = None
 
     async def _resume_once(self) -> None:
-        """Ask once from where we are: all that comes before the answer shows the same gap."""
+        """Resume once per position: messages until the reply show the same gap."""
         if self._resumed_from != self._assembler.cursors:
             await self._retry()
 
     async def _retry(self) -> None:
-        """Submit, again under the same key, or say how far we are."""
+        """Submit with the same key, or resume if the request was accepted."""
         self._retry_at = _now() + SILENCE_S
         if self._accepted is None:
             await self._submit()
@@ -214,7 +214,7 @@ class GenerationStream:
         try:
             self._bus.transport.publish(subject, encode(self._request), self._inbox)
         except BusDown:
-            return  # asked again after the silence
+            return  # retried after SILENCE_S
 
     async def _resume(self, accepted: GenerateAccepted) -> None:
         self._resumed_from = self._assembler.cursors
@@ -228,12 +228,12 @@ class GenerationStream:
         except InvalidRequest as error:
             raise Unavailable("the gateway of this request has forgotten it") from error
         except EngineError:
-            return  # asked again after the next silence
+            return  # retried after SILENCE_S
         else:
             self._no_responders_since = None
 
     def _on_no_responders(self, error: NoResponders) -> None:
-        """Give up where nobody listens: at once on the first try, else after a while."""
+        """Raise the error: at once on the first try, else after a timeout."""
         if self._no_responders_since is None:
             self._no_responders_since = _now()
         first = self._accepted is None and self._tries == 1
@@ -247,17 +247,17 @@ class GenerationStream:
                 GATEWAY_CONTROL, cancel, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
             )
         except EngineError:
-            return  # nobody hears our inbox any more: the gateway finds that out by itself
+            return  # the gateway detects by itself that the inbox has no subscriber
 
     def _receive(self, packet: Packet) -> None:
         event: Event
-        if packet.nobody:
+        if packet.no_responders:
             event = NoResponders("no gateway serves this model", retry_after_s=1.0)
         else:
             try:
                 event = decode(packet.data, CLIENT_TEXT.carries)
             except MalformedMessage as error:
-                # It is lost, and what it said is asked for like anything lost.
+                # Its content is resumed like that of a lost message.
                 log.warning("message dropped", extra={"reason": error.message})
                 return
         if not self._events.full():

@@ -1,4 +1,4 @@
-"""The small chat model that ships with Antiphon: a folder in the Hugging Face layout."""
+"""The small chat model that ships with Antiphon, in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SERVED_NAME = "antiphon-small"
 
 
 def path() -> Path:
-    """The folder that holds config.json, the tokenizer and the weights."""
+    """Return the folder with config.json, the tokenizer and the weights."""
     return Path(__file__).parent / "model"

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: fetched into its cache once, and found there ever after.
+"""Models of the Hugging Face Hub: downloaded once into its cache.
 
-Access to private models, mirrors and the place of the cache are settings of the `huggingface_hub`
+Access to private models, mirrors and the cache directory are settings of the `huggingface_hub`
 package itself (HF_TOKEN, HF_ENDPOINT, HF_HOME), which reads them from the environment.
 """
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 METADATA_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Config, tokenizer, templates: what every process of a model reads."""
+"""Config, tokenizer and templates, which every process of a model reads."""
 
 DENSE = ("*_Dense/*",)
-"""Linears behind the pooling, in folders of sentence-transformers: weights, if small ones."""
+"""Dense layers after pooling, in subfolders of sentence-transformers models: small weights."""
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class PublishedFile(msgspec.Struct, frozen=True):
-    """What the hub says of one file.
+    """Metadata of one file on the hub.
 
     Attributes:
-        sha256: Of large files; unset for those that are kept in git itself.
-        git_id: The id that git gives to small ones.
+        sha256: Checksum of large files; unset for files stored in git itself.
+        git_id: Git blob id, for small files.
     """
 
     size_bytes: int
@@ -52,29 +52,29 @@ class PublishedFile(msgspec.Struct, frozen=True):
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a model path is a model of the hub: no short name, and nothing on this machine."""
+    """Whether a model path is a hub id: neither a short name nor a path on this machine."""
     return looks_like_id(path) and path not in MODELS and not Path(path).exists()
 
 
 def looks_like_id(path: str) -> bool:
-    """Whether a text has the form `owner/name`, or `name`, and is no GGUF file."""
+    """Whether a text has the form `owner/name` or `name`, and is not a GGUF file."""
     return _ID.fullmatch(path) is not None and not path.endswith(".gguf")
 
 
 def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = None) -> Path:
-    """Have a model in the cache, from the hub if need be. Blocks for as long as that takes.
+    """Download a model into the cache unless it is there. Blocks until it is done.
 
     Args:
         repo: The model's id.
-        load: Says which revision, which cache and whether the hub may be asked at all.
-        weights: Whether the weights too, in the format of `load`.
-        endpoint: Of the hub; unset means the package's own setting.
+        load: Revision, cache directory, and whether the hub may be accessed.
+        weights: Whether to download the weights, too, in the format of `load`.
+        endpoint: URL of the hub; unset: the package's own setting.
 
     Returns:
-        The folder that holds the files.
+        The folder with the files.
 
     Raises:
-        ConfigError: It cannot be had; says why.
+        ConfigError: It cannot be downloaded; says why.
     """
     from huggingface_hub import errors  # noqa: PLC0415 (half a second that most starts save)
 
@@ -91,10 +91,10 @@ def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = 
 def list_published_files(
     repo: str, load: LoadConfig, *, endpoint: str | None = None
 ) -> dict[str, PublishedFile]:
-    """Ask the hub for the files of a model's first folder.
+    """Return the hub's file metadata of a model's top-level folder.
 
     Raises:
-        ConfigError: It does not say.
+        ConfigError: The hub could not be queried.
     """
     from huggingface_hub import HfApi, errors  # noqa: PLC0415
 
@@ -135,7 +135,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
 
 
 def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, PublishedFile]:
-    """The files of a revision; those that are in the cache where the hub cannot be asked."""
+    """Return the files of a revision; those in the cache if the hub cannot be reached."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     if not load.offline:
@@ -143,8 +143,8 @@ def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, P
             return _published(api, repo, folder.name)
         except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
             log.warning("hub does not answer", extra={"model": repo, "reason": _line(error)})
-    there = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-    return {name: PublishedFile(size, None, "") for name, size in there.items()}
+    cached = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    return {name: PublishedFile(size, None, "") for name, size in cached.items()}
 
 
 def _published(api: HfApi, repo: str, revision: str | None) -> dict[str, PublishedFile]:
@@ -168,7 +168,7 @@ def _refuse_full_disk(repo: str, folder: Path, size_bytes: int) -> None:
 
 
 def _describe_error(error: Exception, load: LoadConfig) -> str:
-    """What went wrong, in words of ours where an operator can do something."""
+    """Describe an error, with advice where an operator can fix it."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     match error:

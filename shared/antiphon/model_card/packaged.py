@@ -1,4 +1,4 @@
-"""Models that come as a package of the Python package index: kept in a cache, fetched once."""
+"""Models distributed as wheels on the Python package index: downloaded once into a cache."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 20
 SETTLED_NS = 2_000_000_000
-"""Since a file was last written to, before its state is recorded."""
+"""Minimum age of a file's last change before its state is recorded as verified."""
 _RECORD = "verified.json"
-"""Beside the file."""
+"""Name of the record, beside the file."""
 
 
 def is_packaged(path: str) -> bool:
-    """Whether a model path is a short name of a package, and no folder on this machine."""
+    """Whether a model path is the short name of a package, and not a folder on this machine."""
     return packaged(path) is not None and not Path(path).is_dir()
 
 
 def cached_path(wheel: Wheel, cache: Path) -> Path:
-    """Return where the file of a package is, whether it is there or not."""
+    """Return the cache path of a package's file, whether it exists or not."""
     return cache / "models" / wheel.member_sha256[:16] / Path(wheel.member).name
 
 
 class _Verified(msgspec.Struct, frozen=True):
-    """The state of a file when its sum was compared; writing to it changes the last time at least.
+    """State of a file when its checksum was verified; any write changes at least `changed_ns`.
 
     Attributes:
-        modified_ns, changed_ns: Of the content; of the content or the inode.
+        modified_ns: Time of the last change of the content (mtime).
+        changed_ns: Time of the last change of the content or the inode (ctime).
     """
 
     sha256: str
@@ -53,10 +54,10 @@ class _Verified(msgspec.Struct, frozen=True):
 
 
 def is_cached(wheel: Wheel, cache: Path) -> bool:
-    """Whether the file is there, whole and unaltered.
+    """Whether the file is cached, complete and unmodified.
 
-    Its sum is compared when it was written to since it was last compared, or never was: every
-    process of a stack asks, and 98 MB take 0.1 to 0.5 s.
+    Its checksum is verified only if it was not verified since the last write: every process of a
+    stack checks, and 98 MB take 0.1 to 0.5 s.
     """
     file = cached_path(wheel, cache)
     try:
@@ -70,8 +71,8 @@ def is_cached(wheel: Wheel, cache: Path) -> bool:
                 return False
     except OSError:
         return False
-    # A file that was written just now may be written again within one tick of its clock. Where
-    # nothing is recorded, in a cache that cannot be written too, the next look compares again.
+    # A recent file may be written again within one tick of the file system's clock. Without a
+    # record, as in a read-only cache, the next check verifies the checksum again.
     if time.time_ns() - found.changed_ns > SETTLED_NS:
         with contextlib.suppress(OSError):
             _write_verified(file, found)
@@ -91,17 +92,17 @@ def _read_verified(file: Path) -> _Verified | None:
 
 
 def _write_verified(file: Path, state: _Verified) -> None:
-    """Several processes may do so at once."""
+    """Write the record atomically: several processes may do so at once."""
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".new-", delete=False) as new:
         new.write(msgspec.json.encode(state))
     Path(new.name).replace(file.parent / _RECORD)
 
 
 def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> Path:
-    """Return the file of a package, fetched and unpacked first if it is not there.
+    """Return the file of a package, downloaded and unpacked first if it is not cached.
 
     Raises:
-        ConfigError: It cannot be had, or it is not what its sums say.
+        ConfigError: It cannot be downloaded, or a checksum does not match.
     """
     file = cached_path(wheel, cache)
     if is_cached(wheel, cache):
@@ -114,7 +115,7 @@ def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], N
             new = Path(staging)
             download(wheel, new)
             _unpack(wheel, new, new / "unpacked")
-            shutil.rmtree(file.parent, ignore_errors=True)  # one that is cut short, or altered
+            shutil.rmtree(file.parent, ignore_errors=True)  # truncated or modified
             (new / "unpacked").rename(file.parent)
     except OSError as error:
         if not is_cached(wheel, cache):
@@ -131,7 +132,7 @@ def _refuse_full_disk(wheel: Wheel, folder: Path) -> None:
 
 
 def _unpack(wheel: Wheel, folder: Path, into: Path) -> None:
-    """Take the one file out of the wheel, and compare both with their sums."""
+    """Extract the one file from the wheel, and verify the checksums of both."""
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ConfigError(f"{wheel.requirement}: the package index gave {len(wheels)} wheels")
@@ -150,7 +151,7 @@ def _unpack(wheel: Wheel, folder: Path, into: Path) -> None:
 
 
 def _copied(stream: IO[bytes], out: IO[bytes] | None) -> str:
-    """Read to the end, write what was read, and return its SHA-256."""
+    """Copy a stream to `out`, if given, and return its SHA-256."""
     digest = hashlib.sha256()
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)

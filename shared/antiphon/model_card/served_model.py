@@ -1,4 +1,4 @@
-"""Where the served model is on this machine, and what clients call it."""
+"""Location of the served model on this machine, and its served names."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ EMBEDDED = "embedded"
 
 
 def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
-    """Return the model's files, fetched first if it is a model of the hub. May block for long.
+    """Return the model's files, downloaded first if it is a hub model. May block for long.
 
     Args:
-        settings: Say which model.
-        weights: Whether the weights must be there too, or only what describes them.
+        settings: The settings that name the model.
+        weights: Whether the weights are needed, too, or only config and tokenizer.
 
     Raises:
         ConfigError: There is no such model; says what is missing.
     """
     load = settings.load
-    place = _model_path(settings, weights=weights)
+    path = _model_path(settings, weights=weights)
     return find_files(
-        place,
+        path,
         load.format,
-        described_in=_config_folder(settings, place),
+        described_in=_config_folder(settings, path),
         overrides=load.config_overrides,
         mapped=load.mmap,
         context_tokens=settings.model.context_tokens,
@@ -55,29 +55,29 @@ def tokenizer_folder(settings: Settings) -> Path:
     """Return the folder of the tokenizer: its own setting, else the model's.
 
     Raises:
-        ConfigError: There is no such folder, or it holds no tokenizer.json.
+        ConfigError: There is no such folder, or it has no tokenizer.json.
     """
     named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
     return _holding(tokenizer_path(settings), TOKENIZER, named)
 
 
 def tokenizer_path(settings: Settings) -> Path:
-    """Return where a tokenizer would be, whether one is there or not.
+    """Return the folder of the tokenizer, whether it has a tokenizer.json or not.
 
-    Where a folder has SentencePiece's or Mistral's file in the place of tokenizer.json, or a GGUF
-    file has nothing beside it, one is made of these and kept.
+    If a folder has SentencePiece's or Mistral's file instead of tokenizer.json, or a GGUF file has
+    no tokenizer beside it, a tokenizer.json is converted from these and cached.
 
     Raises:
         ConfigError: There is no such model, or its tokenizer cannot be read.
     """
     path = settings.model.tokenizer_path
     if not path:
-        place = _model_path(settings, weights=False)
-        folder = _config_folder(settings, place)
-        if is_gguf(place) and not _has_tokenizer(folder):
-            return _from_gguf(settings, place)
+        model_path = _model_path(settings, weights=False)
+        folder = _config_folder(settings, model_path)
+        if is_gguf(model_path) and not _has_tokenizer(folder):
+            return _from_gguf(settings, model_path)
     elif is_hub_id(path):
-        # A revision names a state of one model; of another it would be any state or none.
+        # The revision is of the model's repository and has no meaning in another one.
         revision = settings.load.revision if path == settings.model.path else ""
         folder = fetch(path, replace(settings.load, revision=revision), weights=False)
     elif is_gguf(folder := Path(path).expanduser()):
@@ -88,7 +88,7 @@ def tokenizer_path(settings: Settings) -> Path:
 
 
 def cache_folder(settings: Settings) -> Path:
-    """Return where files that are made or fetched are kept, other than those of the hub itself."""
+    """Return the cache folder of converted and downloaded files other than the hub's."""
     named = settings.load.download_folder
     return Path(named).expanduser() if named else Path.home() / ".cache" / "antiphon"
 
@@ -99,9 +99,9 @@ def served_names(settings: Settings) -> tuple[ModelName, ...]:
 
 
 def served_name(settings: Settings) -> ModelName:
-    """Return what clients call the model: as configured, else the hub's id or the folder's name.
+    """Return the served name of the model: as configured, else the hub id or the folder's name.
 
-    It depends on the text of the path alone, since not every process has the model beside it.
+    It depends only on the text of the path, since not every process has the model's files.
     """
     if settings.cluster.names:
         return ModelName(settings.cluster.names[0])
@@ -115,10 +115,10 @@ def served_name(settings: Settings) -> ModelName:
 
 
 def check_template(settings: Settings) -> None:
-    """Look for the file of the chat template, or for the template that is named.
+    """Check that the configured chat template file, or the named template, exists.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It does not.
     """
     named = settings.model.chat_template
     if named and not Path(named).expanduser().is_file():
@@ -128,14 +128,14 @@ def check_template(settings: Settings) -> None:
 
 
 def hub_models(settings: Settings) -> tuple[str, ...]:
-    """Return the models of the hub that the settings name."""
+    """Return the hub models that the settings name."""
     model = settings.model
     named = {path for path in (model.path, model.tokenizer_path) if path not in ("", EMBEDDED)}
     return tuple(sorted(path for path in named if is_hub_id(path)))
 
 
 def _model_path(settings: Settings, *, weights: bool) -> Path:
-    """The folder or GGUF file that `model.path` names."""
+    """Return the folder or GGUF file that `model.path` names."""
     path = settings.model.path
     if path == EMBEDDED:
         return embedded.path()
@@ -143,10 +143,10 @@ def _model_path(settings: Settings, *, weights: bool) -> Path:
         return _packaged(settings, path)
     if is_hub_id(path):
         return fetch(path, settings.load, weights=weights)
-    place = Path(path).expanduser()
-    if weights and is_gguf(place) and not place.is_file():
-        raise ConfigError(f"model.path: {place}: no such file")
-    return place
+    expanded = Path(path).expanduser()
+    if weights and is_gguf(expanded) and not expanded.is_file():
+        raise ConfigError(f"model.path: {expanded}: no such file")
+    return expanded
 
 
 def _packaged(settings: Settings, name: str) -> Path:
@@ -160,22 +160,22 @@ def _packaged(settings: Settings, name: str) -> Path:
     return cached_path(wheel, cache)
 
 
-def _config_folder(settings: Settings, place: Path) -> Path:
-    """The folder of config.json."""
-    if not is_gguf(place):
-        return _holding(place, "config.json", "model.path")
-    if (place.parent / "config.json").is_file():
-        return place.parent
+def _config_folder(settings: Settings, model_path: Path) -> Path:
+    """Return the folder of config.json."""
+    if not is_gguf(model_path):
+        return _holding(model_path, "config.json", "model.path")
+    if (model_path.parent / "config.json").is_file():
+        return model_path.parent
     if settings.model.tokenizer_path:
         return _holding(tokenizer_path(settings), "config.json", "model.tokenizer_path")
-    return _from_gguf(settings, place)
+    return _from_gguf(settings, model_path)
 
 
-def _from_gguf(settings: Settings, place: Path) -> Path:
-    """The folder made of what a GGUF file says itself."""
-    if not place.is_file():
-        raise ConfigError(f"{place}: no such file")
-    return gguf_folder(find_files(place).weights, cache_folder(settings))
+def _from_gguf(settings: Settings, model_path: Path) -> Path:
+    """Return the folder of config and tokenizer converted from a GGUF file."""
+    if not model_path.is_file():
+        raise ConfigError(f"{model_path}: no such file")
+    return gguf_folder(find_files(model_path).weights, cache_folder(settings))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A model's tokenizer.json, opened as everything that serves the model uses it."""
+"""Open a model's tokenizer.json, in the same way in all services."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 def open_tokenizer(folder: Path) -> Tokenizer:
     """Open the tokenizer of a folder. Blocks for up to a second or two.
 
-    The file may say how its author's batches were padded and cut. Here a text is neither: padding
-    would be tokens that nobody wrote, attended to as any other, and a text that is too long is
-    refused by name, not cut in silence.
+    Padding and truncation settings of the file are disabled: padding tokens would be attended to
+    like any other, and a prompt that is too long is rejected with an error, not silently truncated.
 
     Raises:
-        ConfigError: The file is missing or malformed; the text names it.
+        ConfigError: The file is missing or malformed; the message names it.
     """
     file = folder / "tokenizer.json"
     try:

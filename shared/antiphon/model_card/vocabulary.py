@@ -1,4 +1,4 @@
-"""What each token writes, in bytes, as a folder's tokenizer.json says."""
+"""The bytes of each token, from a folder's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class TokenVocabulary(msgspec.Struct, frozen=True):
     """The tokens of a model.
 
     Attributes:
-        tokens: By id. Empty where a token writes nothing: a special one, which the detokenizer may
-            leave out of the text, or an id that the tokenizer does not have. No grammar allows
-            these, other than as the end of an answer.
+        tokens: Bytes by token id. Empty for special tokens, which the detokenizer may leave out of
+            the text, and for ids that the tokenizer does not have. Grammars allow these only as the
+            end of the output.
     """
 
     tokens: tuple[bytes, ...]
 
 
 def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
-    """Read the tokens of a tokenizer: as many as the model has logits for, or all that there are.
+    """Read the tokens of a tokenizer: `size` of them (the model's logits), or all.
 
     Raises:
-        Unsupported: There is no tokenizer.json, or its tokens do not say which bytes they write.
+        Unsupported: There is no tokenizer.json, or the bytes of its tokens are unknown.
     """
     file = folder / "tokenizer.json"
     try:
@@ -41,7 +41,7 @@ def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
         raise Unsupported(
             f"reading the bytes of tokens requires a tokenizer.json: {error}"
         ) from error
-    spelling = _spelling(tokenizer.decoder)
+    token_bytes = _token_bytes(tokenizer.decoder)
     entries = list(_entries(tokenizer.model))
     if size is None:
         ids = [token for _, token in entries] + [added.id for added in tokenizer.added_tokens]
@@ -49,7 +49,7 @@ def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
     tokens = [b""] * size
     for text, token in entries:
         if token < size:
-            tokens[token] = spelling(text)
+            tokens[token] = token_bytes(text)
     for added in tokenizer.added_tokens:
         if added.id < size:
             tokens[added.id] = b"" if added.special else added.content.encode()
@@ -84,7 +84,7 @@ def _entries(model: _VocabularyModel) -> Iterator[tuple[str, int]]:
         yield from ((text, token) for token, (text, _) in enumerate(model.vocab))
 
 
-def _spelling(decoder: _Decoder | None) -> Callable[[str], bytes]:
+def _token_bytes(decoder: _Decoder | None) -> Callable[[str], bytes]:
     kinds = set(_kinds(decoder)) if decoder is not None else set[str]()
     if "ByteLevel" in kinds:
         return _byte_level
@@ -100,7 +100,7 @@ def _kinds(decoder: _Decoder) -> Iterator[str]:
 
 
 def _byte_level(text: str) -> bytes:
-    """A character a byte. A token with any other character was never made of bytes."""
+    """Map each character to a byte; a token with a character outside the alphabet is plain text."""
     alphabet = _alphabet()
     if any(character not in alphabet for character in text):
         return text.encode()
@@ -108,7 +108,7 @@ def _byte_level(text: str) -> bytes:
 
 
 def _sentence_piece(text: str) -> bytes:
-    """A lower block is a space, and `<0x0A>` a byte."""
+    """Replace lower blocks by spaces; a token like `<0x0A>` is a byte."""
     if match := _BYTE.fullmatch(text):
         return bytes([int(match[1], 16)])
     return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

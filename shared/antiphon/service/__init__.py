@@ -1,1 +1,1 @@
-"""The run loop of every service: start, ready, drain, stop, with an answer for everybody."""
+"""The run loop of every service: start, ready, drain, stop; every accepted call gets a reply."""

@@ -1,4 +1,4 @@
-"""Time as a value that is passed in: the real clock here, a manual one in simulations."""
+"""Clocks, passed in as values: the system clock here, a manual one in simulations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time, twice: for durations, and for deadlines that cross the bus."""
+    """A monotonic clock for durations, and a wall clock for deadlines that cross the bus."""
 
     def now(self) -> float:
-        """Seconds that never go back; for durations."""
+        """Monotonic time in seconds; for durations."""
         ...
 
     def unix_ms(self) -> int:
@@ -22,7 +22,7 @@ class SystemClock:
     """The clock of this machine."""
 
     def now(self) -> float:
-        """Seconds that never go back."""
+        """Monotonic time in seconds."""
         return time.monotonic()
 
     def unix_ms(self) -> int:

@@ -1,4 +1,4 @@
-"""Deadlines that cross the bus, against a clock. A deadline is passed on; a timeout is not."""
+"""Deadlines that cross the bus. Deadlines are passed on to other calls; timeouts are not."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ if TYPE_CHECKING:
 
 
 def deadline_in(seconds: float, clock: Clock) -> int:
-    """The `deadline_unix_ms` of something that may take `seconds` from now."""
+    """Return the `deadline_unix_ms` that is `seconds` from now."""
     return clock.unix_ms() + round(seconds * 1000)
 
 
 def remaining_s(deadline_unix_ms: int, clock: Clock) -> float:
-    """Time that is left; 0 once it has passed."""
+    """Return the time until a deadline; 0 once it has passed."""
     return max(0.0, (deadline_unix_ms - clock.unix_ms()) / 1000)
 
 
 class HasDeadline(Protocol):
-    """A call that says until when it is waited for."""
+    """A call with a deadline."""
 
     @property
     def deadline_unix_ms(self) -> int:
-        """By the caller's clock."""
+        """Deadline by the caller's clock."""
         ...
 
     @property
     def left_ms(self) -> int | None:
-        """Time that was left when it was sent; None of an earlier version."""
+        """Remaining time when the call was sent; None in messages of an earlier version."""
         ...
 
 
 def time_left_s(call: HasDeadline, clock: Clock) -> float:
-    """Time that is left of a call that has just come; 0 if none is.
+    """Return the remaining time of a call that was just received; 0 if none is left.
 
-    It counts from the receipt: the caller's clock may be seconds away from ours.
+    `left_ms` counts from the receipt: the caller's clock may be seconds off ours.
     """
     if call.left_ms is None:
         return remaining_s(call.deadline_unix_ms, clock)
@@ -45,10 +45,10 @@ def time_left_s(call: HasDeadline, clock: Clock) -> float:
 
 
 def check(call: HasDeadline, clock: Clock) -> float:
-    """Time that is left of a call that has just come, and it is more than nothing.
+    """Return the remaining time of a call that was just received, which is more than 0.
 
     Raises:
-        DeadlineExceeded: None is left.
+        DeadlineExceeded: No time is left.
     """
     left_s = time_left_s(call, clock)
     if left_s <= 0:

@@ -1,4 +1,4 @@
-"""Messages that are dropped, on one route: each is counted, and the log is not flooded."""
+"""Dropped messages of a route: each is counted; logging is rate-limited."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_PAUSE_S = 1.0
-"""Shortest time between two log lines of a route for the same reason."""
+"""Minimum time between two log lines of a route with the same reason."""
 
 MALFORMED = "malformed"
-"""The reason of a message that could not be decoded."""
+"""Reason of messages that cannot be decoded."""
 
 UNKNOWN_SENDER = "unknown_sender"
-"""The reason of a message of a process that is not among the peers."""
+"""Reason of messages from a process that is not a known peer."""
 
 
 class SharedStateBroken(AssertionError):
-    """A structure that all requests share is broken: what follows could not be trusted.
+    """State shared by all requests is inconsistent; later results cannot be trusted.
 
-    It ends the process. Every other failure, a failed assertion too, ends at most the request that
-    it belongs to.
+    It ends the process. Every other error, including a failed assertion, ends at most the request
+    that it belongs to.
     """
 
 
 class UnknownSender(InvalidRequest):
-    """A message of a process whose heartbeats do not count: it is dead, replaced, or forged.
+    """The sender is not a live peer: it is dead, was replaced, or the message is forged.
 
-    What a live one sent before its first heartbeat is seen missing, and sent again.
+    Messages that a live process sent before its first heartbeat are detected as missing and resent.
     """
 
 
 class DroppedMessages:
-    """Counts the dropped messages of a route, and logs one a second and reason."""
+    """Counts the dropped messages of a route, and logs at most one per second and reason."""
 
     def __init__(
         self, route: str, counts: RouteMetrics, clock: Callable[[], float] = time.monotonic
@@ -54,9 +54,9 @@ class DroppedMessages:
         self._unlogged: dict[str, int] = {}
 
     def record(self, error: Exception) -> str:
-        """Count a message that was dropped because of this error; return the reason.
+        """Count a message dropped because of this error; return the reason.
 
-        A bug is logged with its traceback.
+        Bugs are logged with their traceback.
         """
         reason = _reason(error)
         self._counts.message_refused(reason)

@@ -1,4 +1,4 @@
-"""What a service does with a route: answer its calls, or follow its feed."""
+"""Endpoints of a service: handlers of calls and of feeds."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class Endpoint(Protocol):
 
     @property
     def accepts_work(self) -> bool:
-        """Whether it takes new work, and so is closed first when the process drains."""
+        """Whether it accepts new work, and so is closed first when the process drains."""
         ...
 
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteMetrics) -> Inbox:
-        """Make what its messages are delivered to."""
+        """Create the inbox for its messages."""
         ...
 
     def counters(self, bus: Bus) -> Tally:
-        """Make what the discovery verbs tell of it."""
+        """Create its counters for the discovery verbs."""
         ...
 
     async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
-        """Have its messages delivered."""
+        """Subscribe to the route."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestEndpoint(Generic[Q, R]):
-    """Answer each call of a route. Calls run beside each other, in slots, behind a bounded queue.
+    """Handler of the calls of a route. Calls run concurrently in slots behind a bounded queue.
 
     Attributes:
-        handler: Returns the reply, or raises an `EngineError`, which is the reply then. It gets
-            the delivery too, for routes that go on speaking to the caller (`generate`).
-        address: Parts of the subject; what is left out is listened to whatever it is.
-        while_draining: The calls are about work accepted before (cancel, resume), so they are
-            taken until the drain is over. Others are refused from its beginning.
+        handler: Returns the reply, or raises an `EngineError`, which is sent as the reply. It gets
+            the delivery, too, for routes that send more messages to the caller (`generate`).
+        address: Parts of the subject; missing parts are wildcards.
+        while_draining: The calls concern work accepted before (cancel, resume), so they are
+            accepted until the drain ends. Others are rejected from its start.
     """
 
     route: RequestRoute[Q, R]
@@ -65,17 +65,17 @@ class RequestEndpoint(Generic[Q, R]):
 
     @property
     def accepts_work(self) -> bool:
-        """Whether a draining process stops listening to it at once."""
+        """Whether a draining process unsubscribes from it at once."""
         return not self.while_draining
 
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteMetrics) -> Inbox:
-        """Answer each call in a task of its own."""
+        """Create an inbox that handles each call in its own task."""
         return RequestInbox(
             self.route.name, self._handle, calls=calls, limits=limits, counts=counts
         )
 
     def counters(self, bus: Bus) -> Tally:
-        """Name the route and its subject."""
+        """Create counters with the route's name and subject."""
         return _counters(self.route, bus, self.address)
 
     async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
@@ -84,7 +84,7 @@ class RequestEndpoint(Generic[Q, R]):
 
     async def _handle(self, delivery: Delivery) -> R:
         message = delivery.read(self.route)
-        # Not restored: the task is this call's own, and what is logged after it should say so too.
+        # Not reset: the task belongs to this call, and later log lines should have the id, too.
         request_id_var.set(_text(message, "request_id"))
         with span(self.route.name, _text(message, "traceparent")):
             return await self.handler(message, delivery)
@@ -92,11 +92,11 @@ class RequestEndpoint(Generic[Q, R]):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEndpoint(Generic[Q]):
-    """Apply each message of a feed, one at a time, in order.
+    """Handler of a feed: applies its messages one at a time, in order.
 
-    `apply` cannot wait: nothing comes between looking at a sequence number and applying the
-    message, and a message costs no task. A malformed message is logged, counted and dropped. A
-    draining process follows its feeds until the drain is over: what runs still needs them.
+    `apply` is not a coroutine: nothing runs between checking a sequence number and applying the
+    message, and a message costs no task. Malformed messages are logged, counted and dropped. A
+    draining process keeps its feeds until the drain ends: running requests still need them.
     """
 
     route: Route[Q]
@@ -105,15 +105,15 @@ class StreamEndpoint(Generic[Q]):
 
     @property
     def accepts_work(self) -> bool:
-        """Never: what is accepted comes by calls."""
+        """False: new work arrives by calls only."""
         return False
 
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteMetrics) -> Inbox:
-        """Apply each message where it arrives."""
+        """Create an inbox that applies each message on arrival."""
         return StreamInbox(self.route.name, self._apply, calls=calls, counts=counts)
 
     def counters(self, bus: Bus) -> Tally:
-        """Name the route and its subject."""
+        """Create counters with the route's name and subject."""
         return _counters(self.route, bus, self.address)
 
     async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
@@ -130,5 +130,5 @@ def _counters(route: Route[Q], bus: Bus, address: Mapping[str, str]) -> Tally:
 
 
 def _text(message: Message, name: str) -> str | None:
-    """A field that most requests have and that logs and traces want."""
+    """Return a field that most requests have, for logs and traces."""
     return getattr(message, name, None)

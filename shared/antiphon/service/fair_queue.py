@@ -1,4 +1,4 @@
-"""Heavy work of many owners: how much of it there may be, and in which order it is done."""
+"""Quotas and fair queuing of heavy jobs of several owners."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _RETRY_S = 1.0
 
 
 class OwnerQuota:
-    """Bounds the jobs of each owner that wait or run, by count and by bytes.
+    """Bounds the waiting and running jobs of each owner, by count and by bytes.
 
-    The first job of an owner is admitted whatever its size, so no owner is refused because of
+    The first job of an owner is admitted whatever its size. So no owner is rejected because of
     another's jobs, as long as there are fewer than `owners_max`.
     """
 
@@ -30,7 +30,7 @@ class OwnerQuota:
 
     @contextmanager
     def admit(self, owner: str, size_bytes: int) -> Generator[Callable[[int], None]]:
-        """Count a job of an owner until the block ends; gives a function that adds bytes to it.
+        """Count a job of an owner until the block ends; yields a function that adds bytes to it.
 
         Raises:
             Overloaded: The owner has too many jobs or bytes, or there are too many owners.
@@ -74,9 +74,9 @@ class OwnerQuota:
 
 
 class FairQueue:
-    """Gives places to jobs: those of one owner in order, the owners in turns.
+    """Grants slots to jobs: in order within an owner, round-robin between owners.
 
-    An owner with many jobs delays another's by one. Nothing is bounded here: the callers are.
+    An owner with many jobs delays another's by one job. The queue is unbounded: callers bound it.
     """
 
     def __init__(self, slots: int) -> None:
@@ -85,58 +85,58 @@ class FairQueue:
         self._closed = False
 
     async def acquire(self, owner: str) -> None:
-        """Wait for a place; the caller gives it back once the job has ended.
+        """Wait for a slot; the caller releases it when the job has ended.
 
         Raises:
-            Unavailable: The process is leaving.
+            Unavailable: The process is shutting down.
         """
         self._check_open()
         if self._free:
             self._free -= 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(waiter)
         try:
-            await turn
+            await waiter
             self._check_open()
         except BaseException:
-            self._abandon(owner, turn)
+            self._abandon(owner, waiter)
             raise
 
     def release(self) -> None:
-        """Pass a place on to the next owner, who goes to the end of the row."""
+        """Pass a slot on to the next owner, which moves to the end of the round-robin order."""
         while self._waiting:
-            owner, turns = next(iter(self._waiting.items()))
+            owner, waiters = next(iter(self._waiting.items()))
             del self._waiting[owner]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():
-                turn.set_result(None)
+            waiter = waiters.popleft()
+            if waiters:
+                self._waiting[owner] = waiters
+            if not waiter.done():
+                waiter.set_result(None)
                 return
         self._free += 1
 
     def close(self) -> None:
-        """Refuse every job that waits, and later ones."""
+        """Reject all waiting jobs, and later ones."""
         self._closed = True
-        for turns in self._waiting.values():
-            for turn in turns:
-                if not turn.done():
-                    turn.set_exception(_leaving())
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(_leaving())
         self._waiting.clear()
 
     def _check_open(self) -> None:
         if self._closed:
             raise _leaving()
 
-    def _abandon(self, owner: str, turn: asyncio.Future[None]) -> None:
-        """Take a job whose caller left out of the row, or pass its turn on if it has come."""
-        turns = self._waiting.get(owner, deque())
-        if turn in turns:
-            turns.remove(turn)
-            if not turns:
+    def _abandon(self, owner: str, waiter: asyncio.Future[None]) -> None:
+        """Remove a job whose caller left from the queue, or pass on its slot if already granted."""
+        waiters = self._waiting.get(owner, deque())
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
                 del self._waiting[owner]
-        elif not turn.cancelled() and turn.exception() is None:
+        elif not waiter.cancelled() and waiter.exception() is None:
             self.release()
 
 

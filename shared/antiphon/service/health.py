@@ -1,4 +1,4 @@
-"""Where a process is in its life, and who is told when that changes."""
+"""State of a process, and notification of its heartbeat on changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from antiphon.wire.base import ProcessState
 
 
 class ProcessHealth:
-    """The state of this process: starting, then ready, then draining; never back."""
+    """State of this process: starting, then ready, then draining; never back."""
 
     def __init__(self) -> None:
         self._state = ProcessState.STARTING
@@ -17,36 +17,36 @@ class ProcessHealth:
 
     @property
     def state(self) -> ProcessState:
-        """What health checks and heartbeats say."""
+        """State in health checks and heartbeats."""
         return self._state
 
     def ready(self) -> None:
-        """Begin to take work."""
+        """Start to accept work."""
         assert self._state is ProcessState.STARTING
         self._move(ProcessState.READY)
 
     def draining(self) -> None:
-        """Take no new work; what was accepted goes on."""
+        """Accept no new work; accepted work continues."""
         self._move(ProcessState.DRAINING)
 
     def changed(self) -> None:
-        """Send a heartbeat at once: something that it says is news, such as who leads."""
+        """Send a heartbeat at once, because its content changed, such as the leader."""
         self._changed.set()
 
     async def send_heartbeat(self) -> None:
-        """Send a heartbeat at once, and return when it is out, or could not be sent."""
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(told)
+        """Send a heartbeat at once, and return when it was sent, or sending failed."""
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(sent)
         self.changed()
-        await told
+        await sent
 
     def take_waiters(self) -> list[asyncio.Future[None]]:
-        """Who waits for the heartbeat that is sent next. For the heartbeat only."""
-        untold, self._waiters = self._waiters, []
-        return untold
+        """Return the futures that wait for the next heartbeat. For the heartbeat task only."""
+        waiters, self._waiters = self._waiters, []
+        return waiters
 
     async def wait_changed(self) -> None:
-        """Wait for the next change. One waiter only: the heartbeat."""
+        """Wait for the next change. For the heartbeat task only."""
         await self._changed.wait()
         self._changed.clear()
 

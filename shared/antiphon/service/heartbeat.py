@@ -1,4 +1,4 @@
-"""Our heartbeat to the others, and theirs to our table."""
+"""Heartbeats: send this process's, and feed those of peers to the peer table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPLY_JITTER_S = 0.1
 
 
 class Heartbeater:
-    """Says that this process lives, asks who else does, and lets the table of peers judge."""
+    """Sends heartbeats, discovers peers, and updates their liveness."""
 
     def __init__(
         self, service: Service, runtime: Runtime, name: InstanceName, health_port: int
@@ -40,15 +40,15 @@ class Heartbeater:
         self._reply_pending = False
 
     async def listen(self) -> None:
-        """Hear those heartbeats that the route table says our role does, and questions."""
+        """Subscribe to the heartbeats that the route table lists for this role, and to discover."""
         self._runtime.peers.on_reject(self._count_refused)
         role, instance = self._service.role, self._runtime.process.instance
-        heard = [{"role": str(other)} for other in HEARTBEAT_SOURCES.get(role, ())]
+        addresses = [{"role": str(other)} for other in HEARTBEAT_SOURCES.get(role, ())]
         if role not in HEARTBEAT_SOURCES.get(role, ()):
-            # Our own all the same: that they come back shows that the link is whole, and others
-            # under our name show that we have lost it.
-            heard.append({"role": str(role), "instance": instance})
-        for address in heard:
+            # Also to our own: their echo proves that the link works, and heartbeats of another
+            # process with our name show that we have lost the name.
+            addresses.append({"role": str(role), "instance": instance})
+        for address in addresses:
             await self._runtime.listen(
                 StreamEndpoint(route=HEARTBEAT, apply=self._on_heartbeat, address=address)
             )
@@ -60,11 +60,11 @@ class Heartbeater:
         """Send a heartbeat each `heartbeat_s` and at each change, until cancelled."""
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
-            untold = self._runtime.health.take_waiters()
+            waiters = self._runtime.health.take_waiters()
             await self.send()
-            for waits in untold:
-                if not waits.done():
-                    waits.set_result(None)
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
             try:
                 async with asyncio.timeout(pause_s):
                     await self._runtime.health.wait_changed()
@@ -72,7 +72,7 @@ class Heartbeater:
                 continue
 
     async def watch_peers(self) -> None:
-        """Draw verdicts of the peers that we hear whenever one is due, until cancelled."""
+        """Update the liveness of peers whenever it is due, until cancelled."""
         if self._service.role not in HEARTBEAT_SOURCES:
             return
         peers, link = self._runtime.peers, self._runtime.bus.link
@@ -83,14 +83,14 @@ class Heartbeater:
             await asyncio.sleep(due_s)
 
     async def send(self) -> None:
-        """Send one heartbeat. Not sent while the link is down, the next one says the same."""
+        """Send one heartbeat. While the link is down it is dropped; the next one replaces it."""
         process, role = self._runtime.process, self._service.role
         try:
             self._runtime.bus.publish(
                 HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
             )
         except RequestTooLarge as error:
-            # Nor would be any later one: peers will take us for dead.
+            # Later ones will be too large as well: peers will consider us dead.
             self._runtime.metrics.bus_errors.labels("heartbeat").inc()
             log.error("heartbeat not sent", extra={"code": error.code, "reason": error.message})  # noqa: TRY400  # no bug of this line
         except EngineError as error:
@@ -101,7 +101,7 @@ class Heartbeater:
         runtime = self._runtime
         starting = runtime.health.state is ProcessState.STARTING
         report = Report(load=0) if starting else self._service.report()
-        patience_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
+        dead_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
         return Heartbeat(
             role=self._service.role,
             process=runtime.process,
@@ -115,11 +115,11 @@ class Heartbeater:
             streams=report.streams,
             reads=report.reads,
             sent_unix_ms=runtime.clock.unix_ms(),
-            not_after_unix_ms=deadline_in(patience_s, runtime.clock),
+            not_after_unix_ms=deadline_in(dead_s, runtime.clock),
         )
 
     async def _on_connected(self) -> None:
-        """Ask who is there: at the start, and whenever the broker is back."""
+        """Discover peers: at the start and after each reconnect."""
         self._runtime.health.changed()
         try:
             self._runtime.bus.publish(DISCOVER, Discover(asker=self._runtime.process))
@@ -135,7 +135,7 @@ class Heartbeater:
         self._runtime.metrics.peers_refused.labels(reason).inc()
 
     def _on_discover(self, question: Discover) -> None:
-        """Answer after a pause of our own: a whole cluster is asked at once."""
+        """Reply after a random delay: the whole cluster receives it at once."""
         if question.asker == self._runtime.process:
             return
         if not self._reply_pending:

@@ -1,4 +1,4 @@
-"""What stands between the bus and a handler: a bound, an order, and an answer for everybody."""
+"""Inboxes between the bus and handlers: bounded, ordered, with a reply to every call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 OVERLOADED_RETRY_S = 1.0
 
 LEAVING = Unavailable("this process is shutting down", retry_after_s=0.0)
-"""The caller asks another, and need not wait."""
+"""The caller may retry elsewhere at once."""
 
 
 class Inbox(Protocol):
@@ -39,25 +39,25 @@ class Inbox(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether nobody waits for an answer."""
+        """Whether no call is pending."""
         ...
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take one message. Raises nothing."""
+        """Accept one message. Raises nothing."""
         ...
 
     def shut(self) -> None:
-        """Take no more calls: each is answered `Unavailable` from now on."""
+        """Accept no more calls: each gets `Unavailable` from now on."""
         ...
 
     async def close(self) -> None:
-        """Answer `Unavailable` to whatever was taken and is not answered yet."""
+        """Reply `Unavailable` to all pending calls."""
         ...
 
 
 @dataclass(frozen=True)
 class InboxLimits:
-    """How many calls of one route run beside each other, and how many more may wait."""
+    """How many calls of one route run concurrently, and how many more may wait."""
 
     slots: int
     backlog: int
@@ -65,18 +65,18 @@ class InboxLimits:
 
 @dataclass(frozen=True, eq=False)
 class _PendingCall:
-    """A call that is owed an answer."""
+    """A call without a reply yet."""
 
     delivery: Delivery
     since_s: float
 
 
 class RequestInbox:
-    """Runs at most `slots` handlers at once; at most `backlog` wait; one more is refused.
+    """Runs at most `slots` handlers at once; at most `backlog` calls wait; more are rejected.
 
-    Core NATS has no back-pressure: past its pending limit a subscription drops messages and tells
-    nobody who sent them. So we answer `Overloaded` long before that. Every call that was taken is
-    answered: by its handler, by the error that ended it, or by `close`.
+    Core NATS has no back-pressure: beyond its pending limit a subscription silently drops messages.
+    So we reply `Overloaded` long before that. Every accepted call gets a reply: from its handler,
+    from the error that ended it, or from `close`.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class RequestInbox:
 
     @property
     def empty(self) -> bool:
-        """Whether every call that was taken is answered."""
+        """Whether no call is pending."""
         return not self._pending
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take the call, or refuse it at once."""
+        """Accept the call, or reject it at once."""
         if not self._open:
             self._refuse(delivery, LEAVING)
         elif len(self._pending) >= self._capacity:
@@ -117,11 +117,11 @@ class RequestInbox:
             self._calls.create_task(self._run(call), name=self._route)
 
     def shut(self) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self._open = False
 
     async def close(self) -> None:
-        """Answer the calls whose task was cancelled before it began."""
+        """Reply to the calls whose task was cancelled before it started."""
         self.shut()
         for call in list(self._pending):
             self._fail(call, LEAVING)
@@ -161,11 +161,11 @@ class RequestInbox:
 
 
 class StreamInbox:
-    """Applies one message at a time, in order, and answers nothing.
+    """Applies one message at a time, in order, without replies.
 
-    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots. A message
-    that fails is dropped, whatever failed: the others are no part of it. Only `SharedStateBroken`
-    ends the group `calls`, and so the process.
+    Concurrent handlers would reorder: with 8 slots, 50 ordered messages came out of order. A
+    message that fails is dropped and does not affect others. Only `SharedStateBroken` ends the
+    group `calls`, and with it the process.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class StreamInbox:
 
     @property
     def empty(self) -> bool:
-        """Always: a feed has no caller."""
+        """True: a feed has no callers."""
         return True
 
     def deliver(self, delivery: Delivery) -> None:
-        """Apply the message. One that cannot be read, or raises, is dropped."""
+        """Apply the message. One that cannot be decoded or applied is dropped."""
         since_s = time.monotonic()
         try:
             self._apply(delivery)
@@ -202,10 +202,10 @@ class StreamInbox:
             self._counts.applied(time.monotonic() - since_s)
 
     def shut(self) -> None:
-        """Nothing to refuse: a feed has no caller."""
+        """Do nothing: a feed has no callers to reject."""
 
     async def close(self) -> None:
-        """Nothing to answer: a feed has no caller."""
+        """Do nothing: a feed has no callers to reply to."""
 
 
 async def _fail(error: SharedStateBroken) -> None:
@@ -213,7 +213,7 @@ async def _fail(error: SharedStateBroken) -> None:
 
 
 def send_error(delivery: Delivery, error: EngineError, counts: RouteMetrics) -> None:
-    """Send an error to whoever waits for one. Never raises: a reply must not end the service."""
+    """Reply with an error. Never raises: a failed reply must not end the service."""
     extra = {"subject": delivery.subject, "code": error.code}
     try:
         delivery.respond(encode_error(error))

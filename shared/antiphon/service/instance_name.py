@@ -1,4 +1,4 @@
-"""The name of this process on the bus: asked for before it is used, and given up when lost."""
+"""The instance name of this process: claimed before use, and given up when lost."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _UNKNOWN = Incarnation("unknown")
 
 
 class Replaced(Exception):
-    """Another process has taken this one's name."""
+    """Another process has taken over this one's name."""
 
 
 class InstanceName:
     """Holds the instance name of one process.
 
-    Two live processes of one name would read each other's messages. So a process asks for its name
-    before its first heartbeat, and leaves when another one got it while this one was frozen.
+    Two live processes with one name would receive each other's messages. So a process claims its
+    name before its first heartbeat, and exits if another one took it while this one was frozen.
 
-    Two processes that start at once may both find it free. So each of them claims it once more as
-    soon as it answers for it. The broker puts these claims in one order. A holder that receives a
-    later claim than its own asks anew, finds the claimant, and leaves: the last one stays. Where
-    it finds no process, as after a forged claim, it stays itself.
+    Two processes that start at the same time may both find the name free. So each claims it again
+    once it responds to claims. The broker puts these claims in one order. A holder that receives a
+    later claim than its own checks again, finds the claimant, and exits: the last one stays. If it
+    finds none, as after a forged claim, it stays itself.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._instance = runtime.process.instance
         self._subscription: Subscription | None = None
-        self._claimed = False  # our claim has passed the broker: those to come are later ones
+        self._claimed = False  # our claim has passed the broker: claims from now on are later
         self._recheck_requested = asyncio.Event()
 
     async def claim(self) -> None:
-        """Take the name.
+        """Claim the name.
 
         Raises:
             CannotStart: A live process has it.
@@ -64,20 +64,20 @@ class InstanceName:
         await self._listen_and_claim()
 
     def recheck(self) -> None:
-        """Ask anew soon: another process may have the name."""
+        """Check soon whether another process has the name."""
         self._recheck_requested.set()
 
     async def watch(self) -> None:
-        """Ask anew whenever there is doubt, until cancelled.
+        """Check the name whenever `recheck` was called, until cancelled.
 
         Raises:
-            Replaced: A live process answers under this name.
+            Replaced: Another live process has this name.
         """
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
             await self._recheck_requested.wait()
             if self._subscription is not None:
-                await self._subscription.drain()  # or we would answer ourselves
+                await self._subscription.drain()  # or we would reply to our own claim
             holder = await self._find_holder()
             if holder is not None:
                 raise Replaced(
@@ -92,28 +92,29 @@ class InstanceName:
                 if self._runtime.bus.link.up:
                     return  # draining: the name is not needed any more
                 self.recheck()
-            # Two that doubt at once shall not ask in step for ever.
+            # Jitter: two processes that check at the same time must not stay in lockstep.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
 
     async def _find_holder(self) -> Process | None:
         """Return the live process that has the name; None if it is free.
 
-        A holder that does not answer within the time after which it counts as dead has lost it.
+        A holder that does not reply within the time after which it counts as dead has lost it.
         """
         try:
             reply = await self._send_claim(held=False)
         except NoResponders:
             return None
         except (DeadlineExceeded, BusDown, ReplyLost) as error:
-            # Should there be one after all, it leaves when it receives our second claim.
+            # If there is a holder after all, it exits when it receives our second claim.
             log.warning("name not confirmed", extra={"code": error.code, "reason": error.message})
             return None
         except EngineError:
-            return Process(instance=self._instance, incarnation=_UNKNOWN)  # too busy to say more
+            # A holder that is overloaded or draining does not name itself.
+            return Process(instance=self._instance, incarnation=_UNKNOWN)
         return reply.process
 
     async def _listen_and_claim(self) -> None:
-        """Answer for the name, and claim it from all that do so already."""
+        """Respond to claims of the name, and claim it from other holders."""
         address = {"instance": str(self._instance)}
         answer = RequestEndpoint(
             route=NAME, handler=self._on_claim, address=address, while_draining=True
@@ -128,11 +129,9 @@ class InstanceName:
 
     async def _send_claim(self, *, held: bool) -> NameTaken:
         settings = self._runtime.settings
-        patience_s = settings.service.heartbeat_s * settings.scheduler.dead_beats
+        dead_s = settings.service.heartbeat_s * settings.scheduler.dead_beats
         claim = ClaimName(process=self._runtime.process, held=held)
-        return await self._runtime.bus.call(
-            NAME, claim, timeout_s=patience_s, instance=self._instance
-        )
+        return await self._runtime.bus.call(NAME, claim, timeout_s=dead_s, instance=self._instance)
 
     async def _on_claim(self, claim: ClaimName, __: object) -> NameTaken:
         if claim.process == self._runtime.process:

@@ -1,4 +1,4 @@
-"""Everything that a process listens to: opened, drained in order, answered to the last call."""
+"""All endpoints of a process: opened, drained in order, with a reply to every accepted call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """One endpoint that is listened to. A `Subscription`: draining it ends it."""
+    """An open endpoint. Implements `Subscription`: draining ends it."""
 
     def __init__(
         self, subscription: Subscription, inbox: Inbox, tally: Tally, *, accepts_work: bool
@@ -32,26 +32,26 @@ class Listener:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more and nobody waits for an answer."""
+        """Whether it is drained and no call is pending."""
         return self._drained and self._inbox.empty
 
     async def drain(self) -> None:
-        """Stop listening; what had arrived is still taken, what comes later is refused."""
+        """Unsubscribe; messages that had arrived are still accepted, later ones rejected."""
         await self._subscription.drain()
         self._inbox.shut()
         self._drained = True
 
     def shut(self) -> None:
-        """Refuse whatever comes from now on."""
+        """Reject all calls from now on."""
         self._inbox.shut()
 
     async def close(self) -> None:
-        """Answer `Unavailable` to whoever still waits."""
+        """Reply `Unavailable` to all pending calls."""
         await self._inbox.close()
 
 
 class Listeners:
-    """Opens endpoints and runs their calls. Left with every call answered that was taken."""
+    """Opens endpoints and runs their calls. On exit, every accepted call has a reply."""
 
     def __init__(self, bus: Bus, limits: InboxLimits, metrics: Metrics) -> None:
         self._bus = bus
@@ -61,7 +61,7 @@ class Listeners:
         self._listeners: list[Listener] = []
         self._draining = False
         self.counters: list[Tally] = []
-        """What happened on each endpoint; the same list for ever, for the discovery verbs."""
+        """Counters of each endpoint; always the same list, for the discovery verbs."""
 
     async def __aenter__(self) -> Self:
         await self._calls.__aenter__()
@@ -72,7 +72,7 @@ class Listeners:
         await self._calls.__aexit__(None, None, None)
 
     async def open(self, endpoint: Endpoint) -> Listener:
-        """Listen to an endpoint from now on.
+        """Open an endpoint.
 
         Raises:
             Unavailable: The process is draining, or the link is down.
@@ -90,17 +90,17 @@ class Listeners:
         return listener
 
     async def drain_work(self) -> None:
-        """Stop listening to whatever brings new work, and wait for the calls that run."""
+        """Close the endpoints that accept new work, and wait for running calls."""
         self._draining = True
         await self._drain([listener for listener in self._listeners if listener.accepts_work])
 
     async def drain(self) -> None:
-        """Stop listening to everything, and wait for the calls that run."""
+        """Close all endpoints, and wait for running calls."""
         self._draining = True
         await self._drain(self._listeners)
 
     async def end(self) -> None:
-        """Refuse what still comes, cancel what still runs, answer everybody who waits."""
+        """Reject new calls, cancel running ones, and reply to all pending ones."""
         self._draining = True
         for listener in self._listeners:
             listener.shut()

@@ -2,8 +2,8 @@
 
     run("tokenizer", TokenizerService)
 
-Exit codes: 0 stopped as told, 1 failed while it ran, 2 bad settings, 3 could not start, 4 replaced
-by another process of its name.
+Exit codes: 0 stopped by a signal, 1 failed while running, 2 bad settings, 3 could not start, 4
+replaced by another process with its name.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ CANNOT_START = 3
 REPLACED = 4
 
 _LEAVE_S = 4.0
-"""What leaving may take beyond the drain deadline."""
+"""Maximum time of the shutdown beyond the drain deadline."""
 _YOUNG_MAX = 10_000
-"""Objects that are new before the garbage collector looks for cycles in them, in a millisecond.
-Nearly all that a request makes dies by its references. With Python's 700, each 2,000 requests that
-came had it look at everything a few times, 0.05 to 0.4 s in the gateway, and no stream went on."""
+"""Threshold of the youngest garbage collector generation; a collection of it takes a millisecond.
+Nearly all objects of a request are freed by reference counting. With Python's default of 700, each
+2,000 incoming requests caused several full collections, 0.05 to 0.4 s in the gateway, which paused
+all streams."""
 
 
 def run(role: str, build: Callable[[Settings], Service]) -> NoReturn:
-    """Be a service until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+    """Run a service until SIGTERM or SIGINT, then drain; a second signal ends it at once.
 
     Args:
-        role: For `service.name` in traces and in messages before there is a log.
-        build: Makes the service. It does no work yet; it may raise `CannotStart`.
+        role: `service.name` in traces, and in messages before logging is set up.
+        build: Creates the service, which does no work yet; may raise `CannotStart`.
     """
     try:
         arguments = load_process()
@@ -82,12 +83,12 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
     try:
         if arguments.parent_pid is not None:
             die_with(arguments.parent_pid)
-        around = _process_context(Role(role), arguments)
+        context = _process_context(Role(role), arguments)
         service = build(arguments.settings)
     except (CannotStart, ConfigError, EngineError) as error:
         log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
         return CANNOT_START
-    process = around.bus.process
+    process = context.bus.process
     log.info(
         "starting",
         extra={
@@ -99,7 +100,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
         },
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signal(service, around))
+        return runner.run(_until_signal(service, context))
 
 
 def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
@@ -108,19 +109,20 @@ def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
         raise CannotStart("bus.url is not set; use --bus-url nats://host:port")
     process = Process(instance=InstanceId(arguments.instance), incarnation=new_incarnation())
     transport = NatsTransport(settings.bus, name=arguments.instance)
-    around = ProcessContext(
+    context = ProcessContext(
         settings=settings,
         bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
         on_started=tune_gc,
     )
-    _export_link_errors(around.metrics, transport.errors)
-    return around
+    _export_link_errors(context.metrics, transport.errors)
+    return context
 
 
 def tune_gc() -> None:
-    """Have the garbage collector look at what is made from here on, and less often.
+    """Exclude all objects created so far from garbage collection, and collect less often.
 
-    What the start has made stays: in a worker it took 0.2 s each time, in which no step began.
+    They live as long as the process: a collection that includes them takes 0.2 s in a worker, in
+    which no step starts.
     """
     gc.collect()
     gc.freeze()
@@ -129,7 +131,7 @@ def tune_gc() -> None:
 
 
 def _export_link_errors(metrics: Metrics, errors: LinkErrors) -> None:
-    """Show what goes wrong out of anybody's sight: above all what a slow receiver lost."""
+    """Export background errors of the link, above all messages dropped by slow receivers."""
     metrics.link_errors.labels("dropped").set_function(lambda: errors.dropped)
     metrics.link_errors.labels("forbidden").set_function(lambda: errors.forbidden)
     metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
@@ -142,7 +144,7 @@ async def _until_signal(service: Service, context: ProcessContext) -> int:
     def on_signal(number: int) -> None:
         if stop.is_set():
             os._exit(128 + number)
-        # Whatever hangs on the way out, even the loop itself: gone by then, with tracebacks.
+        # If anything hangs during shutdown, even the event loop, exit then with tracebacks.
         faulthandler.dump_traceback_later(leave_s, exit=True)
         stop.set()
 
@@ -159,11 +161,11 @@ async def _until_signal(service: Service, context: ProcessContext) -> int:
 
 
 def _bound_exit(code: int, *, quiet: bool) -> int:
-    """Bound what is left: to join threads, of which one that hangs must not keep the process.
+    """Bound the rest of the shutdown: joining a hanging thread must not keep the process alive.
 
     Args:
         code: The exit status.
-        quiet: Whether the reason is logged already: stacks of threads would hide it.
+        quiet: Whether the reason is already logged: thread stacks would hide it.
     """
     if quiet:
         faulthandler.cancel_dump_traceback_later()
@@ -176,7 +178,7 @@ def _bound_exit(code: int, *, quiet: bool) -> int:
 
 
 def _failed(error: Exception, *, starting: bool) -> int:
-    """Say it: an operating condition at the start in a line, anything else with its traceback."""
+    """Log the error: an operating condition at startup in one line, others with a traceback."""
     causes = list(_leaf_errors(error))
     if all(isinstance(cause, Replaced) for cause in causes):
         log.error("replaced", extra={"reason": str(causes[0])})
@@ -205,7 +207,7 @@ def _traces(role: str, arguments: ProcessArguments) -> Generator[None]:
     if not telemetry.traces:
         yield
         return
-    from antiphon.telemetry import export  # noqa: PLC0415  # 0.1 s that most save
+    from antiphon.telemetry import export  # noqa: PLC0415  # saves 0.1 s without tracing
 
     provider = export.start(
         endpoint=telemetry.otlp_endpoint,

@@ -1,24 +1,24 @@
-"""Whether lists that a process will send fit a message: what does not is never sent."""
+"""Check at startup that lists a process will send fit into a message."""
 
 from __future__ import annotations
 
 from antiphon.service.sockets import CannotStart
 
 OPEN_ENTRY_BYTES = 192
-"""Of a line of an open list, about and rather more."""
+"""Estimated size of an open list entry, rounded up."""
 HELD_ENTRY_BYTES = 224
-"""Of what a heartbeat says of a request that a worker holds."""
+"""Estimated size of a running request in a worker's heartbeat, rounded up."""
 
 _REST_BYTES = 16 * 1024
 
 
 def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
-    """Refuse a bound that would make a message larger than the broker takes.
+    """Reject a bound whose lists would exceed the broker's message size.
 
-    Peers would take a process for dead whose heartbeats are not sent, and its requests for ended.
+    Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
 
     Raises:
-        CannotStart: Names the bound, and the largest that fits.
+        CannotStart: Names the bound, and the largest one that fits.
     """
     fits = max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
     if count > fits:

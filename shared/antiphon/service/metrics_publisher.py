@@ -1,4 +1,4 @@
-"""This process's metrics to the gateways, once a second."""
+"""Publish this process's metrics to the gateways, once a second."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 PART_BYTES_MAX = 256 * 1024
-"""Largest message of a report: larger ones hold up the others on the broker."""
+"""Maximum message size of a report: larger ones delay other messages on the connection."""
 _HEAD_BYTES = 1024
-"""What a message takes without its metrics."""
+"""Size of a message without its metrics."""
 _VALUE_MAX = 1e18
-"""Largest number of a message."""
+"""Maximum value in a message."""
 
 
 class MetricsPublisher:
-    """Publishes what the process has counted: all of it each time, since messages may be lost."""
+    """Publishes the metrics of the process: all of them each time, since messages may be lost."""
 
     def __init__(self, service: Service, runtime: Runtime) -> None:
         self._service = service
@@ -59,7 +59,7 @@ class MetricsPublisher:
                 self.send()
 
     def send(self) -> None:
-        """Send one report. One that cannot be sent is counted; the next says the same and more."""
+        """Send one report. One that cannot be sent is counted; the next one includes it."""
         role, process = self._service.role, self._runtime.process
         report = report_of(self._service, self._runtime)
         self._number += 1
@@ -82,7 +82,7 @@ class MetricsPublisher:
 
 
 def report_of(service: Service, runtime: Runtime) -> MetricsReport:
-    """Write all that a process has counted so far; numbers that no message takes are counted."""
+    """Create the report of a process; values out of the message's bounds are counted."""
     published = runtime.metrics.published()
     bad = sum(not _sendable(one) for each in published for one in each.series)
     if bad:
@@ -97,11 +97,11 @@ def report_of(service: Service, runtime: Runtime) -> MetricsReport:
 
 
 def parts_of(report: MetricsReport, bytes_max: int) -> tuple[list[MetricsReport], int]:
-    """Divide a report into messages of at most so many bytes.
+    """Split a report into messages of at most `bytes_max`.
 
     Returns:
-        The messages, and how many series are in none of them: for want of messages, or because
-        one alone is too large.
+        The messages, and the number of series in none of them: more than `PARTS_MAX` messages would
+        be needed, or one series alone is too large.
     """
     if len(encode(report)) <= bytes_max:
         return [report], 0
@@ -125,7 +125,7 @@ def parts_of(report: MetricsReport, bytes_max: int) -> tuple[list[MetricsReport]
 
 
 def _pieces(family: MetricFamily, bytes_max: int) -> Iterator[tuple[MetricFamily, int]]:
-    """Halve the series of a metric until each piece fits, or is one series."""
+    """Halve the series of a metric until each piece fits, or is a single series."""
     size = len(msgspec.msgpack.encode(family))
     count = len(family.series)
     if size <= bytes_max or count <= 1:
@@ -136,7 +136,7 @@ def _pieces(family: MetricFamily, bytes_max: int) -> Iterator[tuple[MetricFamily
 
 
 def families(published: Iterable[Published]) -> tuple[MetricFamily, ...]:
-    """Write metrics as a report has them, those of many series in several pieces."""
+    """Convert metrics to the form of a report; metrics with many series are split."""
     return tuple([piece for each in published for piece in _family(each)])
 
 
@@ -152,7 +152,7 @@ def _family(each: Published) -> Iterator[MetricFamily]:
 
 
 def _sendable(series: Series) -> bool:
-    """Whether a message takes its numbers: one that does not would cost all the others."""
+    """Whether the values are within bounds; one that is not would make the message invalid."""
     values = (series.value, *series.counts)
     return all(math.isfinite(value) and abs(value) <= _VALUE_MAX for value in values)
 
@@ -162,5 +162,5 @@ def _shorts(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _short(value: float) -> float:
-    """Whole numbers as such: they take a few bytes of MessagePack where a float takes nine."""
+    """Convert whole numbers to int: a few bytes of MessagePack, where a float takes nine."""
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it."""
+"""End a process together with its parent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if that one is killed.
+    """Make the kernel kill this process when its parent ends, even if the parent is killed.
 
-    Where there is no such call (not Linux), it does nothing.
+    Does nothing on systems other than Linux.
 
     Raises:
-        CannotStart: The parent has ended already.
+        CannotStart: The parent has already ended.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise CannotStart(f"prctl: {os.strerror(ctypes.get_errno())}")
-    # It may have ended before we asked.
+    # The parent may have ended before the call.
     if os.getppid() != parent_pid:
         raise CannotStart(f"parent {parent_pid} has ended")

@@ -1,4 +1,4 @@
-"""Who else lives: a table fed with heartbeats and a clock, and the verdicts drawn from silence."""
+"""The peer table: peers by their heartbeats, and their liveness by missed heartbeats."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ log = logging.getLogger(__name__)
 _REMEMBERED = 1024
 _OFFSET_BEATS = 16
 OFFSET_MAX_MS = 5_000
-"""How far the clocks of two hosts may be apart."""
+"""Maximum offset between the clocks of two hosts."""
 
 
 class Liveness(StrEnum):
-    """What silence says of a peer."""
+    """Liveness of a peer, by missed heartbeats."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
-    """Gets no new work; what it has stays with it."""
+    """Gets no new work but keeps its requests."""
     DEAD = "dead"
-    """No longer listed. What it had is lost, or goes on elsewhere."""
+    """No longer listed. Its requests are lost, or continue elsewhere."""
 
 
 class PeerChange(StrEnum):
-    """What happened to a peer."""
+    """Change of a peer."""
 
     APPEARED = "appeared"
     CHANGED = "changed"
-    """It sent a heartbeat, or its verdict is another."""
+    """It sent a heartbeat, or its liveness changed."""
     DIED = "died"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One life of another process, as last heard."""
+    """One incarnation of another process, with its last heartbeat."""
 
     heartbeat: Heartbeat
     liveness: Liveness
@@ -55,72 +55,75 @@ class Peer:
 
     @property
     def process(self) -> Process:
-        """Whose heartbeat it is."""
+        """The peer's instance and incarnation."""
         return self.heartbeat.process
 
     @property
     def accepts_work(self) -> bool:
-        """Whether new work may go there."""
+        """Whether it may get new work."""
         return self.liveness is Liveness.ALIVE and self.heartbeat.state is ProcessState.READY
 
 
 @dataclass(frozen=True, kw_only=True)
 class LivenessConfig:
-    """How much silence means what."""
+    """Thresholds of liveness."""
 
     heartbeat_s: float
     suspect_beats: int
     dead_beats: int
     owner_s: float
-    """Of a gateway that has not taken its leave: it may only pause, and owns what others run."""
+    """Time until a gateway that is not draining counts as dead: it owns requests of others and may
+    only be paused."""
 
 
 Watcher = Callable[[PeerChange, Peer], None]
 
 
 _STEP_MS = 1000
-"""A clock that differs from before by more was set."""
+"""A larger change of a clock offset means that a clock was set."""
 
 
 class ClockOffset:
-    """How far a process's clock is from ours, by its last heartbeats. Pure.
+    """Offset between a process's clock and ours, estimated from its last heartbeats. Pure.
 
-    The least of (receipt - sent) is the offset and the shortest way here, some milliseconds.
+    The minimum of (receipt time - send time) is the offset plus the shortest transit time, some
+    milliseconds.
     """
 
     def __init__(self) -> None:
-        self.sent_ms = 0  # of the last heartbeat that counted
+        self.sent_ms = 0  # of the last accepted heartbeat
         self._differences: deque[int] = deque(maxlen=_OFFSET_BEATS)
 
     def record(self, difference_ms: int) -> None:
-        """Take in (receipt - sent) of one heartbeat.
+        """Record (receipt time - send time) of one heartbeat.
 
-        Two in a row that agree and lie above the least show that a clock was set, or that the
-        least was forged: what came before is forgotten, or all that follow would be too late.
+        Two consecutive ones that agree with each other and exceed the minimum show that a clock was
+        set, or that the minimum was forged: earlier ones are dropped, or all later heartbeats would
+        seem late.
         """
         self._differences.append(difference_ms)
-        *_, last = lately = list(self._differences)[-2:]
-        if min(lately) - min(self._differences) > _STEP_MS and abs(last - lately[0]) < _STEP_MS / 2:
+        *_, last = recent = list(self._differences)[-2:]
+        if min(recent) - min(self._differences) > _STEP_MS and abs(last - recent[0]) < _STEP_MS / 2:
             self._differences.clear()
-            self._differences.extend(lately)
+            self._differences.extend(recent)
 
     @property
     def offset_ms(self) -> int | None:
-        """What is to be added to its times to make them ours; None before the first heartbeat."""
+        """Offset to add to the process's times; None before the first heartbeat."""
         return min(self._differences, default=None)
 
 
 class PeerTable:
-    """Everybody whose heartbeats we hear, ourselves excepted. Pure: no bus, no task.
+    """All peers whose heartbeats this process receives, without itself. Pure: no bus, no task.
 
-    A name belongs to the life that has it until that one is silent for so long that it is suspect.
-    Only then another life takes the name; should that one fall silent in turn, and the first one
-    send heartbeats again, the first one has it back. So a heartbeat that is forged, or of a second
-    process that was started by mistake, shuts nobody out.
+    A name belongs to the incarnation that holds it until that one is suspect. Only then can another
+    incarnation take the name. If that one stops sending in turn and the first one resumes, the
+    first one gets the name back. So neither a forged heartbeat nor a second process started by
+    mistake can displace a live process.
 
-    Broker gone is not peer dead: silence counts only on a link that carries our own heartbeats
-    back to us. While it does not (down, frozen, or we were stalled ourselves) nobody is judged,
-    and when it does again everybody counts as just heard.
+    A broken link does not make peers dead: missed heartbeats count only while our own heartbeats
+    come back to us. While they do not (the link is down or frozen, or this process was stalled), no
+    liveness changes, and when they do again, all peers count as just received.
     """
 
     def __init__(
@@ -133,47 +136,47 @@ class PeerTable:
         self._peers: dict[InstanceId, Peer] = {}
         self._watchers: list[Watcher] = []
         self._echo_at: float | None = None
-        self._echoed_at: float | None = None  # whatever became of the link since
+        self._echoed_at: float | None = None  # not reset on reconnects, unlike _echo_at
         self._connect_count = 0
         self._silent_until: float | None = None
         self._name_conflict: Process | None = None
         self._timings: dict[Process, ClockOffset] = {}
-        self._former: OrderedDict[Process, ClockOffset] = OrderedDict()  # of lives that have died
+        self._former: OrderedDict[Process, ClockOffset] = OrderedDict()  # of dead incarnations
         self._refused: OrderedDict[tuple[Process, str], None] = OrderedDict()
         self._count_refused: Callable[[str], None] = _uncounted
 
     def watch(self, watcher: Watcher) -> None:
-        """Call `watcher` at every change, in the order in which they happen. It must not wait."""
+        """Call `watcher` at every change, in order. It must not block."""
         self._watchers.append(watcher)
 
     def on_reject(self, count: Callable[[str], None]) -> None:
-        """Call `count` with the reason for each heartbeat that does not count."""
+        """Call `count` with the reason of each rejected heartbeat."""
         self._count_refused = count
 
     def with_role(self, role: Role) -> list[Peer]:
-        """Every peer of a role that is not dead, by name."""
+        """Return the peers of a role that are not dead, sorted by name."""
         found = [peer for peer in self._peers.values() if peer.heartbeat.role == role]
         return sorted(found, key=lambda peer: peer.process)
 
     def accepting_work(self, role: Role) -> list[Peer]:
-        """The peers of a role that take new work, by name."""
+        """Return the peers of a role that accept new work, sorted by name."""
         return [peer for peer in self.with_role(role) if peer.accepts_work]
 
     def all(self) -> list[Peer]:
-        """Every peer that is not dead."""
+        """Return all peers that are not dead."""
         return list(self._peers.values())
 
     def find(self, instance: InstanceId) -> Peer | None:
-        """The life that now has this name."""
+        """Return the peer that holds this name."""
         return self._peers.get(instance)
 
     def is_alive(self, process: Process) -> bool:
-        """Whether this very life is listed: not dead, and not replaced by a later one."""
+        """Whether this incarnation is listed: neither dead nor replaced."""
         peer = self._peers.get(process.instance)
         return peer is not None and peer.process == process
 
     def claims(self, model: ModelName | None) -> list[Term]:
-        """The terms that living schedulers of a model claim: each its own."""
+        """Return the terms that live schedulers of a model claim for themselves."""
         return [
             peer.heartbeat.leads
             for peer in self.with_role(Role.SCHEDULER)
@@ -183,41 +186,41 @@ class PeerTable:
         ]
 
     def leading(self, model: ModelName | None) -> Term | None:
-        """The term that leads a model's queue, by what living schedulers claim."""
+        """Return the leading term of a model's queue, by the claims of live schedulers."""
         return leading_term(self.claims(model))
 
     def offset_ms(self, process: Process) -> int | None:
-        """What is to be added to this life's times to make them ours; None if that is not known."""
+        """Return the offset to add to a process's times to get local ones; None if unknown."""
         if process == self._process:
             return 0
-        # One that is silent now has said what its clock shows all the same.
+        # The offset of a dead incarnation is still known from its heartbeats.
         timing = self._timings.get(process) or self._former.get(process)
         return None if timing is None else timing.offset_ms
 
     def is_expired(self, not_after_unix_ms: int, sender: Process) -> bool:
-        """Whether a message of this life does not count any more.
+        """Whether a message of this sender has expired.
 
-        One of a process whose clock is not known is as good as late: it may have been under way
-        for any time.
+        A message of a process whose clock offset is unknown counts as expired: it may have been in
+        transit for any time.
         """
         offset_ms = self.offset_ms(sender)
         return offset_ms is None or not_after_unix_ms + offset_ms < self._clock.unix_ms()
 
     def to_local_ms(self, unix_ms: int, sender: Process) -> int:
-        """What our clock shows when the clock of this life shows `unix_ms`.
+        """Convert a time of the sender's clock to the local clock.
 
-        The same, for a process that was not heard yet: for deadlines, which end some seconds later
-        then at most.
+        Unchanged if the offset is unknown. Used for deadlines, which are then off by some seconds
+        at most.
         """
         return unix_ms + (self.offset_ms(sender) or 0)
 
     def take_name_conflict(self) -> Process | None:
-        """Return who sent heartbeats under our own name while we were silent, once."""
+        """Return a process that sent heartbeats with our name while ours were missing, once."""
         rival, self._name_conflict = self._name_conflict, None
         return rival
 
     def reject_heartbeat(self, beat: Heartbeat, field: str, offset_ms: int = 0) -> None:
-        """Count a heartbeat of which this field does not count; log it once for each process."""
+        """Count a heartbeat rejected because of this field; log it once per process."""
         self._count_refused(_reason(field))
         if (beat.process, field) in self._refused:
             return
@@ -236,7 +239,7 @@ class PeerTable:
         )
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
-        """Take a heartbeat, our own included: it proves that the link is whole."""
+        """Process a heartbeat. Our own ones come back, too: they prove that the link works."""
         if beat.process == self._process:
             self._on_own_heartbeat()
             return
@@ -253,15 +256,15 @@ class PeerTable:
             self._accept(beat, timing)
 
     def update_liveness(self, *, link_up: bool, connect_count: int) -> float:
-        """Draw the verdicts; return when to draw them again, in seconds from now.
+        """Update the liveness of all peers; return the time until the next update, in seconds.
 
-        That is when somebody's silence would next mean more, or after a heartbeat, so that it is
-        soon known that the broker was left and joined again; while nobody can be judged, it is a
-        fifth of one.
+        That is when the next peer could become suspect or dead, but at most one heartbeat interval,
+        so that a reconnect is noticed soon. While the link does not work, it is a fifth of the
+        interval.
 
         Args:
             link_up: Whether the broker is reachable.
-            connect_count: How often it was reached so far; see `Link.joins`.
+            connect_count: See `Link.connect_count`.
         """
         if connect_count != self._connect_count:
             self._connect_count = connect_count
@@ -270,16 +273,16 @@ class PeerTable:
         if not link_up or not self._link_whole():
             return beat_s / 5
         for peer in list(self._peers.values()):
-            verdict = self._liveness_of(peer)
-            if verdict is Liveness.DEAD:
+            liveness = self._liveness_of(peer)
+            if liveness is Liveness.DEAD:
                 self._remove_dead(peer)
-            elif verdict is not peer.liveness:
-                self._put(PeerChange.CHANGED, replace(peer, liveness=verdict))
+            elif liveness is not peer.liveness:
+                self._put(PeerChange.CHANGED, replace(peer, liveness=liveness))
         due_s = min(map(self._due_s, self._peers.values()), default=beat_s)
         return min(max(due_s, beat_s / 50), beat_s)
 
     def age_s(self, peer: Peer) -> float:
-        """Time since the peer was heard."""
+        """Return the time since the peer's last heartbeat."""
         return self._clock.now() - peer.received_at
 
     @property
@@ -287,7 +290,7 @@ class PeerTable:
         return self._liveness.suspect_beats * self._liveness.heartbeat_s
 
     def _link_whole(self) -> bool:
-        # Two beats: one that is merely late must not stop the verdicts.
+        # Two intervals: one heartbeat that is merely late must not suspend liveness updates.
         silence_max = 2 * self._liveness.heartbeat_s
         return self._echo_at is not None and self._clock.now() - self._echo_at <= silence_max
 
@@ -301,9 +304,9 @@ class PeerTable:
         self._echo_at = self._echoed_at = now
 
     def _on_name_conflict(self, beat: Heartbeat, timing: ClockOffset) -> None:
-        """Note who else uses our name, if that one may be in the right.
+        """Record another process with our name, if it may own the name rightfully.
 
-        It is if it came before our first heartbeat, or took the name while we were silent.
+        It may if it sent a heartbeat before our first one, or while ours were missing.
         """
         now = self._clock.now()
         silent = self._echoed_at is None or now - self._echoed_at >= self._suspect_s
@@ -316,12 +319,12 @@ class PeerTable:
     def _sent_ms(self, beat: Heartbeat) -> int:
         if beat.sent_unix_ms is not None:
             return beat.sent_unix_ms
-        # Of an earlier version, whose heartbeats count for as long as ours.
+        # A heartbeat of an earlier version; they are valid for as long as ours.
         valid_s = self._liveness.dead_beats * self._liveness.heartbeat_s
         return beat.not_after_unix_ms - round(valid_s * 1000)
 
     def _rejection_reason(self, beat: Heartbeat, timing: ClockOffset, now_ms: int) -> str | None:
-        """Why a heartbeat does not count: the fields that should be other than they are."""
+        """Return the fields because of which a heartbeat is rejected; None if it is accepted."""
         if beat.wire_version != WIRE_VERSION:
             return "wire_version"
         if beat.config_digest != self._config_digest:
@@ -349,7 +352,7 @@ class PeerTable:
                 self.reject_heartbeat(beat, "instance", timing.offset_ms or 0)
                 return
             self._remove_dead(known)
-        # Heartbeats of an earlier life may still be under way; it comes back by later ones only.
+        # Old heartbeats of a dead incarnation may still be in transit; only later ones revive it.
         self._former.pop(beat.process, None)
         timing.sent_ms = self._sent_ms(beat)
         self._timings[beat.process] = timing
@@ -357,7 +360,7 @@ class PeerTable:
         self._check_claim(beat)
 
     def _check_claim(self, beat: Heartbeat) -> None:
-        """Count a claim that is too high beside those of the other schedulers."""
+        """Count a claimed term that is implausibly higher than those of other schedulers."""
         if beat.leads is None or beat.leads.scheduler != beat.process:
             return
         leading = self.leading(beat.model)
@@ -371,14 +374,14 @@ class PeerTable:
         return Liveness.SUSPECT if beats >= self._liveness.suspect_beats else Liveness.ALIVE
 
     def _due_s(self, peer: Peer) -> float:
-        """How much longer a peer may be silent before that means more than now."""
+        """Return the time until a peer without further heartbeats becomes suspect or dead."""
         silence_s = self._suspect_s if peer.liveness is Liveness.ALIVE else self._dead_s(peer)
         return silence_s - self.age_s(peer)
 
     def _dead_s(self, peer: Peer) -> float:
-        """How long a peer may be silent before it counts as dead.
+        """Return the time without heartbeats after which a peer counts as dead.
 
-        An owner that pauses comes back to requests that others have kept for it.
+        A gateway gets more time: after a pause it finds its requests still running.
         """
         dead_s = self._liveness.dead_beats * self._liveness.heartbeat_s
         if (
@@ -424,12 +427,12 @@ _REASONS = {
 
 
 def _reason(field: str) -> str:
-    """The label of a refusal: fields of the cluster config are one."""
+    """Return the metric label of a rejection; fields of the cluster config share one."""
     return "cluster" if field.startswith("cluster.") else field
 
 
 def _uncounted(_: str) -> None:
-    """Count nothing."""
+    """Ignore a rejection."""
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

@@ -1,4 +1,4 @@
-"""Who goes before whom: the same in the scheduler's queue and in a worker's."""
+"""Priority policy, shared by the queues of the scheduler and the worker."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ W = TypeVar("W")
 
 
 class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator said of priorities.
+    """Settings of priority scheduling.
 
     Attributes:
-        priority: Whether the priority of a request counts.
-        low_first: Whether the lower number goes first.
-        preempt_threshold: By how much a waiting request must outrank a running one to take its
-            place.
-        max_overtake_s: How long a request may wait after one that came later was admitted; if it
-            has to wait again, because it lost its place, in all.
+        priority: Whether priority scheduling is enabled.
+        low_first: Whether lower values run first.
+        preempt_threshold: Minimum difference in rank for a waiting request to preempt a running
+            one.
+        max_overtake_s: Maximum time a request waits after a later one was admitted, in total if it
+            waits several times because of preemption.
     """
 
     priority: bool = False
@@ -35,7 +35,7 @@ class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, queue: QueueConfig) -> Self:
-        """Read it from the settings. The policy `priority` switches priorities on, too."""
+        """Create from the settings. The queue policy `priority` enables it, too."""
         return cls(
             priority=queue.by_priority,
             low_first=queue.low_first,
@@ -44,25 +44,25 @@ class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def rank(self, priority: int) -> int:
-        """The lower goes first; the same for all where priorities do not count."""
+        """Return the rank of a priority, lower first; 0 for all if priorities are disabled."""
         if not self.priority:
             return 0
         return priority if self.low_first else -priority
 
     def preempts(self, rank: float, running: float) -> bool:
-        """Whether a waiting request of one rank takes the place of a running one of another."""
+        """Whether a waiting request of `rank` preempts a running one of rank `running`."""
         return running - rank > self.preempt_threshold
 
 
 class OvertakeTracker(Generic[W]):
-    """Who waits while somebody who came later was admitted, and since when.
+    """Tracks waiting requests that were overtaken by later ones, and since when.
 
-    Each is looked at once when it is overtaken and once when it leaves, however many wait. Who has
-    left meanwhile is passed over, so nobody need say that it leaves.
+    Each request is processed once when it is overtaken and once when it leaves, however many wait.
+    Requests that stopped waiting are skipped, so their removal needs no call.
 
     Args:
-        overtake_s_max: How long is too long.
-        waits: Whether somebody still waits, and has not left and come again since.
+        overtake_s_max: Time after which an overtaken request is overdue.
+        is_waiting: Whether an entry still waits, and has not left and been added again since.
     """
 
     def __init__(self, overtake_s_max: float, is_waiting: Callable[[W], bool]) -> None:
@@ -73,34 +73,34 @@ class OvertakeTracker(Generic[W]):
         self._numbers = count()
 
     def enter(self, arrival: float, waiting: W) -> None:
-        """Somebody begins to wait, who came then: by any clock, or as any number."""
+        """Add a waiting request; `arrival` is its time by any clock, or any increasing number."""
         heappush(self._fresh, (arrival, next(self._numbers), waiting))
 
     def overtake(
         self, arrival: float, now: float, before_s: Callable[[W], float] | None = None
     ) -> list[W]:
-        """Who came then is admitted: all that wait and came before it are overtaken.
+        """Record an admission: all waiting requests that arrived before `arrival` are overtaken.
 
         Args:
-            arrival: When it came.
-            now: When it is admitted.
-            before_s: For how long somebody had been overtaken when it last waited. None: nobody
-                waits twice.
+            arrival: Arrival of the admitted request.
+            now: Time of the admission.
+            before_s: Returns for how long a request had been overtaken when it waited before; None:
+                no request waits twice.
 
         Returns:
-            Those who were not overtaken yet since they entered.
+            The newly overtaken requests.
         """
         overtaken: list[W] = []
         while self._fresh and self._fresh[0][0] <= arrival:
-            came, number, passed = heappop(self._fresh)
-            if came != arrival and self._is_waiting(passed):
+            arrived, number, passed = heappop(self._fresh)
+            if arrived != arrival and self._is_waiting(passed):
                 since = now - (before_s(passed) if before_s is not None else 0.0)
                 heappush(self._passed, (since, number, passed))
                 overtaken.append(passed)
         return overtaken
 
     def pop_overdue(self, now: float) -> Iterator[W]:
-        """Those who have been overtaken for too long, the longest first, each once."""
+        """Yield the requests that have been overtaken for too long, longest first, each once."""
         while self._passed:
             since, _, waiting = self._passed[0]
             waits = self._is_waiting(waiting)

@@ -25,7 +25,10 @@ def probe_routes(
     metrics: Metrics,
     private: Callable[[web.Request], bool] = lambda _: False,
 ) -> list[web.RouteDef]:
-    """The three routes, for `app.add_routes`. `private` is whether a request may see tenants."""
+    """Return the three routes, for `app.add_routes`.
+
+    `private` returns whether a request may see metrics with tenant names.
+    """
 
     async def alive(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -34,21 +37,21 @@ def probe_routes(
         status = 200 if health.state is ProcessState.READY else 503
         return web.Response(text=f"{health.state}\n", status=status)
 
-    async def numbers(request: web.Request) -> web.Response:
+    async def page(request: web.Request) -> web.Response:
         body = metrics.text(private=private(request))
         return web.Response(body=body, headers={"Content-Type": _METRICS_TYPE})
 
-    return [web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", numbers)]
+    return [web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", page)]
 
 
 @asynccontextmanager
 async def probe_server(
     health: ProcessHealth, metrics: Metrics, *, host: str, port: int
 ) -> AsyncGenerator[int]:
-    """Answer the probes while inside; gives the port, for 0 the one that was free.
+    """Serve the probes inside the block; yields the port, which was chosen if `port` is 0.
 
     Raises:
-        CannotStart: The port is taken, or the address is not ours.
+        CannotStart: The port is taken, or the address is not local.
     """
     app = web.Application()
     app.add_routes(probe_routes(health, metrics))

@@ -1,8 +1,8 @@
-"""A pool of child processes for work that would hold the interpreter: bytes in, bytes out.
+"""A pool of child processes for work that would hold the GIL: bytes in, bytes out.
 
-A thread does not help against one call that keeps the interpreter for a second, as decoding or
-encoding a large text does. A child process has an interpreter of its own, bounded memory, and ends
-with its parent. What crosses the pipe is msgspec bytes, written and read by the caller.
+A thread does not help when one call holds the GIL for a second, as decoding or encoding a large
+text does. A child process has its own interpreter and bounded memory, and ends with its parent. The
+bytes on the pipe are msgspec messages, encoded and decoded by the caller.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ _OWNERS_MAX = 64
 
 
 class ProcessPool:
-    """Runs jobs in children that are started when they are needed, and again if they end.
+    """Runs jobs in child processes, which are started on demand and restarted if they end.
 
-    Jobs beyond the number of children wait: those of one owner in order, the owners in turns, so
-    that an owner with many jobs delays another's by one. Beyond `jobs_max` or `bytes_max` of an
-    owner a job is refused.
+    Jobs beyond the number of children wait: in order within an owner, round-robin between owners,
+    so that an owner with many jobs delays another's by one job. Beyond an owner's `jobs_max` or
+    `bytes_max` a job is rejected.
 
-    A job whose caller has left goes on, and its result is dropped: there is no way to stop it but
-    to kill its child, and the next job would pay for the start of another one. It keeps its place
-    as if the caller had stayed, so leaving is no way to more turns. A child is killed if its job
-    takes longer than `job_s`.
+    A job whose caller has left continues, and its result is dropped: it could only be stopped by
+    killing its child, and the next job would pay for a new one. It keeps its slot, so that leaving
+    does not earn an owner more slots. A child is killed if its job takes longer than `job_s`.
     """
 
     def __init__(
@@ -61,16 +60,16 @@ class ProcessPool:
         bytes_max: int = 64 * 1024**2,
         memory_bytes_max: int = 2 * 1024**3,
     ) -> None:
-        """Nothing is started yet.
+        """Configure the pool; no child is started yet.
 
         Args:
-            command: Arguments of the interpreter; the child has to call `serve`.
-            job_s: Longest time of a job, from when its child is ready.
-            start_s: Longest time until a child is ready.
-            processes: Most children.
-            jobs_max: Most jobs of one owner that wait or run.
-            bytes_max: Most bytes of these.
-            memory_bytes_max: Most address space of a child.
+            command: Arguments of the Python interpreter; the child must call `serve`.
+            job_s: Maximum time of a job, from when its child is ready.
+            start_s: Maximum time until a child is ready.
+            processes: Maximum number of children.
+            jobs_max: Maximum waiting and running jobs of one owner.
+            bytes_max: Maximum bytes of these jobs.
+            memory_bytes_max: Maximum address space of a child.
         """
         self._command = tuple(command)
         self._job_s = job_s
@@ -95,22 +94,22 @@ class ProcessPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The children that live."""
+        """Ids of the live children."""
         return tuple(child.pid for child in self._children if child.returncode is None)
 
     async def run(self, job: bytes, *, timeout_s: float, owner: str = "") -> bytes:
-        """Return what a child makes of a job of an owner's.
+        """Run a job in a child and return its result.
 
         Args:
-            job: Bytes for the child's function.
-            timeout_s: How long the caller waits: for its turn, the child's start and the result.
-            owner: Whose turn it takes.
+            job: Argument of the child's function.
+            timeout_s: Maximum time for the slot, the child's start and the result.
+            owner: The owner whose quota and round-robin turn it uses.
 
         Raises:
             Overloaded: Too many jobs wait.
             DeadlineExceeded: There was no result in time.
-            Internal: The child ended, as if the job needs more memory than it may have.
-            Unavailable: The process is leaving, or a child does not start.
+            Internal: The child ended, for example because the job exceeded its memory.
+            Unavailable: The process is shutting down, or a child does not start.
         """
         with self._quota.admit(owner, len(job)):
             try:
@@ -123,7 +122,7 @@ class ProcessPool:
                 raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Kill every child, those that are starting too, and wait for them for a bounded time."""
+        """Kill all children, including starting ones, and wait for them for a bounded time."""
         self._closed = True
         self._queue.close()
         idle, self._idle = self._idle, []
@@ -139,12 +138,12 @@ class ProcessPool:
             log.error("child processes do not end", extra={"pids": self.pids})
 
     async def _run_job(self, job: bytes, result: asyncio.Future[bytes]) -> None:
-        """Have a child do a job to its end, whether or not its caller stays."""
+        """Run a job in a child to its end, whether or not its caller waits."""
         failure: EngineError = Internal("internal error")
         try:
-            made = await self._compute(job, result)
+            output = await self._compute(job, result)
             if not result.done():
-                result.set_result(made)
+                result.set_result(output)
         except EngineError as error:
             failure = error
             log.warning("job failed", extra={"code": error.code, "job_bytes": len(job)})
@@ -158,15 +157,15 @@ class ProcessPool:
         child = self._warm_child() or await self._start()
         reusable = False
         try:
-            # The caller may have left while the child started: there is nothing to do then.
-            made = b"" if result.done() else await self._exchange(child, job)
+            # The caller may have left while the child started: then there is nothing to do.
+            output = b"" if result.done() else await self._exchange(child, job)
             reusable = not self._closed
         finally:
             if reusable:
                 self._idle.append(child)
             else:
                 await self._end(child)
-        return made
+        return output
 
     def _warm_child(self) -> Process | None:
         while self._idle:
@@ -237,20 +236,20 @@ class ProcessPool:
 
 
 def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str) -> None:
-    """Do jobs until the parent closes the pipe or ends. Called by the child's main program.
+    """Run jobs until the parent closes the pipe or ends. Called by the child's main program.
 
     Args:
-        work: Makes the result of a job. It raises for bugs only: these end the child.
-        parent_pid: The last but one argument of the command line.
-        memory_bytes_max: The last one.
+        work: Computes the result of a job. It raises only on bugs, which end the child.
+        parent_pid: The second to last command-line argument.
+        memory_bytes_max: The last command-line argument.
     """
     die_with(int(parent_pid))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     most = int(memory_bytes_max)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # no print of a library may get in between
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not go to the pipe
     results.write(_READY)
     results.flush()
     while header := jobs.read(_LENGTH_BYTES):

@@ -1,4 +1,4 @@
-"""What happened on one route, told twice: to Prometheus, and to who asks `$SRV.STATS`."""
+"""Metrics of one route, for Prometheus and for the NATS verb `$SRV.STATS`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OK = "ok"
 
 
 class RouteMetrics:
-    """Counts for one endpoint. Labels are bound once: it is called for every message."""
+    """Metrics of one endpoint. Labels are bound once: it is called for every message."""
 
     def __init__(self, metrics: Metrics, tally: Tally) -> None:
         self._metrics = metrics
@@ -24,35 +24,35 @@ class RouteMetrics:
         metrics.before_collect(self._flush)
 
     def open(self, calls: int) -> None:
-        """So many calls are taken and not answered."""
+        """Set the number of accepted calls without a reply."""
         self._open.set(calls)
 
     def answered(self, seconds: float, outcome: str) -> None:
-        """A call was answered, `OK` or with the code of an error."""
+        """Count a reply: `OK` or the code of an error."""
         self._seconds.observe(seconds)
         self._metrics.calls.labels(self._tally.name, outcome).inc()
         self._tally.count(seconds, "" if outcome == OK else outcome)
 
     def refused(self, code: str) -> None:
-        """A call was refused unread."""
+        """Count a call rejected without decoding."""
         self._metrics.refused.labels(self._tally.name, code).inc()
         self._tally.count(0.0, code)
 
     def applied(self, seconds: float) -> None:
-        """A message of a feed was applied."""
+        """Count an applied feed message."""
         self._applied += 1
         self._tally.count(seconds)
 
     def dropped(self, seconds: float, code: str) -> None:
-        """A message of a feed was not applied."""
+        """Count a feed message that was not applied."""
         self._tally.count(seconds, code)
 
     def message_refused(self, reason: str) -> None:
-        """A message was dropped: it could not be read, or it could not be applied."""
+        """Count a message dropped because it could not be decoded or applied."""
         self._metrics.messages_refused.labels(self._tally.name, reason).inc()
 
     def unsent(self, kind: str) -> None:
-        """A message did not leave."""
+        """Count a message that could not be sent."""
         self._metrics.bus_errors.labels(kind).inc()
 
     def _flush(self) -> None:

@@ -1,4 +1,4 @@
-"""The life of a process around its service: start, ready, drain, stop, with an answer for all."""
+"""Lifecycle of a service process: start, ready, drain, stop; every accepted call gets a reply."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _LEAVE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessContext:
-    """What a process brings to its service. The bus is not entered yet.
+    """Environment of a service process. The bus is not entered yet.
 
     Attributes:
-        on_started: Called when the start is done, and before any work is taken.
+        on_started: Called after startup, before any work is accepted.
     """
 
     settings: Settings
@@ -53,18 +53,18 @@ class ProcessContext:
 
 
 class StoppedEarly(Exception):
-    """`stop` came before the process was ready."""
+    """`stop` was set before the process was ready."""
 
 
 async def serve(service: Service, context: ProcessContext, stop: asyncio.Event) -> None:
     """Serve until `stop`, then drain.
 
-    Returns with every accepted call answered: done, or `Unavailable` if the deadline passed. The
-    same holds when it raises: when a background task fails, or the lifespan, or cannot be left.
+    On return every accepted call has a reply: its result, or `Unavailable` if the deadline passed.
+    This holds also when it raises: when a background task or the lifespan fails, or does not end.
 
     Raises:
-        ExceptionGroup: Of `CannotStart` and `EngineError` while starting, of `Replaced` when
-            another process has its name, of anything later.
+        ExceptionGroup: Of `CannotStart` and `EngineError` during startup, of `Replaced` when
+            another process has its name, of any error later.
     """
     settings, health = context.settings, context.health
     probes = probe_server(
@@ -80,7 +80,7 @@ async def serve(service: Service, context: ProcessContext, stop: asyncio.Event) 
 
 
 async def _abort_start_on_stop(health: ProcessHealth, stop: asyncio.Event) -> None:
-    """End the start, however long it would take, by failing beside it."""
+    """Abort the startup on `stop`, by failing in the same task group."""
     await stop.wait()
     if health.state is ProcessState.STARTING:
         raise StoppedEarly
@@ -108,21 +108,21 @@ async def _run(
         await _discovery(service, runtime).listen()
         name = InstanceName(runtime)
         await name.claim()
-        pulse = Heartbeater(service, runtime, name, health_port)
-        await pulse.listen()
+        heartbeater = Heartbeater(service, runtime, name, health_port)
+        await heartbeater.listen()
         group.create_task(name.watch(), name="name")
-        group.create_task(pulse.send_periodically(), name="heartbeat")
-        group.create_task(pulse.watch_peers(), name="peers")
-        feed = MetricsPublisher(service, runtime)
-        group.create_task(feed.publish(), name="metrics")
+        group.create_task(heartbeater.send_periodically(), name="heartbeat")
+        group.create_task(heartbeater.watch_peers(), name="peers")
+        publisher = MetricsPublisher(service, runtime)
+        group.create_task(publisher.publish(), name="metrics")
         async with asyncio.timeout(None) as leaving, service.lifespan(runtime):
             try:
                 context.on_started()
-                await _serve_until_stop(service, runtime, pulse, stop)
+                await _serve_until_stop(service, runtime, heartbeater, stop)
             finally:
                 await listeners.end()
                 await group.cancel(_CANCEL_S)
-                # A lifespan that does not end must not keep a process that serves nobody.
+                # A lifespan that hangs must not keep alive a process that serves no requests.
                 leaving.reschedule(asyncio.get_running_loop().time() + _LEAVE_S)
 
 
@@ -139,9 +139,8 @@ async def _serve_until_stop(
     log.info("draining", extra={"drain_timeout_s": timeout_s})
     try:
         async with asyncio.timeout(timeout_s):
-            await (
-                heartbeater.send()
-            )  # so that peers know before we are deaf, however short the drain is
+            # Peers must know before we unsubscribe, however short the drain is.
+            await heartbeater.send()
             await runtime.listeners.drain_work()
             await service.drain()
             await runtime.listeners.drain()
@@ -163,10 +162,10 @@ def _discovery(service: Service, runtime: Runtime) -> Discovery:
 
 def _peers(context: ProcessContext) -> PeerTable:
     settings = context.settings
-    patience = LivenessConfig(
+    liveness = LivenessConfig(
         heartbeat_s=settings.service.heartbeat_s,
         suspect_beats=settings.scheduler.suspect_beats,
         dead_beats=settings.scheduler.dead_beats,
         owner_s=settings.scheduler.owner_silence_s,
     )
-    return PeerTable(context.bus.process, digest(settings.cluster), context.clock, patience)
+    return PeerTable(context.bus.process, digest(settings.cluster), context.clock, liveness)

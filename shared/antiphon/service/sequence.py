@@ -1,6 +1,6 @@
-"""Numbers on a stream that show loss and nothing more; recovery goes by offsets.
+"""Sequence numbers of a stream. They only detect losses; recovery uses offsets.
 
-`seq` is per (sender's life, receiver's name) and grows by one a message, from 1.
+`seq` is per (sender's incarnation, receiver's name) and increases by one per message, from 1.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ class SeqSender:
     """Numbers the messages to each receiver."""
 
     def __init__(self) -> None:
-        # Never emptied: a receiver that was thought dead would take a restart at 1 for old news.
+        # Never cleared: if numbers restarted at 1, a receiver that only seemed dead would take the
+        # messages for duplicates.
         self._last: OrderedDict[InstanceId, int] = OrderedDict()
 
     def next(self, receiver: InstanceId) -> int:
-        """The number of the next message. It is used up even if the message cannot be sent."""
+        """Return the number of the next message. It is consumed even if sending fails."""
         seq = self._last.pop(receiver, 0) + 1
         self._last[receiver] = seq
         return seq
 
     def streams(self) -> tuple[StreamSeq, ...]:
-        """The last number to each receiver, for the heartbeat: it shows the loss of a tail.
+        """Return the last number of each receiver, for the heartbeat: it reveals a lost tail.
 
-        Only the receivers most recently sent to: whoever was sent to long ago has heard of it.
+        Only of the most recent receivers: earlier heartbeats have covered the others.
         """
         recent = list(self._last.items())[-_STREAMS_LISTED:]
         return tuple(StreamSeq(receiver=receiver, seq=seq) for receiver, seq in recent)
 
 
 class Arrival(StrEnum):
-    """What a number says of its message."""
+    """Classification of a message by its number."""
 
     NEXT = "next"
     DUPLICATE = "duplicate"
-    """It came before, or is older than what came."""
+    """It was received before, or is older than the last one."""
     GAP = "gap"
-    """One or more before it are lost. This one counts as come: ask for what is missing."""
+    """One or more messages before it are lost. It is accepted: request the missing ones."""
 
 
 class SeqReceiver:
-    """Checks the numbers of each sender's life."""
+    """Checks the numbers of each sender's incarnation."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[Process, int] = OrderedDict()
         self._named: dict[Process, int] = {}
 
     def accept(self, sender: Process, seq: int) -> Arrival:
-        """Take note of a message. The first one ever heard is a gap unless it is number 1."""
+        """Record a message. The first one of a sender is a gap unless it is number 1."""
         last = self._last.get(sender, 0)
         if seq <= last:
             return Arrival.DUPLICATE
@@ -71,10 +72,10 @@ class SeqReceiver:
     def tail_lost(
         self, sender: Process, receiver: InstanceId, streams: Iterable[StreamSeq]
     ) -> bool:
-        """Whether messages are missing at the end, by the sender's heartbeat; then ask for them.
+        """Whether messages are missing at the end, according to the sender's heartbeats.
 
-        A heartbeat may overtake the messages that it counts, so the one before it is held against
-        what has come by now. A loss is reported once.
+        A heartbeat may overtake the messages that it counts, so the received ones are compared with
+        the heartbeat before it. A loss is reported once.
         """
         seq = next((stream.seq for stream in streams if stream.receiver == receiver), 0)
         named = self._named.get(sender, 0)
@@ -86,7 +87,7 @@ class SeqReceiver:
         return True
 
     def forget(self, sender: Process) -> None:
-        """Drop a life that has ended."""
+        """Drop the state of a dead incarnation."""
         self._last.pop(sender, None)
         self._named.pop(sender, None)
 

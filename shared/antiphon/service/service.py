@@ -1,4 +1,4 @@
-"""What the run loop asks of a service, and what it gives to one."""
+"""The interface between the run loop and a service."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One process's surroundings, made by `antiphon.service.main` and handed to its service.
+    """Environment of a service, created by the run loop.
 
     Attributes:
-        process: Who we are: instance and incarnation.
+        process: Instance and incarnation of this process.
         bus: Entered before `Service.lifespan`, left after it.
         group: For background tasks. They are cancelled after the drain, before the lifespan ends.
-        peers: Everybody whose heartbeats we hear.
+        peers: Peers whose heartbeats this process receives.
         health: State of this process; `health.changed()` sends a heartbeat at once.
-        metrics: What this process counts; a service adds its own to `metrics.registry`.
-        listeners: What the process listens to; use `listen`.
-        metrics_port: Where this process answers `/metrics`.
+        metrics: Metrics of this process; a service adds its own to `metrics.registry`.
+        listeners: Open endpoints; use `listen` to add one.
+        metrics_port: Port of this process's `/metrics`.
     """
 
     settings: Settings
@@ -51,9 +51,9 @@ class Runtime:
     metrics_port: int = 0
 
     async def listen(self, endpoint: Endpoint) -> Subscription:
-        """Open an endpoint at run time, as a scheduler does that becomes leader.
+        """Open an endpoint at run time, as a scheduler does when it becomes leader.
 
-        Drained with the others when the process drains, or before by whoever opened it.
+        It is drained with the others when the process drains, or earlier by the caller.
 
         Raises:
             Unavailable: The process is draining, or the link is down.
@@ -73,32 +73,32 @@ class Report:
 
 
 class Service(Protocol):
-    """One of the seven. Built before the bus is up; does nothing before `lifespan` is entered.
+    """A service. Created before the bus is up; does nothing before `lifespan` is entered.
 
-    The loop's promises: `lifespan` is entered once, then endpoints are listened to, then the
-    process is ready. On stop: no more calls are taken, running ones are awaited, `drain` is
-    awaited, all under one deadline; feeds and calls marked `while_draining` come until then.
-    Then background tasks are cancelled and the lifespan is left, which it is also after a failure.
+    The run loop guarantees: `lifespan` is entered once, then the endpoints are opened, then the
+    process is ready. On stop: no more calls are accepted, running ones are awaited, then `drain`,
+    all under one deadline; feeds and calls marked `while_draining` stay open until then. Then
+    background tasks are cancelled and the lifespan is left, also after a failure.
     """
 
     role: Role
 
     def lifespan(self, runtime: Runtime) -> AbstractAsyncContextManager[None]:
-        """Hold what the service needs while it runs: files, threads, servers."""
+        """Hold the resources of the running service: files, threads, servers."""
         ...
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """What it answers and follows; asked for once, inside the lifespan."""
+        """Return its endpoints; called once, inside the lifespan."""
         ...
 
     def model(self) -> ModelName | None:
-        """The served model that the heartbeat names; None for services without one."""
+        """Return the served model for the heartbeat; None for services without one."""
         ...
 
     def report(self) -> Report:
-        """What its heartbeat says; called each half second, must be quick."""
+        """Return its part of the heartbeat; called each half second, must be fast."""
         ...
 
     async def drain(self) -> None:
-        """Return when what was accepted has ended. The loop bounds it by the drain deadline."""
+        """Return when all accepted work has ended. The run loop bounds it by the drain deadline."""
         ...

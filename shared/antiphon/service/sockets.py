@@ -1,4 +1,4 @@
-"""Taking a port, or saying in one line why not."""
+"""Bind TCP ports, with one-line errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 
 
 class CannotStart(Exception):
-    """An operating condition that keeps a process from starting: one line, for an operator."""
+    """An operating condition that prevents startup; the message is one line for an operator."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket; port 0 takes any.
+    """Bind a TCP socket; port 0: any free port.
 
     Raises:
-        CannotStart: Names the address and what is wrong with it.
+        CannotStart: Names the address and the error.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise CannotStart(f"{host}: {error.strerror or error}") from error
     try:
-        # A port that only lingers after our last life is free; one that is listened to is not.
+        # Reuses a port in TIME_WAIT after a restart, but not one with a listener.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(_BACKLOG)
@@ -36,10 +36,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_for_others(listening: socket.socket, host: str, advertise_host: str) -> str:
-    """Say where other machines reach a listening socket, as `host:port`.
+    """Return the `host:port` at which other machines reach a listening socket.
 
-    Unless told by `advertise_host`, they use the host that is listened on; where that means all
-    addresses, this machine's name: a container's is known to the others on its network.
+    The host is `advertise_host`, else the bound host. If that means all addresses, it is this
+    machine's name, which other containers on the same network can resolve.
     """
     everywhere = host in {"0.0.0.0", "::"}  # noqa: S104  # compared, not bound
     name = advertise_host or (socket.gethostname() if everywhere else host)

@@ -1,4 +1,4 @@
-"""A task group that can end its tasks before its block ends."""
+"""A task group that can await or cancel its tasks before its block ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 async def isolated(
     work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
 ) -> None:
-    """Do some work of which no failure may end the group that it runs in.
+    """Run `work` so that its errors do not cancel the task group; they are logged.
 
     Args:
-        work: On behalf of one request or one message. It is called when the task begins, so that a
-            task that is cancelled before leaves no coroutine that nothing awaited.
-        args: Of `work`.
-        kwargs: Of `work`.
+        work: Work for one request or one message. It is called when the task starts, so that a task
+            cancelled before leaves no un-awaited coroutine.
+        args: Arguments of `work`.
+        kwargs: Keyword arguments of `work`.
     """
     try:
         await work(*args, **kwargs)
@@ -38,7 +38,7 @@ async def isolated(
 
 
 class Tasks(asyncio.TaskGroup):
-    """Background tasks, or running calls: awaited or cancelled while what they use still lives."""
+    """Background tasks or running calls: awaited or cancelled before the resources they use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +58,16 @@ class Tasks(asyncio.TaskGroup):
         return task
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """Return the number of live tasks."""
         return len(self._live)
 
     async def ended(self) -> None:
-        """Return when no task is left, later ones included. The caller bounds it."""
+        """Return when no task is left, including later ones. The caller bounds the wait."""
         while self._live:
             await asyncio.wait(self._live)
 
     async def cancel(self, timeout_s: float) -> None:
-        """Cancel every task and wait until they have ended, but no longer than `timeout_s`."""
+        """Cancel all tasks and wait until they have ended, at most `timeout_s`."""
         for task in self._live:
             task.cancel()
         if self._live:

@@ -1,4 +1,4 @@
-"""TLS of the HTTP server, from the files that the operator names."""
+"""TLS of the HTTP server, from configured files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """Return what the gateway's connections are secured by; None for plain HTTP.
+    """Return the TLS context of the gateway; None for plain HTTP.
 
     Raises:
-        ConfigError: A file is missing or is not what it should be, or the password is wrong.
+        ConfigError: A file is missing or invalid, or the password is wrong.
     """
     if not config.ssl_certfile:
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_client_required"):
@@ -27,7 +27,7 @@ def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
     certificate = _file("ssl_certfile", config.ssl_certfile)
     key = _file("ssl_keyfile", config.ssl_keyfile) if config.ssl_keyfile else None
     try:
-        # A text that is empty fails at an encrypted key; without one, OpenSSL asks the terminal.
+        # Without a callback OpenSSL would prompt on the terminal; an empty password just fails.
         context.load_cert_chain(certificate, key, lambda: config.ssl_keyfile_password)
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""An HTTP server on a port that was taken before anything else was done."""
+"""An HTTP server on a port that is bound before any other setup."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 async def web_server(
     runner: web.AppRunner, host: str, port: int, tls: SSLContext | None = None
 ) -> AsyncGenerator[int]:
-    """Answer while inside; gives the port, for 0 the one that was free.
+    """Serve inside the block; yields the port, which was chosen if `port` is 0.
 
     Raises:
-        CannotStart: The port is taken, or the address is not ours.
+        CannotStart: The port is taken, or the address is not local.
     """
     listening = bind(host, port)
     bound: int = listening.getsockname()[1]

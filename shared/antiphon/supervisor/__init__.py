@@ -1,1 +1,1 @@
-"""`antiphon serve`: NATS and every service as processes of one machine."""
+"""`antiphon serve`: NATS and all services as processes on one machine."""

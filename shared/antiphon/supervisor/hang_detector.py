@@ -1,4 +1,4 @@
-"""Finds processes that live and do nothing: frozen, or with an event loop that hangs."""
+"""Detect processes that run but do not respond: frozen, or with a hanging event loop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-"""How often each process is asked, and how long it may take to answer."""
+"""Interval of the probes of each process, and their timeout."""
 
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # compared only
 
 
 class HangDetector:
-    """Asks each child on its health port, and ends the one that is silent for too long.
+    """Probes the health port of each child, and kills children that do not respond.
 
-    A port that refuses is no hang: the process is starting, or has ended, which `Child.keep` sees.
-    Silence counts in questions, not by the clock: the supervisor may have been frozen itself.
+    A refused connection is not a hang: the process is starting or has ended, which
+    `Child.keep_running` handles. Failed probes are counted instead of measuring time: the
+    supervisor itself may have been frozen.
 
     Args:
-        children: What to watch.
-        port_of: The health port that a process announced last; None if it has announced none.
-        health: Where health is answered.
-        timeout_s: How long a process may be silent.
+        children: The processes to watch.
+        port_of: The health port in a process's last heartbeat; None before the first one.
+        health: Host of the health ports.
+        timeout_s: How long a process may not respond.
         probe_s: See `PROBE_S`.
     """
 
@@ -75,7 +76,7 @@ class HangDetector:
                 await child.died()
 
     async def _responds(self, child: Child) -> bool:
-        """Whether a process says anything, or none is there to say it."""
+        """Whether a process responds, or there is none to respond."""
         port = self._port_of(child.instance)
         if port is None:
             return True

@@ -38,7 +38,7 @@ def serve(settings: Settings, console: Console | None = None) -> int:
     try:
         asyncio.run(_serve(fetch_models(settings, console), console))
     except KeyboardInterrupt:
-        return INTERRUPTED  # while it fetched: once it serves, signals are handled
+        return INTERRUPTED  # during a download; later, signals are handled
     except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
         console.print(
             f"antiphon serve: {error}", style="red", highlight=False, markup=False, soft_wrap=True
@@ -65,13 +65,13 @@ async def _serve(settings: Settings, console: Console) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """What asks us to stop. Not SIGHUP under `nohup`, which has it ignored: we are to stay."""
+    """Return the signals to stop on. Without SIGHUP if it is ignored, as under `nohup`."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 
 
 def _keep_private(folder: Path) -> None:
-    """Shut others out of a folder that is only ours: one that others use too is left as it is."""
+    """Make a folder private if only the supervisor uses it; a shared folder is left unchanged."""
     names = {path.name for path in folder.iterdir()}
     if folder.stat().st_uid == os.geteuid() and (not names or "settings.yaml" in names):
         folder.chmod(0o700)
@@ -79,7 +79,7 @@ def _keep_private(folder: Path) -> None:
 
 @contextmanager
 def _run_folder(settings: Settings) -> Generator[Path]:
-    """Yield the folder for merged settings and logs; a temporary one goes with the supervisor."""
+    """Yield the folder for settings and logs; a temporary one is deleted on exit."""
     if settings.supervisor.run_path:
         folder = Path(settings.supervisor.run_path).expanduser()
         try:

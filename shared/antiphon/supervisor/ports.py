@@ -1,4 +1,4 @@
-"""Ports, looked at before anything is started on them."""
+"""Check and choose ports before processes are started on them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 _FIRST = 20_000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _EPHEMERAL_FIRST = 32_768
-"""Linux's default, where it cannot be read."""
+"""Linux's default, if the file cannot be read."""
 _TRIES = 100
 _RANGE = 1000
-"""How many ports are tried from the first one upward."""
+"""Number of ports to try, starting from the first one."""
 _LAST = 65_535
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen on the port now."""
     with _socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -28,10 +28,10 @@ def is_free(host: str, port: int) -> bool:
 
 
 class PortRange:
-    """Gives names ports from a first one upward, each the next that is free.
+    """Assigns free ports to names, in ascending order from a first one.
 
-    A process binds its port some time after it was started, so what was given to another name is
-    taken, free as it may look.
+    A process binds its port some time after its start, so a port assigned to another name counts as
+    taken even if it is still free.
     """
 
     def __init__(self, host: str, first: int) -> None:
@@ -40,16 +40,16 @@ class PortRange:
         self._allocated: dict[str, int] = {}
 
     def allocate(self, name: str) -> int:
-        """Give a name a port: the one that it had, if nothing else has it now. 0 is any.
+        """Return a port for a name: its previous one if that is free. 0: any port.
 
         Raises:
-            OSError: None is free.
+            OSError: No port is free.
         """
         if not self._first:
             return 0
         taken = {port for other, port in self._allocated.items() if other != name}
-        had = [self._allocated[name]] if name in self._allocated else []
-        for port in (*had, *range(self._first, min(self._first + _RANGE, _LAST + 1))):
+        previous = [self._allocated[name]] if name in self._allocated else []
+        for port in (*previous, *range(self._first, min(self._first + _RANGE, _LAST + 1))):
             if port not in taken and is_free(self._host, port):
                 self._allocated[name] = port
                 return port
@@ -57,10 +57,10 @@ class PortRange:
 
 
 def free_port(host: str) -> int:
-    """Name a port that nobody has now, and that nobody gets by chance before it is bound.
+    """Return a free port that is unlikely to be taken before it is bound.
 
-    The kernel's own choice would come from the range that it gives to every outgoing connection
-    and to every server on port 0, and our services open a dozen of each while they start.
+    A port chosen by the kernel would be from the ephemeral range, which outgoing connections and
+    servers on port 0 use as well, and our services open a dozen of each while they start.
     """
     below = range(_FIRST, max(_ephemeral_first(), _FIRST + 1))
     for port in random.sample(below, min(_TRIES, len(below))):

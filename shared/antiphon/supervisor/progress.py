@@ -1,4 +1,4 @@
-"""What the operator sees while the services start."""
+"""Progress display while the services start."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
 BAR_COLUMNS = 12
-"""So narrow that the line ends within 80 columns whatever it waits for."""
+"""Narrow enough for lines of at most 80 columns, whatever service it waits for."""
 _LOADING = re.compile(r"(done_bytes|total_bytes|seconds_left)\W+([\d.]+)")
 
 
 def loading(log: str) -> str:
-    """How far the weights are, by the end of a worker's log; empty when nothing is loading."""
-    told = [line for line in log.splitlines() if "weights" in line]
-    if not told or "loading weights" not in told[-1]:
+    """Format the progress of loading weights from a worker's log; empty if none is in progress."""
+    lines = [line for line in log.splitlines() if "weights" in line]
+    if not lines or "loading weights" not in lines[-1]:
         return ""
-    said = {name: float(number) for name, number in _LOADING.findall(told[-1])}
-    if len(said) < 3:
+    fields = {name: float(number) for name, number in _LOADING.findall(lines[-1])}
+    if len(fields) < 3:
         return ""
-    done, total = said["done_bytes"] / 1e9, said["total_bytes"] / 1e9
-    return f"weights {done:.2f} of {total:.2f} GB, {said['seconds_left']:.0f} s left"
+    done, total = fields["done_bytes"] / 1e9, fields["total_bytes"] / 1e9
+    return f"weights {done:.2f} of {total:.2f} GB, {fields['seconds_left']:.0f} s left"
 
 
 class _Waiting(ProgressColumn):
-    """How far the weights are, read twice a second; while none are loaded, what is awaited."""
+    """Progress of loading weights, read twice a second; else the service that is awaited."""
 
     max_refresh = 0.5
 
@@ -53,12 +53,12 @@ class _Waiting(ProgressColumn):
 
 
 class StartProgress:
-    """A bar in a terminal, with what is loaded; a line a service elsewhere.
+    """A progress bar in a terminal; one line per service elsewhere.
 
     Args:
-        console: Where it is shown.
-        names: Of the services.
-        worker_log: The end of the worker's log, which says how far its weights are.
+        console: The console to print to.
+        names: Names of the services.
+        worker_log: Returns the end of the worker's log, which has the progress of its weights.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StartProgress:
         self._bar.stop()
 
     def ready(self, name: str) -> None:
-        """Note that one is up."""
+        """Mark a service as ready."""
         if name in self._waiting:
             self._waiting.remove(name)
         self._bar.update(self._task, advance=1, description=self._description())

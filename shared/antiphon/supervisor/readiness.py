@@ -1,4 +1,4 @@
-"""Listens to heartbeats until every service has said that it is ready."""
+"""Wait until the heartbeats of all services report that they are ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Readiness:
-    """Which services are ready, by their own word."""
+    """Tracks which services are ready, by their heartbeats."""
 
     def __init__(
         self, instances: Iterable[InstanceId], on_ready: Callable[[Heartbeat], None]
@@ -29,20 +29,20 @@ class Readiness:
         self.heartbeats: dict[InstanceId, Heartbeat] = {}
 
     async def listen(self, bus: Bus) -> None:
-        """Follow the heartbeats of all roles."""
+        """Subscribe to the heartbeats of all roles."""
         await bus.listen(HEARTBEAT, self._deliver)
 
     async def wait(self) -> None:
-        """Return once each has been ready; the caller bounds it."""
+        """Return once each service has been ready; the caller bounds the wait."""
         await self._all.wait()
 
     @property
     def waiting(self) -> frozenset[InstanceId]:
-        """Those that have not been ready yet."""
+        """Services that have not been ready yet."""
         return frozenset(self._waiting)
 
     def health_port(self, instance: InstanceId) -> int | None:
-        """Where a process answers for its health, by its last heartbeat."""
+        """Return the health port of a process, from its last heartbeat."""
         heartbeat = self.heartbeats.get(instance)
         return None if heartbeat is None else heartbeat.health_port
 
@@ -50,7 +50,7 @@ class Readiness:
         try:
             heartbeat = delivery.read(HEARTBEAT)
         except InvalidRequest:
-            return  # another version's; it says nothing about our processes
+            return  # of another version, and so not of our processes
         instance = heartbeat.process.instance
         self.heartbeats[instance] = heartbeat
         if heartbeat.state is ProcessState.READY and instance in self._waiting:

@@ -1,4 +1,4 @@
-"""When a process that died may start again."""
+"""Delays of restarts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ PAUSE_S_MAX = 15.0
 
 
 class Restarts:
-    """At once after the first death; from the second within a minute on, after a doubling pause."""
+    """No delay for the first death; a doubling delay from the second within a minute on."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
 
     def pause_s(self, now: float) -> float:
-        """Record a death at `now` and return how long to wait."""
+        """Record a death at `now` and return the delay of the restart."""
         self._deaths = [at for at in self._deaths if now - at < WINDOW_S]
         self._deaths.append(now)
         repeated = len(self._deaths) - 1

@@ -1,4 +1,4 @@
-"""How many processes of a service a machine runs, and what each has of its cores and memory."""
+"""Number of processes per service, and their shares of the machine's cores and memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FLAGS = {
 
 
 def instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
-    """The names of a service's processes."""
+    """Return the names of a service's processes."""
     return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
 
 
 def check_counts(settings: Settings, device: HostDevice) -> None:
-    """Compare the numbers of processes with what they share.
+    """Check that the resources suffice for the numbers of processes.
 
     Raises:
-        ConfigError: There is less of it than there are processes; says both numbers.
+        ConfigError: There are more processes than cores or running requests; has both numbers.
     """
     supervisor, running_max = settings.supervisor, settings.batching.running_max
     for name, flag in _FLAGS.items():
@@ -49,10 +49,10 @@ def check_counts(settings: Settings, device: HostDevice) -> None:
 
 
 def share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, str]:
-    """The environment in which a process is one of several of its service.
+    """Return the environment variables of a process's share, if its service has several processes.
 
-    Memory is that of `device`, read before any process was started: one that is started again
-    finds less free and may take as much as before.
+    Memory is that of `device`, measured before any process was started: a restarted process finds
+    less free memory but may use as much as before.
     """
     count = _count(settings, role)
     if count == 1:

@@ -1,4 +1,4 @@
-"""The processes of one machine: started, announced, kept running, stopped in order."""
+"""The processes of one machine: started, announced, restarted, stopped in order."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ START_ORDER = (
     Role.GATEWAY,
 )
 STOP_ORDER = (frozenset({Role.GATEWAY}), frozenset(Role) - {Role.GATEWAY})
-"""First nothing comes in any more and what is open ends; the others have no more to do then."""
+"""The gateway first: it accepts no new requests and finishes open ones; then all others."""
 
 
 LOG_CHECK_S = 60.0
 LOOK_BEATS = 2
-"""How long to look for others on a broker that is not ours: who lives says so each beat."""
+"""How many heartbeat intervals to look for other processes on the operator's broker."""
 
 
 EXAMPLE = """try: curl -N {scheme}://{host}:{port}/v1/chat/completions \\
@@ -75,17 +75,17 @@ EXAMPLE_KEY = """
 
 
 class CannotServe(Exception):
-    """Something did not come up. The text says what, why, and where to look."""
+    """A process did not start. The message says which, why, and where to look."""
 
 
 class ServiceStack:
-    """One machine's NATS and services.
+    """NATS and all services of one machine.
 
     Args:
-        settings: As merged; without a `bus.url` a NATS server is started.
-        folder: For the merged settings, the logs and the NATS server's files.
-        console: Where the operator is told.
-        device: What the processes share; unset: this machine.
+        settings: The merged settings; without `bus.url` a NATS server is started.
+        folder: Folder of the settings file, the logs and the NATS server's files.
+        console: Console for messages to the operator.
+        device: Resources that the processes share; unset: this machine.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class ServiceStack:
         self._children: Sequence[Child] = ()
 
     async def run(self, stop: asyncio.Event, now: asyncio.Event) -> None:
-        """Serve until `stop`; then let what runs finish, but no longer than until `now`.
+        """Serve until `stop`; then finish running requests, until `now` at the latest.
 
         Raises:
-            ConfigError: The settings cannot work; nothing was started.
-            CannotServe: A service did not come up; nothing is left running.
-            ServerMissing: There is no nats-server program.
-            ServerFailed: The nats-server did not come up.
+            ConfigError: The settings are invalid; nothing was started.
+            CannotServe: A service did not start; all processes were stopped.
+            ServerMissing: nats-server is not installed.
+            ServerFailed: nats-server did not start.
         """
         self._check()
         try:
@@ -125,7 +125,7 @@ class ServiceStack:
             await self._stop(now)
 
     def _check(self) -> None:
-        """Find what would fail in a child anyway, where the operator reads it at once."""
+        """Check what would fail in a child anyway, so that the operator sees the error at once."""
         gateway = self._settings.gateway
         if gateway.port and not is_free(gateway.host, gateway.port):
             raise CannotServe(
@@ -151,13 +151,13 @@ class ServiceStack:
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:
-        """Return the URL of the operator's NATS, or of one of our own."""
+        """Return the URL of the operator's NATS server, or start one."""
         bus = self._settings.bus
         if bus.url:
             return bus.url
         program = variable("ANTIPHON_NATS_SERVER") or ""
         users = ""
-        if self._keys:  # or who reaches the broker could pass by the gateway, which asks for them
+        if self._keys:  # else clients of the broker could bypass the gateway and its API keys
             self._passwords = Passwords(ClusterName(self._settings.cluster.name))
             users = self._passwords.server_text()
         port = self._settings.supervisor.nats_port
@@ -165,7 +165,7 @@ class ServiceStack:
             self._folder,
             program,
             bus.payload_bytes_max,
-            # 0 is NATS's own word for its default port.
+            # In nats-server's own config, port 0 is its default port.
             port=PORT if port is None else port or ANY_PORT,
             users=users,
         )
@@ -173,7 +173,7 @@ class ServiceStack:
         return self._broker.running.url
 
     async def _refuse_if_taken(self, url: str) -> None:
-        """Look who is on the operator's NATS: of two processes of one name, only one is heard."""
+        """Check that no process on the operator's NATS has a name of ours; names are exclusive."""
         names = [name for role in START_ORDER for name in instances(self._settings, role)]
         present = Readiness(names, lambda _: None)
         async with self._listening(url, present):
@@ -191,7 +191,7 @@ class ServiceStack:
             await child.start()
 
     def children(self, url: str) -> tuple[Child, ...]:
-        """The processes of all services, none started, that meet on the NATS server at `url`."""
+        """Return the processes of all services, not yet started, for the NATS server at `url`."""
         settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
         environment = child_environment(settings)
         ports = PortRange(settings.health.host, settings.supervisor.metrics_port_base)
@@ -217,7 +217,7 @@ class ServiceStack:
         return {} if self._passwords is None else self._passwords.environment(role)
 
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
-        """Follow the heartbeats until all are ready, one has died, or it takes too long."""
+        """Wait until all are ready, one has died, `stop` is set, or the start timeout is over."""
         names = [child.instance for child in self._children]
         worker = next(child for child in self._children if child.role is Role.WORKER)
         with StartProgress(self._console, names, worker.log_tail) as progress:
@@ -230,7 +230,7 @@ class ServiceStack:
 
     @asynccontextmanager
     async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[None]:
-        """Let `readiness` hear the heartbeats on the bus at `url`."""
+        """Subscribe `readiness` to the heartbeats on the bus at `url`."""
         name = InstanceId(f"supervisor-{os.getpid()}")
         config = replace(self._settings.bus, url=url)
         if self._passwords is not None:
@@ -249,7 +249,7 @@ class ServiceStack:
             raise CannotServe(f"no NATS server responds at {url}: {error}") from error
 
     async def _wait_for_first(self, readiness: Readiness, stop: asyncio.Event) -> None:
-        """Return when all are ready, `stop` is set, one has died, or time is up."""
+        """Return when all are ready, `stop` is set, one has died, or the timeout is over."""
         settled = asyncio.Event()
         deaths = [child.died for child in self._children]
         async with asyncio.TaskGroup() as group:
@@ -288,18 +288,18 @@ class ServiceStack:
         self._console.print(example, highlight=False, soft_wrap=True)
 
     async def _supervise(self, stop: asyncio.Event, readiness: Readiness) -> None:
-        """Keep everything running until `stop`."""
+        """Restart and watch all processes until `stop`."""
         hangs = HangDetector(
             self._children,
             readiness.health_port,
             self._settings.health,
             self._settings.supervisor.hang_timeout_s,
         )
-        keeps = [self._trim_logs, hangs.run, *(child.keep_running for child in self._children)]
+        jobs = [self._trim_logs, hangs.run, *(child.keep_running for child in self._children)]
         if self._broker is not None:
-            keeps.append(self._broker.keep_running)
+            jobs.append(self._broker.keep_running)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(keep()) for keep in keeps]
+            tasks = [group.create_task(job()) for job in jobs]
             await stop.wait()
             for task in tasks:
                 task.cancel()
@@ -311,12 +311,12 @@ class ServiceStack:
                 await asyncio.to_thread(child.trim_log)
 
     async def _stop(self, now: asyncio.Event) -> None:
-        """Stop the door first, so that what runs can finish; then the rest, then NATS."""
+        """Stop the gateway first, so that running requests can finish; then the rest, then NATS."""
         async with asyncio.TaskGroup() as group:
-            impatience = group.create_task(self._kill_at(now))
+            kill = group.create_task(self._kill_at(now))
             for roles in STOP_ORDER:
                 await self._stop_roles(roles)
-            impatience.cancel()
+            kill.cancel()
         if self._broker is not None:
             await self._broker.stop()
 
@@ -334,7 +334,7 @@ class ServiceStack:
 
 
 def _with_port(settings: Settings) -> Settings:
-    """Choose the gateway's port where any will do: the operator must be told it."""
+    """Choose the gateway's port if it is 0, since it must be announced."""
     gateway = settings.gateway
     return (
         settings
@@ -344,7 +344,7 @@ def _with_port(settings: Settings) -> Settings:
 
 
 def _ports(readiness: Readiness) -> str:
-    """Where each process shows its own metrics."""
+    """List the health ports, which also serve the metrics of each process."""
     beats = sorted(readiness.heartbeats.items())
     return ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
 

@@ -1,1 +1,1 @@
-"""Logs, metrics and traces. Takes plain arguments: it knows neither settings nor messages."""
+"""Logs, metrics and traces. Independent of settings and messages: it takes plain arguments."""

@@ -1,8 +1,7 @@
-"""Every metric that describes a model rather than a process: its names, labels and meaning.
+"""Catalog of all metrics that describe a model rather than a process: names, labels and help.
 
-Services count these in their own registries and publish them once a second; a gateway puts the
-processes together and serves each one under two names, `antiphon_<name>` and, where SGLang has the
-metric, `sglang:<name>`.
+Services record them in their own registries and publish them once a second; a gateway merges the
+processes and serves each metric as `antiphon_<name>` and, if SGLang has it, as `sglang:<name>`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ MB = 1e6
 
 
 class Kind(StrEnum):
-    """Prometheus' types."""
+    """Prometheus metric types."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -24,7 +23,7 @@ class Kind(StrEnum):
 
 
 class Merge(StrEnum):
-    """How the gauges of several processes become one. Counters and histograms are added."""
+    """How gauges of several processes are merged. Counters and histograms are added."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -32,26 +31,26 @@ class Merge(StrEnum):
 
 
 class Side(StrEnum):
-    """Which labels SGLang puts on a metric."""
+    """SGLang's label set of a metric."""
 
     REQUEST = "request"
-    """The model's name and the custom labels of requests."""
+    """Model name and custom labels of requests."""
     SCHEDULER = "scheduler"
-    """The model's name, the kind of engine and the ranks."""
+    """Model name, engine type and ranks."""
     PLAIN = "plain"
-    """None but the metric's own."""
+    """No labels but the metric's own."""
 
 
 class SglangMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric as SGLang has it, counted from ours.
+    """SGLang's form of one of our metrics.
 
     Attributes:
-        name: Behind `sglang:`, with `_total` where it is a counter.
-        side: Which of SGLang's own labels it has.
-        labels: Ours that it has too; over all others it is added up.
-        fixed: Labels of SGLang's that have one value here.
-        scale: One of our units in its units.
-        only: A label of ours and the value that it counts; all where nothing is said.
+        name: Name after `sglang:`, with `_total` for counters.
+        side: SGLang's label set of the metric.
+        labels: Our labels that it keeps; it is summed over all others.
+        fixed: SGLang's labels that have a fixed value here.
+        scale: Factor from our unit to SGLang's.
+        only: A label of ours and the value to select; unset: all series.
     """
 
     name: str
@@ -66,11 +65,11 @@ class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of a model.
 
     Attributes:
-        name: Behind `antiphon_`, with `_total` where it is a counter.
-        buckets: Upper bounds, where no setting names others.
-        custom: Whether it carries the custom labels of requests.
-        private: Whether it names tenants, and is shown to operators only.
-        sglang: SGLang's names of it.
+        name: Name after `antiphon_`, with `_total` for counters.
+        buckets: Default upper bounds of a histogram.
+        custom: Whether it has the custom labels of requests.
+        private: Whether it names tenants, and so is for operators only.
+        sglang: SGLang's forms of it.
     """
 
     name: str
@@ -85,7 +84,7 @@ class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full_name(self) -> str:
-        """Its name on a page."""
+        """Name on the metrics page."""
         return f"antiphon_{self.name}"
 
 
@@ -122,7 +121,7 @@ def _counter(
     custom: bool = False,
     private: bool = False,
 ) -> MetricSpec:
-    """Make a counter; with a `side` SGLang has it by the same name and labels."""
+    """Create a counter; with a `side`, SGLang has it with the same name and labels."""
     sglang = () if side is None else (SglangMetric(name=name, side=side, labels=labels),)
     return MetricSpec(
         name=name,
@@ -168,7 +167,7 @@ def _histogram(
     )
 
 
-# Requests, counted by gateways.
+# Requests, recorded by gateways.
 NUM_REQUESTS = MetricSpec(
     name="num_requests_total",
     kind=Kind.COUNTER,
@@ -178,7 +177,7 @@ NUM_REQUESTS = MetricSpec(
     sglang=(SglangMetric(name="num_requests_total", side=_REQUEST),),
 )
 NUM_REJECTED_REQUESTS = _counter(
-    "num_rejected_requests_total", "Requests refused before they were queued, by error.", "code"
+    "num_rejected_requests_total", "Requests rejected before they were queued, by error.", "code"
 )
 NUM_ABORTED_REQUESTS = _counter(
     "num_aborted_requests_total",
@@ -197,7 +196,7 @@ GENERATION_TOKENS = _counter(
 )
 CACHED_TOKENS = _counter(
     "cached_tokens_total",
-    "Prompt tokens of ended requests that the prefix cache had.",
+    "Prompt tokens of ended requests found in the prefix cache.",
     "cache_source",
     side=_REQUEST,
     custom=True,
@@ -215,22 +214,25 @@ TENANT_TOKENS = _counter(
 NUM_OPEN_REQS = _gauge("num_open_reqs", "Requests that have not ended.", side=None)
 TIME_TO_FIRST_TOKEN = _histogram(
     "time_to_first_token_seconds",
-    "Time from the arrival of a request to its first token.",
+    "Time to first token (TTFT), from the arrival of a request.",
     _FIRST_S,
     _REQUEST,
 )
 INTER_TOKEN_LATENCY = _histogram(
-    "inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S, _REQUEST
+    "inter_token_latency_seconds",
+    "Inter-token latency (ITL): time between two tokens of a request.",
+    _TOKEN_S,
+    _REQUEST,
 )
 TIME_PER_OUTPUT_TOKEN = _histogram(
     "request_time_per_output_token_seconds",
-    "Mean time per token of a request after its first.",
+    "Time per output token (TPOT): mean time per token of a request after its first.",
     _TOKEN_S,
     _REQUEST,
 )
 E2E_REQUEST_LATENCY = _histogram(
     "e2e_request_latency_seconds",
-    "Time from the arrival of a request to its end.",
+    "End-to-end (E2E) latency: time from the arrival of a request to its end.",
     _REQUEST_S,
     _REQUEST,
 )
@@ -254,7 +256,7 @@ PROMPT_TOKENS_HISTOGRAM = _histogram(
 )
 UNCACHED_PROMPT_TOKENS_HISTOGRAM = _histogram(
     "request_uncached_prompt_tokens",
-    "Prompt tokens of a request that the prefix cache did not have.",
+    "Prompt tokens of a request not found in the prefix cache.",
     _TOKENS,
     _REQUEST,
     "uncached_prompt_tokens_histogram",
@@ -271,28 +273,28 @@ HTTP_RESPONSES = _counter(
     "http_responses_total", "HTTP responses.", "endpoint", "status_code", "method", side=_PLAIN
 )
 HTTP_REQUESTS_ACTIVE = _gauge(
-    "http_requests_active", "HTTP requests under way.", "endpoint", "method", side=_PLAIN
+    "http_requests_active", "HTTP requests in progress.", "endpoint", "method", side=_PLAIN
 )
 GET_LOADS = MetricSpec(
     name="get_loads_duration_seconds",
     kind=Kind.HISTOGRAM,
-    help="Time to answer /v1/loads.",
+    help="Time to respond to /v1/loads.",
     buckets=_LOADS_S,
     sglang=(SglangMetric(name="get_loads_duration_seconds", side=_REQUEST),),
 )
 
-# The queue, counted by the scheduler; a worker adds what it has not started.
-NUM_QUEUE_REQS = _gauge("num_queue_reqs", "Requests that wait for a worker, or to start there.")
+# The queue, recorded by the scheduler; workers add their requests that have not started.
+NUM_QUEUE_REQS = _gauge("num_queue_reqs", "Queued requests, in the scheduler and in workers.")
 QUEUE_TIME = _histogram(
     "queue_time_seconds",
-    "Time from the submission of a request to its worker.",
+    "Time from the submission of a request to its assignment to a worker.",
     _QUEUE_S,
     _SCHEDULER,
 )
 SCHEDULER_LEADERS = _gauge("scheduler_leaders", "Schedulers that lead the queue.", side=None)
 SCHEDULER_REQS = _gauge(
     "scheduler_num_reqs",
-    "Requests accepted by the scheduler and not seen to end.",
+    "Requests accepted by the scheduler that have not ended.",
     merge=Merge.MAX,
     side=None,
 )
@@ -301,14 +303,15 @@ SCHEDULED_REQS = _counter(
 )
 REQUEUED_REQS = _counter(
     "scheduler_requeued_reqs_total",
-    "Requests that a worker returned to the queue unstarted.",
+    "Requests that a worker returned to the queue before they started.",
     "worker",
 )
 PROMPT_BLOCKS = _counter(
-    "scheduler_prompt_blocks_total", "Blocks of 64 tokens of the prompts that were scheduled."
+    "scheduler_prompt_blocks_total", "Blocks of 64 tokens of the scheduled prompts."
 )
 CACHED_PROMPT_BLOCKS = _counter(
-    "scheduler_cached_prompt_blocks_total", "Of these, those that the worker was known to have."
+    "scheduler_cached_prompt_blocks_total",
+    "Scheduled prompt blocks known to be in the worker's prefix cache.",
 )
 KNOWN_BLOCKS = _gauge(
     "scheduler_known_blocks",
@@ -318,25 +321,27 @@ KNOWN_BLOCKS = _gauge(
 )
 KV_REPLAYS = _counter("scheduler_kv_replays_total", "Replays of KV events requested.")
 FAILED_TERMS = _counter(
-    "scheduler_failed_terms_total", "Terms that a leader gave up because of an internal error."
+    "scheduler_failed_terms_total", "Terms that a leader ended because of an internal error."
 )
 SCHEDULER_REJECTED_REQS = _counter(
-    "scheduler_rejected_reqs_total", "Submissions refused, by error.", "reason"
+    "scheduler_rejected_reqs_total", "Submissions rejected, by error.", "reason"
 )
 LOST_REQS = _counter("scheduler_lost_reqs_total", "Requests reported lost to their gateways.")
 WORKER_CAPACITY = _gauge(
     "scheduler_worker_capacity",
-    "Requests that a worker may still be given.",
+    "Requests that can still be assigned to a worker.",
     "worker",
     merge=Merge.MAX,
     side=None,
 )
 
-# The engine, counted by workers.
-NUM_RUNNING_REQS = _gauge("num_running_reqs", "Requests that run.")
-NUM_GRAMMAR_QUEUE_REQS = _gauge("num_grammar_queue_reqs", "Requests that wait for a grammar.")
-NUM_PAUSED_REQS = _gauge("num_paused_reqs", "Requests that wait while generation is paused.")
-NUM_RETRACTED_REQS = _gauge("num_retracted_reqs", "Retracted requests that wait to go on.")
+# The engine, recorded by workers.
+NUM_RUNNING_REQS = _gauge("num_running_reqs", "Running requests.")
+NUM_GRAMMAR_QUEUE_REQS = _gauge(
+    "num_grammar_queue_reqs", "Requests waiting for their grammar to compile."
+)
+NUM_PAUSED_REQS = _gauge("num_paused_reqs", "Requests waiting while generation is paused.")
+NUM_RETRACTED_REQS = _gauge("num_retracted_reqs", "Retracted requests waiting to resume.")
 RETRACTED_INPUT_TOKENS = _counter(
     "num_retracted_input_tokens_total", "Prompt tokens of retracted requests.", side=_SCHEDULER
 )
@@ -346,70 +351,66 @@ RETRACTED_OUTPUT_TOKENS = _counter(
     side=_SCHEDULER,
 )
 NUM_RETRACTIONS = _counter("num_retractions_total", "Retractions of running requests.")
-NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by a higher priority.")
-GEN_THROUGHPUT = _gauge("gen_throughput", "Generated tokens a second, over the last ten.")
+NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by requests of higher priority.")
+GEN_THROUGHPUT = _gauge("gen_throughput", "Generated tokens per second, over the last ten seconds.")
 CACHE_HIT_RATE = _gauge(
     "cache_hit_rate",
-    "Share of prompt tokens found in the prefix cache, over the last minute.",
+    "Hit rate of the prefix cache in prompt tokens, over the last minute.",
     merge=Merge.MEAN,
 )
 TOKEN_USAGE = _gauge(
     "token_usage",
-    "Share of the KV cache that requests hold.",
+    "Share of the KV cache used by requests.",
     merge=Merge.MEAN,
     others=(SglangMetric(name="full_token_usage", side=_SCHEDULER),),
 )
 KV_USED_TOKENS = _gauge(
     "kv_used_tokens",
-    "Tokens of KV cache that requests hold, in whole pages.",
+    "Tokens of KV cache used by requests, in whole pages.",
     others=(SglangMetric(name="num_used_tokens", side=_SCHEDULER),),
 )
-KV_AVAILABLE_TOKENS = _gauge("kv_available_tokens", "Tokens of KV cache that are free.")
+KV_AVAILABLE_TOKENS = _gauge("kv_available_tokens", "Free tokens of KV cache.")
 KV_EVICTABLE_TOKENS = _gauge(
-    "kv_evictable_tokens", "Tokens of KV cache that only the prefix cache holds."
+    "kv_evictable_tokens", "Tokens of KV cache held only by the prefix cache."
 )
-SWA_AVAILABLE_TOKENS = _gauge(
-    "swa_available_tokens", "Tokens of sliding-window KV cache that are free."
-)
+SWA_AVAILABLE_TOKENS = _gauge("swa_available_tokens", "Free tokens of sliding-window KV cache.")
 SWA_EVICTABLE_TOKENS = _gauge(
-    "swa_evictable_tokens", "Tokens of sliding-window KV cache that only the prefix cache holds."
+    "swa_evictable_tokens", "Tokens of sliding-window KV cache held only by the prefix cache."
 )
 SWA_USED_TOKENS = _gauge(
-    "swa_used_tokens", "Tokens of sliding-window KV cache that requests hold, in whole pages."
+    "swa_used_tokens", "Tokens of sliding-window KV cache used by requests, in whole pages."
 )
 SWA_TOKEN_USAGE = _gauge(
     "swa_token_usage",
-    "Share of the sliding-window KV cache that requests hold.",
+    "Share of the sliding-window KV cache used by requests.",
     merge=Merge.MEAN,
 )
-MAMBA_AVAILABLE = _gauge("mamba_available_tokens", "Recurrent states that are free.")
+MAMBA_AVAILABLE = _gauge("mamba_available_tokens", "Free recurrent states.")
 MAMBA_EVICTABLE = _gauge(
-    "mamba_evictable_tokens", "Recurrent states that only the prefix cache holds."
+    "mamba_evictable_tokens", "Recurrent states held only by the prefix cache."
 )
-MAMBA_USED = _gauge("mamba_used_tokens", "Recurrent states that requests hold.")
+MAMBA_USED = _gauge("mamba_used_tokens", "Recurrent states used by requests.")
 MAMBA_USAGE = _gauge(
-    "mamba_usage", "Share of the recurrent states that requests hold.", merge=Merge.MEAN
+    "mamba_usage", "Share of the recurrent states used by requests.", merge=Merge.MEAN
 )
 EVICTED_TOKENS = _counter(
     "evicted_tokens_total",
-    "Tokens that the prefix cache gave up for running requests.",
+    "Tokens evicted from the prefix cache for running requests.",
     side=_SCHEDULER,
 )
 DECODE_SUM_SEQ_LENS = _gauge("decode_sum_seq_lens", "Tokens of the running requests.")
-UTILIZATION = _gauge(
-    "utilization", "Share of the running requests allowed that run.", merge=Merge.MEAN
-)
+UTILIZATION = _gauge("utilization", "Running requests as a share of the maximum.", merge=Merge.MEAN)
 NEW_TOKEN_RATIO = _gauge(
     "new_token_ratio",
-    "Share of the longest answers for which pages are reserved.",
+    "Share of max_tokens for which pages are reserved.",
     merge=Merge.MEAN,
 )
-MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Tokens that the KV cache holds.")
+MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Capacity of the KV cache in tokens.")
 MAX_TOTAL_NUM_TOKENS_SWA = _gauge(
-    "max_total_num_tokens_swa", "Tokens that the sliding-window KV cache holds."
+    "max_total_num_tokens_swa", "Capacity of the sliding-window KV cache in tokens."
 )
 NUM_PAGES = _gauge("num_pages", "Pages of the KV cache.")
-PAGE_SIZE = _gauge("page_size", "Tokens of a page.", merge=Merge.MAX)
+PAGE_SIZE = _gauge("page_size", "Tokens per page.", merge=Merge.MAX)
 CONTEXT_LEN = _gauge("context_len", "Maximum tokens of a request.", merge=Merge.MAX)
 WEIGHT_BYTES = _gauge(
     "weight_memory_usage_bytes",
@@ -425,72 +426,72 @@ KV_CACHE_BYTES = _gauge(
 )
 REALTIME_TOKENS = _counter(
     "realtime_tokens_total",
-    "Tokens of prompts computed and found in the cache, and tokens generated.",
+    "Prompt tokens computed, prompt tokens found in the prefix cache, and tokens generated.",
     "mode",
     side=_SCHEDULER,
 )
 FORWARD_SECONDS = _counter(
     "forward_execution_seconds_total",
-    "Time of forward passes, with prompts (extend) and without (decode).",
+    "Time of forward passes with prefill (extend) and without (decode).",
     "category",
     side=_SCHEDULER,
 )
-STEP_SECONDS = _histogram("step_seconds", "Time of one forward pass with its sampling.", _STEP_S)
+STEP_SECONDS = _histogram("step_seconds", "Time of one forward pass with sampling.", _STEP_S)
 NUM_GRAMMAR = _counter(
-    "num_grammar_total", "Answers with a grammar that came to a worker.", side=_SCHEDULER
+    "num_grammar_total", "Choices with a grammar received by a worker.", side=_SCHEDULER
 )
 NUM_GRAMMAR_CACHE_HIT = _counter(
     "num_grammar_cache_hit_total",
-    "Of these, those whose grammar was compiled before.",
+    "Choices whose compiled grammar was cached.",
     side=_SCHEDULER,
 )
 NUM_GRAMMAR_ABORTED = _counter(
     "num_grammar_aborted_total",
-    "Of these, those that were refused or ended before their grammar was ready.",
+    "Choices rejected or ended before their grammar was compiled.",
     side=_SCHEDULER,
 )
 NUM_GRAMMAR_TIMEOUT = _counter(
-    "num_grammar_timeout_total", "Grammars that took too long.", side=_SCHEDULER
+    "num_grammar_timeout_total", "Grammars whose compilation timed out.", side=_SCHEDULER
 )
 GRAMMAR_COMPILATION = _histogram(
     "grammar_compilation_time_seconds", "Time to compile a grammar.", _COMPILE_S, _SCHEDULER
 )
 STARTUP_SECONDS = _gauge(
     "startup_time_seconds",
-    "Time of a worker's start: to load the model, to warm it up, and together.",
+    "Startup time of a worker: loading the model, warmup, and total.",
     "phase",
     merge=Merge.MAX,
 )
 WEIGHT_LOAD_SECONDS = _gauge(
     "weight_load_duration_seconds",
-    "Time to load the model, its weights included.",
+    "Time to load the model, including its weights.",
     "source",
     merge=Merge.MAX,
 )
-COMPUTED_TOKENS = _counter("computed_tokens_total", "Tokens computed, prompts included.")
-FAILED_STEPS = _counter("failed_steps_total", "Forward passes that raised, repetitions included.")
+COMPUTED_TOKENS = _counter("computed_tokens_total", "Tokens computed, including prompt tokens.")
+FAILED_STEPS = _counter("failed_steps_total", "Failed forward passes, including retries.")
 REFUSED_COMMANDS = _counter(
-    "refused_commands_total", "Batches of commands that a worker refused, by reason.", "reason"
+    "refused_commands_total", "Command batches rejected by a worker, by reason.", "reason"
 )
-STALLS = _counter("stalls_total", "Times that the batching loop stood still.")
+STALLS = _counter("stalls_total", "Stalls of the batching loop.")
 OVERRUN_TOKENS = _counter("overrun_tokens_total", "Tokens generated beyond a stop string.")
-HELD_REQS = _gauge("held_reqs", "Requests whose token ids are kept for a replay.", side=None)
+HELD_REQS = _gauge("held_reqs", "Requests whose token ids are stored for a resend.", side=None)
 BATCH_SIZE = _gauge("batch_size", "Requests in the last forward pass.", side=None)
-FREE_SLOTS = _gauge("free_slots", "Requests that could be started beside those.", side=None)
+FREE_SLOTS = _gauge("free_slots", "Free slots of the batch.", side=None)
 PAUSED_WORKERS = _gauge("paused_workers", "Workers whose generation is paused.", side=None)
 
 # The encoder.
 ENCODER_SECONDS = _histogram(
     "encoder_request_e2e_latency_seconds",
-    "Time to decode and embed an image.",
+    "Time to decode and encode an image.",
     _IMAGE_S,
     _SCHEDULER,
 )
 ENCODER_RECEIVED = _counter(
-    "encoder_requests_received_total", "Calls to embed an image.", side=_SCHEDULER
+    "encoder_requests_received_total", "Calls to encode an image.", side=_SCHEDULER
 )
 ENCODER_REQUESTS = _counter(
-    "encoder_requests_total", "Of these, those answered with an embedding.", side=_SCHEDULER
+    "encoder_requests_total", "Calls that returned an embedding.", side=_SCHEDULER
 )
 ENCODER_FILES = _counter(
     "encoder_cache_total_files_total", "Images looked up in the cache.", side=_SCHEDULER
@@ -499,15 +500,15 @@ ENCODER_HITS = _counter(
     "encoder_cache_hit_files_total", "Images whose embedding was cached.", side=_SCHEDULER
 )
 ENCODER_TOKENS = _counter(
-    "encoder_cache_total_tokens_total", "Tokens of the images answered.", side=_SCHEDULER
+    "encoder_cache_total_tokens_total", "Tokens of the encoded images.", side=_SCHEDULER
 )
 ENCODER_HIT_TOKENS = _counter(
     "encoder_cache_hit_tokens_total",
-    "Of these, those whose embedding was cached.",
+    "Tokens of the images whose embedding was cached.",
     side=_SCHEDULER,
 )
 ENCODER_EVICTIONS = _counter(
-    "encoder_cache_evictions_total", "Embeddings that the cache gave up.", side=_SCHEDULER
+    "encoder_cache_evictions_total", "Embeddings evicted from the cache.", side=_SCHEDULER
 )
 ENCODER_ENTRIES = _gauge("encoder_cache_entries", "Embeddings in the cache.")
 ENCODER_CACHE_BYTES = _gauge(
@@ -521,11 +522,11 @@ ENCODER_CACHE_BYTES = _gauge(
 PROCESS_CPU = MetricSpec(
     name="component_cpu_seconds_total",
     kind=Kind.COUNTER,
-    help="Processor time of a service's processes.",
+    help="CPU time of a service's processes.",
     labels=("component",),
     sglang=(
         SglangMetric(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),
-        # The process that SGLang calls a scheduler runs the model, as a worker here.
+        # SGLang's scheduler process runs the model, as a worker does here.
         SglangMetric(
             name="scheduler_process_cpu_seconds_total",
             side=_SCHEDULER,
@@ -533,11 +534,11 @@ PROCESS_CPU = MetricSpec(
         ),
     ),
 )
-GAPS = _counter("gaps_total", "Losses seen in a sequence of messages.", "route")
+GAPS = _counter("gaps_total", "Gaps detected in message sequences.", "route")
 MESSAGES_REFUSED = _counter(
     "messages_refused_total", "Messages dropped, by reason.", "route", "reason"
 )
-BUS_ERRORS = _counter("bus_errors_total", "Messages that were not sent.", "kind")
+BUS_ERRORS = _counter("bus_errors_total", "Messages that could not be sent, by kind.", "kind")
 
 FAMILIES = {one.name: one for one in tuple(globals().values()) if isinstance(one, MetricSpec)}
-"""All of them, by name."""
+"""All metrics by name."""

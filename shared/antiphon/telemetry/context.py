@@ -1,4 +1,4 @@
-"""What every log line and span knows of the work at hand, without being told each time."""
+"""Context variables for log lines and spans: the current request and trace."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ traceparent_var: ContextVar[str | None] = ContextVar("traceparent", default=None
 
 @contextmanager
 def request_context(request_id: str | None) -> Generator[None]:
-    """Put a request's id into each record that is logged inside."""
+    """Add a request's id to each record logged inside the block."""
     before = request_id_var.get()
     request_id_var.set(request_id)
     try:
         yield
     finally:
-        # Set, not reset by token: an async generator may end in another context than it began.
+        # Set, not reset by token: an async generator may end in another context than it started in.
         request_id_var.set(before)
 
 
 def trace_id() -> str | None:
-    """The 32 hexadecimal digits of the trace at hand, from W3C `00-<trace>-<span>-<flags>`."""
+    """Return the current trace id, 32 hexadecimal digits of W3C `00-<trace>-<span>-<flags>`."""
     traceparent = traceparent_var.get()
     return traceparent[3:35] if traceparent else None

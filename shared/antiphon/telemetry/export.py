@@ -1,4 +1,4 @@
-"""Spans to an OTLP collector, by gRPC or HTTP. Imported only with tracing on: it takes long."""
+"""Export spans to an OTLP collector by gRPC or HTTP. Imported only if tracing is on: it is slow."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 2.0
 _PATH = "/v1/traces"
 _GRPC_PORT, _HTTP_PORT = 4317, 4318
-"""The ports that OTLP has for its two transports."""
+"""OTLP's default ports of the two transports."""
 
 
 class OtlpTarget(msgspec.Struct, frozen=True):
-    """A collector: its address as the exporter of its transport takes it."""
+    """A collector, with the address in the form that its exporter expects."""
 
     grpc: bool
     address: str
@@ -31,10 +31,10 @@ class OtlpTarget(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, endpoint: str) -> OtlpTarget:
-        """Read an endpoint: `host:4317`, `grpc://host`, `grpcs://host`, `http://host:4318/path`.
+        """Parse an endpoint: `host:4317`, `grpc://host`, `grpcs://host`, `http://host:4318/path`.
 
-        Without a scheme it is gRPC, as for SGLang, unless the port is HTTP's. With `http` it is
-        HTTP, unless there is no path and the port is gRPC's: so do collectors document that.
+        Without a scheme it is gRPC, as in SGLang, unless the port is HTTP's. With `http` it is
+        HTTP, unless there is no path and the port is gRPC's, a form that collectors document.
         """
         parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
         bare = parts.path in ("", "/")
@@ -51,22 +51,22 @@ class OtlpTarget(msgspec.Struct, frozen=True):
 
 
 def start(*, endpoint: str, service: str, instance: str, ratio: float) -> TracerProvider:
-    """Send this process's spans to a collector, from a thread, in batches.
+    """Start to send this process's spans to a collector, in batches from a thread.
 
-    Gives what `stop` takes. Spans that the collector does not take in time are dropped.
+    Returns the provider for `stop`. Spans that the collector does not accept in time are dropped.
 
     Args:
-        endpoint: As `OtlpTarget.of` reads it.
+        endpoint: See `OtlpTarget.parse`.
         service: `service.name` of the spans.
         instance: `service.instance.id` of the spans.
-        ratio: Share of traces kept, of those that begin here; a parent's own decision holds.
+        ratio: Share of the traces started here that is sampled; other traces follow their parent.
     """
     exporter = _exporter(OtlpTarget.parse(endpoint))
     return start_with(exporter, service=service, instance=instance, ratio=ratio)
 
 
 def _exporter(target: OtlpTarget) -> SpanExporter:
-    """Open an exporter. Each transport is imported only where it is used: gRPC takes 0.3 s."""
+    """Create an exporter. Transports are imported only when used: gRPC takes 0.3 s."""
     if target.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter as GrpcExporter,
@@ -83,7 +83,7 @@ def _exporter(target: OtlpTarget) -> SpanExporter:
 def start_with(
     exporter: SpanExporter, *, service: str, instance: str, ratio: float
 ) -> TracerProvider:
-    """Send this process's spans to an exporter."""
+    """Start to send this process's spans to an exporter."""
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(ratio)),
         resource=Resource.create(
@@ -103,7 +103,7 @@ def start_with(
 
 
 def stop(provider: TracerProvider) -> None:
-    """Send what is left and record no more. Blocks, but not long: a slow collector loses spans."""
+    """Stop recording and flush. Blocks for a bounded time: a slow collector loses spans."""
     tracing.use(None)
     provider.force_flush(int(_TIMEOUT_S * 1000))
     provider.shutdown()

@@ -1,9 +1,9 @@
-"""Log lines: a constant event and its fields, one line a record, as text or JSON, on stderr.
+"""Logging: a constant event and its fields, one line per record, as text or JSON, on stderr.
 
     log = logging.getLogger(__name__)
     log.info("request admitted", extra={"request_id": request.id, "prompt_tokens": n})
 
-The id of the request at hand and of its trace are added by themselves.
+The ids of the current request and trace are added automatically.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 CANNOT_START = "cannot start"
-"""Event of a service whose start is refused, with its `reason`: `antiphon serve` shows it."""
-# Whatever else stands in a record's __dict__ was given in `extra`.
+"""Event of a failed startup, with its `reason`, which `antiphon serve` shows."""
+# All other attributes of a record were passed in `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def set_up(*, level: str, form: str, instance: str, stream: TextIO | None = None) -> None:
-    """Send every record of `level` and above, of ours and of libraries, to `stream` or stderr.
+    """Send all records of `level` and above, including those of libraries, to `stream` or stderr.
 
-    Called once by `main`; called again, it replaces what it did before. `form` is `json` or `text`.
+    Called once by `main`; another call replaces the configuration. `form` is `json` or `text`.
     """
     formatter = JsonFormatter(instance) if form == "json" else TextFormatter(instance)
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -48,7 +48,7 @@ class TextFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one line; a value with blanks or line breaks is quoted as JSON."""
+        """Format one line; a value with spaces or line breaks is quoted as JSON."""
         words = [
             _time(record),
             record.levelname,
@@ -61,14 +61,14 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, instance, logger, event, then the fields."""
+    """One JSON object per line: time, level, instance, logger, event, then the fields."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one line; a value that JSON does not know is written as `str` says it."""
+        """Format one line; values that JSON does not support are converted by `str`."""
         line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -76,7 +76,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        # The event's own keys win: a field called `level` must not hide the level.
+        # The standard keys take precedence: a field named `level` must not hide the level.
         return msgspec.json.encode(_fields(record, self) | line, enc_hook=str).decode()
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a process, for Prometheus."""
+"""Prometheus metrics of a process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-disable_created_metrics()  # a series for each counter and histogram that says only when it began
+disable_created_metrics()  # an extra series per counter and histogram, with its creation time
 
 _HANDLER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
 class Series(NamedTuple):
-    """One series of a metric: its label values, and what it has come to.
+    """One series of a metric: its label values and its current value.
 
-    `counts` are those of a histogram at or below each bound, the infinite one last, and `value` is
-    its sum then.
+    For a histogram, `counts` are cumulative counts per bound, the infinite one last, and `value` is
+    the sum.
     """
 
     labels: tuple[str, ...]
@@ -43,11 +43,11 @@ class Series(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A metric of the catalog as this process has it."""
+    """A metric of the catalog with its series in this process."""
 
     family: MetricSpec
     labels: tuple[str, ...]
-    """Those of the catalog, and the custom ones."""
+    """Labels of the catalog, then custom ones."""
     bounds: tuple[float, ...]
     series: tuple[Series, ...]
 
@@ -55,93 +55,95 @@ class Published(NamedTuple):
 class Metrics:
     """The metrics of one process.
 
-    Those of the catalog describe the model and are published for the gateways; others are the
-    process's own. Not module globals: several services live in one test process, each with numbers
-    of its own.
+    Those of the catalog describe the model and are published to the gateways; others are the
+    process's own. Not module globals: several services run in one test process, each with its own
+    metrics.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._collect_hooks = _CollectHooks()
-        self.registry.register(self._collect_hooks)  # first, so that what follows is read settled
+        self.registry.register(self._collect_hooks)  # first: hooks run before metrics are read
         self._shared: dict[str, _Shared] = {}
         self._model_view: Callable[[bool], Iterable[Metric]] | None = None
-        self.calls = self._counter("calls", "Calls answered.", "route", "outcome")
+        self.calls = self._counter("calls", "Calls with a reply.", "route", "outcome")
         self.call_seconds = Histogram(
             "antiphon_call_seconds",
-            "Time from taking a call to its answer.",
+            "Time from accepting a call to its reply.",
             ("route",),
             registry=self.registry,
             buckets=_HANDLER_BUCKETS_S,
         )
-        self.calls_open = self._gauge("calls_open", "Calls taken and not answered yet.", "route")
-        self.refused = self._counter("refused", "Calls refused unread.", "route", "reason")
+        self.calls_open = self._gauge("calls_open", "Accepted calls without a reply.", "route")
+        self.refused = self._counter(
+            "refused", "Calls rejected without decoding, by error.", "route", "reason"
+        )
         self.messages = self._counter("messages", "Feed messages applied.", "route")
         self.messages_refused = self.counter(catalog.MESSAGES_REFUSED)
         self.gaps = self.counter(catalog.GAPS)
         self.bus_errors = self.counter(catalog.BUS_ERRORS)
         self.link_errors = self._gauge(
-            "link_errors", "What went wrong on the link since start.", "kind"
+            "link_errors", "Background errors of the link to the broker, by kind.", "kind"
         )
         self.peer_age = self._gauge(
-            "peer_heartbeat_age_seconds", "Time since a peer's heartbeat.", "role", "instance"
+            "peer_heartbeat_age_seconds", "Time since a peer's last heartbeat.", "role", "instance"
         )
         self.peers_refused = self._counter(
-            "peers_refused", "Heartbeats that do not count, by what is wrong with them.", "reason"
+            "peers_refused", "Rejected heartbeats, by reason.", "reason"
         )
         self.late = self._counter(
-            "late_messages", "Messages that came too late, or by a clock not known here.", "route"
+            "late_messages", "Messages that expired, or whose sender's clock is unknown.", "route"
         )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
     def counter(self, family: MetricSpec, *custom: str) -> Counter:
-        """Register a counter of the catalog, with these labels beside its own."""
+        """Register a counter of the catalog, with additional labels."""
         labels = (*family.labels, *custom)
-        made = Counter(family.full_name, family.help, labels, registry=self.registry)
-        self._shared[family.name] = _Shared(family, labels, (), made)
-        return made
+        metric = Counter(family.full_name, family.help, labels, registry=self.registry)
+        self._shared[family.name] = _Shared(family, labels, (), metric)
+        return metric
 
     def gauge(self, family: MetricSpec) -> Gauge:
         """Register a gauge of the catalog."""
-        made = Gauge(family.full_name, family.help, family.labels, registry=self.registry)
-        self._shared[family.name] = _Shared(family, family.labels, (), made)
-        return made
+        metric = Gauge(family.full_name, family.help, family.labels, registry=self.registry)
+        self._shared[family.name] = _Shared(family, family.labels, (), metric)
+        return metric
 
     def histogram(
         self, family: MetricSpec, *custom: str, buckets: tuple[float, ...] = ()
     ) -> Histogram:
-        """Register a histogram of the catalog, with other buckets than its own if any are given."""
+        """Register a histogram of the catalog; `buckets` replace its default ones."""
         labels, bounds = (*family.labels, *custom), buckets or family.buckets
-        made = Histogram(
+        metric = Histogram(
             family.full_name, family.help, labels, registry=self.registry, buckets=bounds
         )
-        self._shared[family.name] = _Shared(family, labels, bounds, made)
-        return made
+        self._shared[family.name] = _Shared(family, labels, bounds, metric)
+        return metric
 
     def before_collect(self, settle: Callable[[], None]) -> None:
-        """Call `settle` whenever the numbers are read, to show what was only noted until then.
+        """Call `settle` before metrics are read, to transfer values that were counted elsewhere.
 
-        To count for Prometheus takes ten calls and a lock: too much for each message or tick.
+        Updating a Prometheus metric takes ten calls and a lock: too much for each message or tick.
         """
         self._collect_hooks.calls.append(settle)
 
     def published(self) -> list[Published]:
-        """Read the metrics of the catalog that this process has counted something in."""
+        """Return the metrics of the catalog that have series in this process."""
         self._collect_hooks.collect()
         read = (shared.read() for shared in self._shared.values())
         return [each for each in read if each.series]
 
     def show(self, model_view: Callable[[bool], Iterable[Metric]]) -> None:
-        """Put the metrics of the model in place of this process's own part of them.
+        """Serve the metrics of the whole model in place of this process's part of them.
 
-        It is called with whether those that name tenants are shown.
+        `model_view` is called with whether to include metrics that name tenants.
         """
         self._model_view = model_view
 
     def text(self, *, private: bool = False) -> bytes:
-        """Write everything in Prometheus' text form; what names tenants only if `private`."""
+        """Format all metrics in Prometheus' text format; those with tenants only if `private`."""
         return generate_latest(_Page(self._families(private=private)))
 
     def _families(self, *, private: bool) -> Iterator[Metric]:
@@ -169,7 +171,7 @@ class _Shared(NamedTuple):
     metric: Counter | Gauge | Histogram
 
     def read(self) -> Published:
-        """Read all series, without those of counters and histograms that are still at zero."""
+        """Return all series, without counters and histograms that are still zero."""
         counts: dict[tuple[str, ...], list[float]] = {}
         values: dict[tuple[str, ...], float] = {}
         for collected in self.metric.collect():
@@ -179,17 +181,17 @@ class _Shared(NamedTuple):
                     counts.setdefault(labels, []).append(sample.value)
                 elif not sample.name.endswith("_count") or not self.bounds:
                     values[labels] = sample.value
-        idle = self.family.kind is not Kind.GAUGE and bool(self.labels)
+        skips_zero = self.family.kind is not Kind.GAUGE and bool(self.labels)
         series = [
             Series(labels, value, tuple(counts.get(labels, ())))
             for labels, value in values.items()
-            if value or not idle
+            if value or not skips_zero
         ]
         return Published(self.family, self.labels, self.bounds, tuple(series))
 
 
 class _Page:
-    """Metrics that were collected, as `generate_latest` takes a registry."""
+    """Collected metrics, with the interface of a registry for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -199,7 +201,7 @@ class _Page:
 
 
 class _CollectHooks(Collector):
-    """Has no numbers of its own."""
+    """Runs the hooks of `before_collect`; has no metrics of its own."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []

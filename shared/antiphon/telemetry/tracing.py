@@ -1,9 +1,9 @@
-"""Spans across processes, in W3C form: the `traceparent` travels as a string in messages.
+"""Spans across processes, in W3C format: messages carry the `traceparent` as a string.
 
     with span("gateway.submit", request.traceparent, tokens=12) as here:
         await bus.call(SUBMIT, submit(traceparent=here.traceparent), ...)
 
-Without a collector a span costs about a microsecond and passes its parent on unchanged.
+Without a collector a span costs about a microsecond and propagates its parent unchanged.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _tracer: Tracer | None = None
 
 
 class Span:
-    """A piece of work that has a beginning and an end, on this process's part of a trace.
+    """A span of a trace in this process.
 
-    A `with` block makes it the parent of spans and the trace of log lines inside. Work that no
-    block spans (a request's time in a queue) calls `start` and `end` itself.
+    A `with` block makes it the parent of spans, and the trace of log lines, inside the block. For
+    work that no block encloses (a request's time in a queue), call `start` and `end`.
     """
 
     __slots__ = ("_attributes", "_before", "_given", "_name", "_span", "traceparent")
@@ -52,10 +52,10 @@ class Span:
         self._span: OtelSpan | None = None
         self._before: str | None = None
         self.traceparent: str | None = None
-        """What a message carries that is sent from inside; None outside of any trace."""
+        """Value for messages sent inside the span; None outside of any trace."""
 
     def start(self) -> Self:
-        """Begin. A given parent that is not W3C counts as none."""
+        """Start the span. An invalid parent counts as none."""
         parent = valid(self._given) or traceparent_var.get()
         if _tracer is None:
             self.traceparent = parent
@@ -63,11 +63,11 @@ class Span:
             self._span = _tracer.start_span(
                 self._name, context=_context(parent), attributes=self._attributes
             )
-            self.traceparent = _written(self._span.get_span_context())
+            self.traceparent = _format(self._span.get_span_context())
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """End, in an error if there was one."""
+        """End the span, recording the error, if any."""
         if self._span is None:
             return
         if error is not None:
@@ -76,7 +76,7 @@ class Span:
         self._span.end()
 
     def set(self, **attributes: Value) -> None:
-        """Say what became known on the way."""
+        """Set attributes."""
         if self._span is not None:
             for name, value in attributes.items():
                 self._span.set_attribute(name, value)
@@ -88,31 +88,31 @@ class Span:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # Set, not reset by token: an async generator may end in another context than it began.
+        # Set, not reset by token: an async generator may end in another context than it started in.
         traceparent_var.set(self._before)
         self.end(error)
 
 
 def span(name: str, traceparent: str | None = None, **attributes: Value) -> Span:
-    """Make a span below `traceparent`, or below the span at hand."""
+    """Create a span with parent `traceparent`, else the current span."""
     return Span(name, traceparent, attributes or None)
 
 
 def current() -> str | None:
-    """The `traceparent` for a message that is sent now."""
+    """Return the `traceparent` for a message that is sent now."""
     return traceparent_var.get()
 
 
 def valid(traceparent: str | None) -> str | None:
-    """The same if it is a W3C `traceparent` of version 00, else None."""
+    """Return the value if it is a W3C `traceparent` of version 00, else None."""
     if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
         return traceparent
     return None
 
 
 def use(tracer: Tracer | None) -> None:
-    """Record spans with `tracer` from now on, or none."""
-    global _tracer  # noqa: PLW0603  # one a process, as the collector is
+    """Record spans with `tracer` from now on; None: no recording."""
+    global _tracer  # noqa: PLW0603  # one per process, as the collector
     _tracer = tracer
 
 
@@ -125,5 +125,5 @@ def _context(traceparent: str | None) -> Context | None:
     return set_span_in_context(NonRecordingSpan(parent))
 
 
-def _written(context: SpanContext) -> str:
+def _format(context: SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

@@ -1,9 +1,9 @@
-"""Regular expressions that end an answer: read by a gateway to refuse, followed by a detokenizer.
+"""Stop patterns (`stop_regex`): validated by the gateway, matched by the detokenizer.
 
-They are followed letter by letter by a Thompson automaton (Thompson 1968, CACM 11(6)): the time a
-letter takes is bounded by the states of the pattern, whatever the text, so that no pattern can keep
-the process that everybody's text passes through. What needs more than the letters so far, such as
-look-around, references and the end of a line, is refused.
+A Thompson automaton (Thompson 1968, CACM 11(6)) matches character by character: the time per
+character is bounded by the number of states, whatever the text, so that no pattern can block the
+detokenizer, which all requests share. Patterns that need more than the characters so far, such as
+look-around, back-references and line anchors, are rejected.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PATTERN_BYTES_MAX = 256
 STATES_MAX = 512
-"""Most states of a request's automata, a choice each: `[a-z]{400}` fits. Each state costs time with
-every letter of a choice."""
+"""Maximum states of a request's automata, over all choices: `[a-z]{400}` fits. Each state costs
+time at every character of a choice."""
 
 _WORK_MAX = 16 * STATES_MAX
 _DEPTH_MAX = 64
@@ -33,28 +33,28 @@ _SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One letter of the text: any that `letters`, itself a pattern, matches."""
+    """One character of the text: any that the pattern `letters` matches."""
 
     letters: re.Pattern[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """One after the other."""
+    """All parts, one after the other."""
 
     parts: tuple[PatternNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """One of several."""
+    """One of several parts."""
 
     parts: tuple[PatternNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """From `least` times to `most`; None: without end."""
+    """`part` repeated `least` to `most` times; None: unbounded."""
 
     part: PatternNode
     least: int
@@ -66,11 +66,11 @@ PatternNode = Atom | Concatenation | Alternation | Repetition
 
 @dataclass(slots=True)
 class Automaton:
-    """States by number. A state with letters moves on by one of them, one without for nothing.
+    """An NFA; states are indexes. A state without `letters` has only empty transitions.
 
     Attributes:
-        start: Where a match begins.
-        accept: Where it is complete.
+        start: State in which a match begins.
+        accept: State in which it is complete.
     """
 
     start: int = 0
@@ -81,11 +81,11 @@ class Automaton:
 
     @property
     def size(self) -> int:
-        """How many states it has."""
+        """Number of states."""
         return len(self.letters)
 
     def reach(self, state: int) -> tuple[int, ...]:
-        """The states with letters, and the accepting one, that are reached for nothing."""
+        """The empty closure: states with letters, and the accepting one, reached from `state`."""
         if state not in self._reach:
             seen, todo = {state}, [state]
             while todo:
@@ -101,10 +101,10 @@ class Automaton:
 
 
 class StopPatternMatcher:
-    """Follows one text. The earliest match to be complete counts, and of these the longest.
+    """Searches one text. The first match to complete wins, and among those the longest.
 
     Attributes:
-        held_from: Where the earliest match that may yet come true begins; the text's end if none.
+        held_from: Start of the earliest match still possible; the end of the text if there is none.
     """
 
     def __init__(self, automaton: Automaton) -> None:
@@ -114,15 +114,15 @@ class StopPatternMatcher:
 
     @property
     def held_from(self) -> int:
-        """Where the earliest match that may yet come true begins, counted from the beginning."""
+        """Start of the earliest match still possible, as an offset in the whole text."""
         return min(self._threads.values(), default=self._at)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Take more text; return where a match begins and ends, once there is one."""
+        """Process more text; return the start and end of a match, once there is one."""
         for letter in text:
-            begun = self._step(letter)
-            if begun is not None:
-                return begun, self._at
+            match_start = self._step(letter)
+            if match_start is not None:
+                return match_start, self._at
         return None
 
     def _step(self, letter: str) -> int | None:
@@ -130,13 +130,13 @@ class StopPatternMatcher:
         threads = self._threads
         for state in automaton.reach(automaton.start):
             threads.setdefault(state, self._at)
-        for state, begun in threads.items():
+        for state, match_start in threads.items():
             letters = automaton.letters[state]
             if letters is None or letters.match(letter) is None:
                 continue
             for after in automaton.reach(automaton.following[state][0]):
-                if moved.get(after, begun) >= begun:
-                    moved[after] = begun
+                if moved.get(after, match_start) >= match_start:
+                    moved[after] = match_start
         self._threads = moved
         self._at += 1
         return moved.get(automaton.accept)
@@ -144,27 +144,27 @@ class StopPatternMatcher:
 
 @lru_cache(maxsize=256)
 def compile_pattern(pattern: str) -> Automaton:
-    """Read a pattern.
+    """Compile a pattern to an automaton.
 
     Raises:
-        InvalidRequest: It is malformed, too long, matches the empty text, or is none of those that
-            can be followed.
+        InvalidRequest: It is malformed, too long, matches the empty text, or needs an unsupported
+            construct.
     """
     if len(pattern.encode(errors="replace")) > PATTERN_BYTES_MAX:
         raise InvalidRequest(f"a stop_regex has at most {PATTERN_BYTES_MAX} bytes", param=_FIELD)
     node = _PatternParser(pattern).read()
-    made = Automaton(letters=[None], following=[()])
-    made.start = _AutomatonBuilder(made).build(node, made.accept)
-    if made.accept in made.reach(made.start):
+    automaton = Automaton(letters=[None], following=[()])
+    automaton.start = _AutomatonBuilder(automaton).build(node, automaton.accept)
+    if automaton.accept in automaton.reach(automaton.start):
         raise _refusal(pattern, "it matches the empty text")
-    return made
+    return automaton
 
 
 def check_patterns(patterns: Sequence[str], choices: int) -> None:
-    """Refuse patterns that cannot be followed, or only at the cost of everybody else's text.
+    """Reject patterns that are unsupported or too expensive.
 
     Raises:
-        InvalidRequest: One is malformed, or all of them have too many states in all choices.
+        InvalidRequest: One is malformed, or together they have too many states over all choices.
     """
     states = sum(compile_pattern(pattern).size for pattern in patterns)
     if states * choices > STATES_MAX:
@@ -183,14 +183,14 @@ def _refusal(pattern: str, reason: str) -> InvalidRequest:
 
 
 class _AutomatonBuilder:
-    """Writes a tree as states, from its end to its beginning."""
+    """Builds an automaton from a syntax tree, from its end to its start."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self._work = 0
 
     def build(self, node: PatternNode, after: int) -> int:
-        """Return the state where `node` begins, if what follows it begins at `after`."""
+        """Return the start state of `node`, given the start state of what follows it."""
         self._work += 1
         if self._work > _WORK_MAX:
             raise InvalidRequest("stop_regex: it repeats too much", param=_FIELD)
@@ -227,7 +227,7 @@ class _AutomatonBuilder:
 
 
 class _PatternParser:
-    """Reads a pattern by recursive descent. What one letter may be is left to `re`."""
+    """Parses a pattern by recursive descent. Character classes are left to `re`."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -310,7 +310,7 @@ class _PatternParser:
                 node = self._bounded(node)
             if self._takes("+"):
                 raise self._error("possessive repeats are not supported")
-            self._takes("?")  # the shortest match is taken anyway
+            self._takes("?")  # lazy repeats: the first match to complete wins anyway
         return node
 
     def _bounded(self, node: PatternNode) -> PatternNode:
@@ -328,5 +328,5 @@ class _PatternParser:
 @lru_cache(maxsize=1024)
 def _letters(source: str) -> re.Pattern[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sets that another dialect would read otherwise
+        warnings.simplefilter("ignore")  # about character sets that other dialects read differently
         return re.compile(source)

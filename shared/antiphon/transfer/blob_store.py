@@ -1,4 +1,4 @@
-"""What waits to be fetched: bounded in bytes, and only for a while."""
+"""Store of blobs to be fetched, bounded in size and time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class BlobSource(Protocol):
-    """Where a blob server finds what a token names."""
+    """Source of the blobs of a `BlobServer`."""
 
     def get(self, token: str) -> bytes | bytearray | memoryview | None:
-        """Return the bytes, or None if they are not here or not any more."""
+        """Return the bytes of a token, or None if unknown or expired."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes and until when they are promised."""
+    """Bytes and their expiry time."""
 
     data: bytes
     expires_unix_ms: int
@@ -34,7 +34,8 @@ class BlobStore:
     """Holds bytes under unguessable tokens until they expire.
 
     Args:
-        address: `host:port` of the blob server that serves this shelf.
+        address: `host:port` of the blob server that serves this store.
+        bytes_max: Maximum bytes of all blobs.
         unix_ms: The wall clock.
     """
 
@@ -47,26 +48,26 @@ class BlobStore:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes that wait now."""
+        """Bytes stored now."""
         return self._bytes
 
     def put(self, data: bytes, lifetime_s: float, *, checksum: bytes | None = None) -> Claim:
-        """Take bytes and return the claim that fetches them.
+        """Store bytes and return the claim to fetch them.
 
         Args:
-            data: Not copied.
-            lifetime_s: How long they are promised.
-            checksum: Their SHA-256, if the caller has it: megabytes would hold up the event loop.
+            data: The bytes, which are not copied.
+            lifetime_s: How long they stay available.
+            checksum: Their SHA-256, if known: hashing megabytes here would block the event loop.
 
         Raises:
-            RequestTooLarge: They would not fit even on an empty shelf.
-            Overloaded: The shelf is full of what has not expired.
+            RequestTooLarge: They would not fit into an empty store.
+            Overloaded: The store is full of unexpired blobs.
         """
         if len(data) > self._bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._bytes_max)
         self.sweep()
         if self._bytes + len(data) > self._bytes_max:
-            raise Overloaded("too much waits to be fetched", retry_after_s=1.0)
+            raise Overloaded("the transfer store is full; retry later", retry_after_s=1.0)
         token = new_token()
         expires = self._unix_ms() + int(lifetime_s * 1000)
         self._blobs[token] = Blob(data, expires)
@@ -80,14 +81,14 @@ class BlobStore:
         )
 
     def get(self, token: str) -> bytes | None:
-        """Return what a token names, unless it has expired."""
+        """Return the bytes of a token, unless expired."""
         blob = self._blobs.get(token)
         if blob is None or blob.expires_unix_ms < self._unix_ms():
             return None
         return blob.data
 
     def sweep(self) -> None:
-        """Drop what has expired."""
+        """Drop expired blobs."""
         now = self._unix_ms()
         for token in [t for t, blob in self._blobs.items() if blob.expires_unix_ms < now]:
             self._bytes -= len(self._blobs.pop(token).data)

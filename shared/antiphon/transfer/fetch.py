@@ -1,4 +1,4 @@
-"""Fetches what claims name, and believes nothing before size and checksum are verified."""
+"""Fetch claimed blobs and verify their size and checksum."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from antiphon.wire.claim import Claim
 
 HASH_INLINE_BYTES = 256 * 1024
-"""Hashing more than this would hold up the event loop for over 0.2 ms: it goes to a thread."""
+"""More than this is hashed in a thread: it would block the event loop for over 0.2 ms."""
 
 
 class BlobGone(Unavailable):
-    """The holder does not have the bytes any more, or is gone itself."""
+    """The holder no longer has the bytes, or cannot be reached."""
 
 
 class BlobCorrupt(Unavailable):
-    """What came has another checksum than was claimed."""
+    """The received size or checksum differs from the claim."""
 
 
 async def fetch(claim: Claim, *, timeout_s: float, bytes_max: int) -> bytearray:
-    """Fetch what one claim names. See `fetch_all`."""
+    """Fetch one claim. See `fetch_all`."""
     (data,) = await fetch_all([claim], timeout_s=timeout_s, bytes_max=bytes_max)
     return data
 
@@ -45,18 +45,18 @@ async def fetch(claim: Claim, *, timeout_s: float, bytes_max: int) -> bytearray:
 async def fetch_all(
     claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
 ) -> list[bytearray]:
-    """Fetch what several claims of one address name, over one connection, in order.
+    """Fetch several claims of one address over one connection, in order.
 
     Args:
-        claims: Of one address.
-        timeout_s: For all of them together.
-        bytes_max: Most bytes that one claim may name; checked before anything is sent.
+        claims: Claims of one address.
+        timeout_s: Timeout of all of them together.
+        bytes_max: Maximum size of one claim; checked before anything is sent.
 
     Raises:
-        RequestTooLarge: A claim names more.
-        InvalidRequest: The claims are of several addresses, or malformed.
-        BlobGone: The holder is not there, has not got it, or was too slow.
-        BlobCorrupt: Size or checksum is not what was claimed.
+        RequestTooLarge: A claim exceeds `bytes_max`.
+        InvalidRequest: The claims have several addresses, or are malformed.
+        BlobGone: The holder cannot be reached, no longer has a blob, or was too slow.
+        BlobCorrupt: Size or checksum differs from the claim.
     """
     blobs: list[bytearray] = []
     await _fetch_into(blobs, claims, timeout_s=timeout_s, bytes_max=bytes_max)
@@ -66,11 +66,11 @@ async def fetch_all(
 async def fetch_prefix(
     claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
 ) -> list[bytearray]:
-    """Fetch as `fetch_all` does, up to the first claim that cannot be had.
+    """Fetch as `fetch_all` does, up to the first claim that fails.
 
     Raises:
-        RequestTooLarge: A claim names more.
-        InvalidRequest: The claims are of several addresses, or malformed.
+        RequestTooLarge: A claim exceeds `bytes_max`.
+        InvalidRequest: The claims have several addresses, or are malformed.
     """
     blobs: list[bytearray] = []
     with contextlib.suppress(BlobGone, BlobCorrupt):

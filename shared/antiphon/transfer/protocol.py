@@ -1,4 +1,4 @@
-"""The few bytes that frame a fetch, and socket calls that read and write whole pieces."""
+"""Framing of the fetch protocol, and socket reads and writes of whole frames."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ HELLO: Final = b"APT1"
 TOKEN_BYTES: Final = 16
 SIZE_BYTES: Final = 8
 GONE: Final = b"\xff" * SIZE_BYTES
-"""In place of a size: the bytes are not here, or not any more."""
+"""Sent in place of a size: the token is unknown or expired."""
 
 
 class ConnectionClosed(Exception):
-    """The other side closed the connection in the middle of a piece, or before it."""
+    """The other side closed the connection before the end of a frame."""
 
 
 def new_token() -> str:
-    """Name bytes so that nobody can guess it: 32 hexadecimal digits."""
+    """Create an unguessable token: 32 hexadecimal digits."""
     return secrets.token_hex(TOKEN_BYTES)
 
 
 async def read_exactly(connection: socket.socket, size: int) -> bytearray:
-    """Read a piece of known size into one buffer, without copies.
+    """Read a frame of known size into one buffer, without copies.
 
     Raises:
-        Hangup: The connection ended before.
+        ConnectionClosed: The connection ended before.
     """
     loop = asyncio.get_running_loop()
     data = bytearray(size)
@@ -43,5 +43,5 @@ async def read_exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 async def write(connection: socket.socket, data: bytes | bytearray | memoryview) -> None:
-    """Write a whole piece."""
+    """Write all of `data`."""
     await asyncio.get_running_loop().sock_sendall(connection, data)

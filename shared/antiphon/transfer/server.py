@@ -1,4 +1,4 @@
-"""Serves blobs over TCP to whoever has their token."""
+"""Serve blobs over TCP to clients that have their token."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
 ACCEPT_PAUSE_S = 0.1
-"""After a connection that could not be accepted: as long as no file can be opened, none can be."""
+"""Delay after an `accept` error: without free file descriptors the next one would fail, too."""
 LOG_PAUSE_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
 
 
 class BlobServer:
-    """Answers fetches on a bound socket, which its caller closes after `run` was cancelled."""
+    """Serves fetches on a bound socket, which the caller closes after `run` was cancelled."""
 
     def __init__(self, bound: socket.socket, source: BlobSource) -> None:
         self._bound = bound
         self._source = source
-        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._slots = asyncio.Semaphore(CONNECTIONS_MAX)
 
     async def run(self) -> None:
-        """Accept connections; one more than `CONNECTIONS_MAX` waits in the kernel's queue."""
+        """Accept connections; beyond `CONNECTIONS_MAX` they wait in the kernel's queue."""
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._places.acquire()
+                await self._slots.acquire()
                 group.create_task(self._serve(await self._accept()))
 
     async def _accept(self) -> socket.socket:
-        """Wait for the next connection, however long none can be accepted."""
+        """Wait for the next connection, retrying errors."""
         loop = asyncio.get_running_loop()
         failures, logged_at = 0, loop.time() - LOG_PAUSE_S
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._bound)
             except OSError as error:
-                # Too many open files (EMFILE, ENFILE), no memory, or a client that left in the
-                # queue. What is open is served meanwhile, and frees files when it ends.
+                # Too many open files (EMFILE, ENFILE), no memory, or a client that disconnected
+                # while queued. Open connections are served meanwhile, and free descriptors later.
                 failures += 1
                 if loop.time() - logged_at >= LOG_PAUSE_S:
                     logged_at = loop.time()
@@ -68,7 +68,7 @@ class BlobServer:
                 return connection
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answer one connection until the other side is done, silent or wrong."""
+        """Serve one connection until it is closed, idle for too long, or invalid."""
         try:
             with connection:
                 connection.setblocking(False)  # noqa: FBT003  # the name says it
@@ -79,15 +79,15 @@ class BlobServer:
                     log.warning("fetch refused", extra={"hello": hello.hex()})
                     return
                 while True:
-                    await self._answer(connection)
+                    await self._send_blob(connection)
         except (ConnectionClosed, TimeoutError, OSError):
-            return  # the fetcher sees it too, and it alone knows whether it matters
+            return  # the client sees it, too, and only the client knows whether it matters
         except Exception:
-            log.exception("fetch failed")  # the connections beside it go on
+            log.exception("fetch failed")  # other connections are not affected
         finally:
-            self._places.release()
+            self._slots.release()
 
-    async def _answer(self, connection: socket.socket) -> None:
+    async def _send_blob(self, connection: socket.socket) -> None:
         async with asyncio.timeout(IDLE_TIMEOUT_S):
             token = await read_exactly(connection, TOKEN_BYTES)
         data = self._source.get(token.hex())

@@ -1,1 +1,1 @@
-"""The messages that cross the bus, their subjects, and the errors they may end in."""
+"""Messages on the bus, their subjects, and the errors that calls may return."""

@@ -1,4 +1,4 @@
-"""Gateway to gateways: requests that somebody wants ended, whichever gateway owns them."""
+"""Gateway to gateways: abort requests by name, whichever gateway owns them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from antiphon.wire.ids import TenantId
 
 
 class AbortRequests(Message):
-    """Each gateway ends those of its requests whose names begin so, as aborted.
+    """Each gateway aborts its requests whose names begin with `prefix`.
 
-    A request without a name of its client's is called by its id. Lost, it may be said again.
+    A request without a client-supplied name goes by its id. Sending the message again is harmless.
 
     Attributes:
-        tenant: Whose requests; None: everybody's.
-        exact: Only the one of exactly this name.
-        sender: By whose clock `not_after_unix_ms` is; None of an earlier version: by any.
+        tenant: Only requests of this tenant; None: of all tenants.
+        exact: Only the request whose name equals `prefix`.
+        sender: The process by whose clock `not_after_unix_ms` is given; None in messages of an
+            earlier version.
     """
 
     prefix: LongText

@@ -1,8 +1,8 @@
-"""The two kinds of struct on the wire, and the few types that every conversation shares.
+"""Base classes of wire structs, and the types that all messages share.
 
-The garbage collector does not follow them (`gc=False`): what was decoded is a tree and dies with
-its last reference. A list of 2,000 open requests twice a second would set it off again and again,
-and to look at all of a worker's objects takes it 0.2 s, in which no step begins.
+The garbage collector does not track them (`gc=False`): a decoded message is a tree, freed with its
+last reference. An open list of 2,000 requests twice a second would trigger collections constantly,
+and a full collection of a worker takes 0.2 s, during which no step starts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WIRE_VERSION = 1
-"""Major version of the messages; part of every subject. Additive change keeps it."""
+"""Major version of the messages; part of every subject. Additive changes keep it."""
 
 
 class Value(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, gc=False):
-    """A part of a message: it has no tag of its own."""
+    """A part of a message; it has no tag of its own."""
 
 
 class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True, gc=False):
-    """What is published. Its class name is its tag, so a renamed class is a new message."""
+    """A message. The class name is its tag: a renamed class needs an explicit `tag`."""
 
 
 TERM_MAX = 2**62
-"""The highest number of a term. After it the numbers begin anew."""
+"""Highest term number; after it the numbers start over."""
 TERM_JUMP_MAX = 2**32
-"""How far a term may be ahead of one that is known: more than are ever elected between the two."""
+"""How far a term may be ahead of a known one: more than are ever elected in between."""
 
 
 class Role(StrEnum):
-    """The seven kinds of service."""
+    """The kinds of service."""
 
     GATEWAY = "gateway"
     TOKENIZER = "tokenizer"
@@ -50,7 +50,7 @@ class Role(StrEnum):
 
 
 class ProcessState(StrEnum):
-    """Where a process is in its life, as health and heartbeats say it."""
+    """Lifecycle state of a process, in health responses and heartbeats."""
 
     STARTING = "starting"
     READY = "ready"
@@ -58,33 +58,33 @@ class ProcessState(StrEnum):
 
 
 class Process(Value, order=True):
-    """One life of one process: who a message is from."""
+    """One incarnation of one process; the sender of a message."""
 
     instance: InstanceId
     incarnation: Incarnation
 
 
 class Term(Value, order=True):
-    """Right to lead one model's queue. The higher number leads; the scheduler breaks a tie."""
+    """A leader's term for one model's queue. The higher number leads; `scheduler` breaks a tie."""
 
     number: Number
     scheduler: Process
 
     def may_follow(self, number: int | None) -> bool:
-        """Whether a term may be as high as this where the highest known one has this number.
+        """Whether this term is plausible, given the highest known term number.
 
-        Else one message with the highest number there is would leave no term to lead with. Where
-        none is known yet, there is nothing to compare it with.
+        Without this bound, one message with the maximum number would leave no term to lead with.
+        With no known term (`number` is None) only `TERM_MAX` limits it.
         """
         return self.number <= (TERM_MAX if number is None else number + TERM_JUMP_MAX)
 
 
 def leading_term(claims: Iterable[Term]) -> Term | None:
-    """Which of the terms leads that live schedulers claim.
+    """Return the leading term among those that live schedulers claim.
 
-    The highest, unless it is too far ahead of the next lower one, as no elected one is. It does
-    not depend on the terms before: so all processes that have the same heartbeats agree, whenever
-    they were started and whatever was forged meanwhile.
+    It is the highest one, unless it is too far ahead of the next lower one, as no elected term is.
+    The result does not depend on earlier terms: all processes with the same heartbeats agree,
+    whenever they were started and whatever was forged meanwhile.
     """
     leading: Term | None = None
     for term in sorted(claims):
@@ -95,7 +95,7 @@ def leading_term(claims: Iterable[Term]) -> Term | None:
 
 
 class Attempt(Value, order=True):
-    """One binding of a request to a worker and a detokenizer; made by the leader only."""
+    """One binding of a request to a worker and a detokenizer; created by the leader only."""
 
     term: Term
     n: Number
@@ -111,10 +111,10 @@ class FinishReason(StrEnum):
 
 
 class Usage(Value):
-    """Tokens of a request. The prompt counts once, however many choices share it.
+    """Token counts of a request. The prompt counts once, however many choices share it.
 
     Attributes:
-        reasoning_tokens: Of the completion, those that are thinking, where that is counted.
+        reasoning_tokens: Reasoning tokens within the completion, if they are counted.
     """
 
     prompt_tokens: Count = 0

@@ -1,7 +1,7 @@
-"""Every bucket of what outlives its request, and nowhere else: kept by JetStream, key by key.
+"""JetStream key-value buckets: all state that outlives its request.
 
-A bucket is one of NATS' key-value buckets, so that an operator sees it with `nats kv ls`. The
-permissions of the NATS users and the table in the docs are made from `BUCKETS`.
+A bucket is an ordinary NATS key-value bucket, so `nats kv ls` lists it. The permissions of the NATS
+users and the table in the docs are generated from `BUCKETS`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ClusterName
 
 API = "$JS.API.STREAM"
-"""Where JetStream is asked for streams, which is what buckets are made of."""
+"""Subject prefix of JetStream's stream API; a bucket is a stream."""
 
 
 @dataclass(frozen=True)
 class KeyValueBucket:
-    """What is kept, and by whom: nobody else reads or writes it.
+    """A bucket and the only role that reads and writes it.
 
     Attributes:
-        keys: What a key is made of, for the docs.
-        holds: What there is under a key, likewise.
+        keys: The parts of a key, for the docs.
+        holds: The value of a key, for the docs.
     """
 
     name: str
@@ -36,15 +36,15 @@ class KeyValueBucket:
     holds: str
 
     def stream(self, cluster: ClusterName) -> str:
-        """The stream that is the bucket of one cluster."""
+        """Name of the stream that holds this bucket in one cluster."""
         return f"KV_{escape(cluster)}_{self.name}"
 
     def subject(self, cluster: ClusterName, *key: str) -> str:
-        """The subject of a key, each part of it escaped; of no key, the beginning of all."""
+        """The subject of a key, with each part escaped; without a key, the prefix of all keys."""
         return ".".join((f"$KV.{escape(cluster)}_{self.name}", *map(escape, key)))
 
     def publish_subjects(self, cluster: ClusterName) -> Iterator[str]:
-        """What its owner publishes to."""
+        """Subjects that the owner publishes to."""
         stream = self.stream(cluster)
         yield f"{self.subject(cluster)}.>"
         for verb in ("CREATE", "UPDATE", "PURGE", "MSG.GET"):
@@ -55,14 +55,14 @@ RESPONSES = KeyValueBucket(
     name="responses",
     owner=Role.GATEWAY,
     keys="tenant, id of the response",
-    holds="a response of `/v1/responses`, and the conversation that it was made from",
+    holds="a response of `/v1/responses`, and the conversation it was generated from",
 )
 
 SESSIONS = KeyValueBucket(
     name="sessions",
     owner=Role.GATEWAY,
-    keys="tenant, session; and below it, name of the request",
-    holds="which requests a session of `/generate` has; and what was said in each",
+    keys="tenant, session; below it, request name",
+    holds="the requests of a `/generate` session, and the tokens of each",
 )
 
 BUCKETS: Sequence[KeyValueBucket] = (RESPONSES, SESSIONS)

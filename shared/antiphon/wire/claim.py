@@ -1,4 +1,4 @@
-"""The claim check: how bytes too large for the broker are handed over."""
+"""Claim checks: transfer of payloads too large for the broker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from antiphon.wire.bounds import Count, Sha256, ShortText, UnixMs
 
 
 class Claim(Value):
-    """A claim check: bytes that wait at a TCP address instead of travelling over the broker.
+    """A claim check: bytes to fetch from a TCP address instead of through the broker.
 
     Attributes:
         address: `host:port` of the process that holds them.
-        token: Names the bytes there; unguessable.
-        digest: SHA-256, verified by whoever fetches.
-        expires_unix_ms: After this the holder may have dropped them.
+        token: Identifies the bytes there; unguessable.
+        digest: SHA-256, verified by the fetching process.
+        expires_unix_ms: After this time the bytes may have been dropped.
     """
 
     address: ShortText

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: MessagePack maps, and JSON where a client spoke JSON first."""
+"""Encode and decode messages: MessagePack maps, or JSON for clients that send JSON."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Message)
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
-"""What decoding raises on bytes that are no message: nesting and long numbers included."""
+"""Errors that decoding raises on invalid bytes, including deep nesting and long numbers."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _JSON_ENCODER = msgspec.json.Encoder()
 
 
 class MalformedMessage(InvalidRequest):
-    """Bytes from the bus that are none of the messages of their route, or out of their bounds."""
+    """The payload is not a message of its route, or a field is out of bounds."""
 
 
 def encode(message: Message) -> bytes:
-    """Write a message as a MessagePack map."""
+    """Encode a message as a MessagePack map."""
     return _ENCODER.encode(message)
 
 
 def encode_json(message: Message) -> bytes:
-    """Write a message as JSON, for a client that spoke JSON."""
+    """Encode a message as JSON, for a client that sent JSON."""
     return _JSON_ENCODER.encode(message)
 
 
 def is_json(payload: bytes) -> bool:
-    """Whether a payload is JSON: no MessagePack map of ours begins with `{`."""
+    """Whether a payload is JSON: none of our MessagePack maps begins with `{`."""
     return payload[:1] == b"{"
 
 
 def decode(payload: bytes, types: tuple[type[M], ...]) -> M:
-    """Read one of the messages that a route carries, in either form.
+    """Decode one of the messages that a route carries, from MessagePack or JSON.
 
     Raises:
         MalformedMessage: The payload is none of them; the text names the path of the field.
@@ -63,11 +63,11 @@ def decode(payload: bytes, types: tuple[type[M], ...]) -> M:
 
 
 def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
-    """Read a reply, raising the error that came in its place.
+    """Decode a reply, or raise the error that was sent in its place.
 
     Raises:
-        EngineError: The callee answered with an error.
-        Internal: It answered with something malformed, which is nothing the caller did.
+        EngineError: The callee replied with an error.
+        Internal: The reply is malformed, which is not the caller's fault.
     """
     try:
         reply: Message = decode(payload, (*types, ErrorReply))
@@ -79,12 +79,12 @@ def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
 
 
 ID_BYTES = 4
-"""Of a packed token id."""
+"""Bytes of a packed token id."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Write token ids as little-endian int32: 2000 of them in 0.3 us, against 7 us as a list."""
-    # bytes would be taken for packed integers, not for integers.
+    """Pack token ids as little-endian int32: 2000 ids take 0.3 us, against 7 us as a list."""
+    # `array` would read bytes as packed integers, not as one integer each.
     packed = array("i", list(ids) if isinstance(ids, bytes | bytearray) else ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -92,7 +92,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> Sequence[int]:
-    """Read token ids written by `pack_ids`.
+    """Unpack token ids packed by `pack_ids`.
 
     Raises:
         InvalidRequest: The length is not a multiple of four.
@@ -123,5 +123,5 @@ def _json_decoder(types: tuple[type[M], ...]) -> msgspec.json.Decoder[M]:
 def _union(types: tuple[type[M], ...]) -> type[M]:
     union = types[0]
     for message in types[1:]:
-        union = union | message  # pyright: ignore[reportOperatorIssue]  # joined at run time
+        union = union | message  # pyright: ignore[reportOperatorIssue]  # built at run time
     return union

@@ -1,4 +1,4 @@
-"""Scheduler and detokenizer to worker: admit, abort, stop, resend; and the worker's control."""
+"""Scheduler and detokenizer to worker: admit, abort, stop, resend; and worker control calls."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from antiphon.wire.token_outputs import TokenOutputs
 
 
 class ChoiceOutput(Value):
-    """What a choice has said before this attempt; empty the first time. int32, little-endian.
+    """Output of a choice before this attempt; empty the first time. int32, little-endian.
 
-    `details` are those that were sealed with the ids: of the prompt's tokens, then of the outputs.
+    `details` are the token outputs sealed with the ids: of the prompt tokens, then of the output.
     """
 
     choice: ChoiceIndex
@@ -40,15 +40,15 @@ class ChoiceOutput(Value):
 
 
 class Admit(Value, tag=True):
-    """Run a request, or go on with it from what was sealed.
+    """Run a request, or continue it from its sealed output.
 
-    Limits, seed, positions and usage count from the prompt's beginning, whatever the attempt.
+    Limits, seed, positions and usage count from the start of the prompt, whatever the attempt.
 
     Attributes:
-        cache_salt: Its pages are found only by those who brought the same.
-        waited_ms: How long it has waited to be started: its time in the queue goes on from there.
-        steps: Its detokenizer reads `TokenStep`.
-        tenant: Whose request it is: tenants take turns where a worker compiles grammars.
+        cache_salt: Only requests with the same salt share its cached pages.
+        waited_ms: How long it has waited in queues so far; the queue time continues from there.
+        steps: Whether its detokenizer reads `TokenStep`.
+        tenant: Tenants are served round-robin when the worker compiles grammars.
     """
 
     request_id: RequestId
@@ -75,9 +75,10 @@ class Admit(Value, tag=True):
 
 
 class Abort(Value, tag=True):
-    """Stop a request and free what it holds. An unknown id is not an error.
+    """Stop a request and release its slot and pages. Unknown ids are ignored.
 
-    `error` tells the owner why; without one the owner asked for it and hears nothing.
+    `error` is sent to the owner as the reason; unset, the owner itself aborted the request and gets
+    no message.
     """
 
     request_id: RequestId
@@ -89,10 +90,10 @@ Command = Admit | Abort
 
 
 class CommandBatch(Message):
-    """Ordered commands of a leader to one worker.
+    """Ordered commands from a leader to one worker.
 
-    `seq` grows by one a batch. On a gap the worker goes on: its heartbeat names what it runs, and
-    the leader admits again what is not among it.
+    `seq` increases by one per batch. On a gap the worker continues: its heartbeat lists the
+    requests it holds, and the leader admits the missing ones again.
     """
 
     leader: Term
@@ -103,9 +104,9 @@ class CommandBatch(Message):
 
 
 class StopChoice(Message):
-    """The detokenizer ended a choice before `offset`: tokens from there on are never counted.
+    """The detokenizer ended a choice before `offset`: tokens from there on do not count.
 
-    With `choice` unset every choice of the request is over, or was superseded.
+    With `choice` unset, every choice of the request has ended or was superseded.
     """
 
     request_id: RequestId
@@ -116,7 +117,7 @@ class StopChoice(Message):
 
 
 class TokenCursor(Value):
-    """The next offset that a detokenizer waits for, of one choice."""
+    """The next token offset that a detokenizer expects of one choice."""
 
     request_id: RequestId
     choice: ChoiceIndex
@@ -124,9 +125,9 @@ class TokenCursor(Value):
 
 
 class ResendTokens(Message):
-    """A detokenizer missed a batch: send all of its live requests from these offsets on.
+    """A detokenizer missed a batch: resend its live requests from these offsets on.
 
-    Live requests that the table does not list are sent from offset 0.
+    Live requests that are not listed are sent from offset 0.
     """
 
     worker: Process
@@ -135,44 +136,44 @@ class ResendTokens(Message):
 
 
 class DrainWorker(Message):
-    """Take no new request; finish what runs."""
+    """Accept no new requests; finish the running ones."""
 
 
 class FlushCache(Message):
-    """Drop every cached page that no running request holds.
+    """Evict every cached page that no running request holds.
 
-    With `unless_busy` a worker that has requests to run says so, and drops nothing.
+    With `unless_busy` a worker that has requests reports their number and evicts nothing.
     """
 
     unless_busy: bool = False
 
 
 class PauseMode(StrEnum):
-    """What becomes of the requests of a worker that pauses."""
+    """What happens to the requests of a worker that pauses."""
 
     ABORT = "abort"
-    """They end, as aborted."""
+    """They are aborted."""
     RETRACT = "retract"
-    """They give their pages back and are computed again when the worker goes on."""
+    """They release their pages and are prefilled again when the worker continues."""
     IN_PLACE = "in_place"
-    """They keep their pages, and go on from there."""
+    """They keep their pages and continue from there."""
 
 
 class PauseWorker(Message):
-    """Run no more steps. What comes meanwhile waits; what has ended is still sent."""
+    """Run no more steps. New requests wait; ended ones are still reported."""
 
     mode: PauseMode = PauseMode.ABORT
 
 
 class ContinueWorker(Message):
-    """Run steps again. A worker that is not paused does so anyway."""
+    """Run steps again. No effect on a worker that is not paused."""
 
 
 class SetWeightVersion(Message):
-    """The weights have another name from here on, and so has all that they compute.
+    """Change the weight version; everything computed from now on belongs to it.
 
-    Nothing that was computed before is found again in the prefix cache. Requests that run end as
-    aborted; with `abort_all` unset they go on, on the keys and values that they have.
+    Prefixes computed before are no longer found in the prefix cache. Running requests are aborted;
+    with `abort_all` false they continue on the keys and values they have.
     """
 
     version: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -180,17 +181,17 @@ class SetWeightVersion(Message):
 
 
 class DumpPlans(Message):
-    """Write the last plans to a file, so that they can be run again elsewhere."""
+    """Write the last step plans to a file, so that they can be replayed elsewhere."""
 
 
 class ControlDone(Message):
     """A control call has taken effect.
 
     Attributes:
-        pages_freed: What a flush, or a new weight version, gave back.
-        requests: Choices that a pause or a new weight version met, or for which a flush was not
-            done.
-        file: What a dump has written, on the worker's machine.
+        pages_freed: Pages freed by a flush or a new weight version.
+        requests: Choices affected by a pause or a new weight version, or because of which a flush
+            was not done.
+        file: Path of a dump, on the worker's machine.
     """
 
     pages_freed: Count = 0

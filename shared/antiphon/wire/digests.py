@@ -1,7 +1,8 @@
-"""Names of prompt blocks: a hash chain, so that equal digests mean equal prefixes.
+"""Digests of prompt blocks: a hash chain, so that equal digests mean equal prefixes.
 
-A block's digest is SHA-256 of the digest before it and its tokens as little-endian uint32; the
-first block's predecessor is the namespace, which stands for everything else that KV depends on.
+A block's digest is the SHA-256 of the previous digest and the block's tokens as little-endian
+uint32. The first block's predecessor is the namespace, which covers everything else that the KV
+cache depends on.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 BLOCK_TOKENS: Final = 64
-"""Tokens of one hashed block, whatever a page holds: 32 bytes a page would fill a message."""
+"""Tokens of one hashed block, whatever the page size: 32 bytes a page would fill a message."""
 DIGEST_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
 
 
 CacheSaltText = Annotated[str, Meta(max_length=256)]
-"""What a client says of whom it shares cached prefixes with; empty: with everybody who says none.
-"""
+"""A client's cache salt: requests share cached prefixes only with requests of the same salt."""
 CacheSalt = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
-"""The same on the bus, by `cache_salt`: its digest, so that nobody reads there what was said."""
+"""The salt's digest (`cache_salt`): the text itself does not appear on the bus."""
 
 
 def namespace(model_digest: str, salt: str) -> bytes:
-    """Name the world in which two equal prefixes have equal KV."""
+    """Return the root of the chain: within one namespace equal prefixes have equal KV."""
     return _named(b"antiphon.kv.v1", model_digest.encode(), salt.encode())
 
 
 def cache_salt(salt: str | None, extra_key: str | None = None) -> bytes:
-    """Name those who find each other's prefixes, by what a request says of it; empty if nothing.
+    """Return the digest of a request's cache salt; empty if it has none.
 
-    Two texts, since SGLang has two: both must be the same.
+    SGLang has two such fields; requests share prefixes if both are equal.
     """
     if not salt and not extra_key:
         return b""
@@ -40,24 +40,24 @@ def cache_salt(salt: str | None, extra_key: str | None = None) -> bytes:
 
 
 def tenant_salt(tenant: str, salt: bytes) -> bytes:
-    """Keep a tenant's prefixes from all others, whatever salt its requests bring beside."""
+    """Isolate a tenant's prefixes from all others, whatever the salts of its requests."""
     return _named(b"antiphon.tenant.v1", tenant.encode(), salt)
 
 
 def salted(root: bytes, salt: bytes) -> bytes:
-    """A world within another one, for those who brought the same salt; without one, that one."""
+    """Return the namespace of a salt within `root`; without a salt, `root` itself."""
     return _named(b"antiphon.salted.v1", root, salt) if salt else root
 
 
 def block_digests(root: bytes, token_ids: bytes) -> bytes:
-    """Chain the full blocks of a prompt.
+    """Hash the full blocks of a prompt.
 
     Args:
         root: The namespace's digest.
-        token_ids: As packed on the wire; ids are never negative, so int32 and uint32 are one.
+        token_ids: As packed on the wire; ids are never negative, so int32 and uint32 are equal.
 
     Returns:
-        32 bytes a full block; a part of a block at the end has none.
+        32 bytes per full block; a partial last block is not hashed.
     """
     step = BLOCK_TOKENS * TOKEN_BYTES
     digest, chain = root, bytearray()

@@ -1,8 +1,8 @@
-"""Client and gateway over NATS: texts become vectors, or scores.
+"""Client and gateway over NATS: embeddings or scores of texts.
 
-A client requests `embed.<model>` with an inbox `client.<tenant>.<id>` as its reply subject, and is
-answered there once: with `EmbedReply`, or with an `ErrorReply`. Nothing of it is kept: asked again,
-it is computed again, and comes to the same.
+A client sends a request to `embed.<model>` with an inbox `client.<tenant>.<id>` as its reply
+subject and gets one reply there: `EmbedReply` or `ErrorReply`. Nothing is stored: a repeated
+request is computed again, with the same result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
 
 TEXTS_MAX = 256
-"""Most texts of one request. Their vectors have to fit into one message, too."""
+"""Maximum texts of one request. Their vectors must fit into one message, too."""
 Texts = Annotated[tuple[str, ...], Meta(min_length=1, max_length=TEXTS_MAX)]
 Rows = Annotated[
     tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=IDS_MAX)], ...],
@@ -28,16 +28,16 @@ Rows = Annotated[
 
 
 class EmbedRequest(Message):
-    """Texts that become vectors, of a model that embeds, or scores, of one that judges.
+    """Embed texts with an embedding model, or score them with a classifier or reward model.
 
     Attributes:
         texts: Exactly one of `texts` and `prompt_ids` is given.
-        pairs: A second text for each, which is read together with it.
+        pairs: A second text for each, encoded together with it.
         prompt_ids: Token ids in place of texts.
-        dimensions: So many of each vector's first numbers, of a model made for that.
-        cache_salt: Cached prefixes are shared only with requests that say the same.
-        priority: The higher goes first, where the operator goes by priorities.
-        api_key: The tenant's, where the gateways ask for one.
+        dimensions: Truncate each vector to this length (Matryoshka models only).
+        cache_salt: Cached prefixes are shared only with requests of the same salt.
+        priority: Higher runs first, where priority scheduling is enabled.
+        api_key: The tenant's API key, where the gateways require one.
     """
 
     model: ModelName
@@ -53,11 +53,11 @@ class EmbedRequest(Message):
 
 
 class EmbedReply(Message):
-    """What each text became, in their order.
+    """The vectors or scores of the texts, in the order of the request.
 
     Attributes:
-        vectors: float32, little-endian; scores as they leave the model, one for each label.
-        labels: What the numbers are scores of; empty, where they are a vector.
+        vectors: float32, little-endian; raw scores of the model, one for each label.
+        labels: Labels of the scores; empty for embeddings.
     """
 
     model: ModelName

@@ -1,4 +1,4 @@
-"""Gateway and encoder: an image in, where to fetch its embeddings out."""
+"""Gateway and encoder: encode an image; the reply says where to fetch its embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from antiphon.wire.ids import ModelName, RequestId
 
 
 class EncodeImage(Message):
-    """Embed one image, given inline (under the size limit) or by claim check."""
+    """Encode one image, given inline (below the size limit) or by claim check."""
 
     request_id: RequestId
     model: ModelName
@@ -21,7 +21,7 @@ class EncodeImage(Message):
 
 
 class ImageEmbedding(Message):
-    """Where the embeddings wait: row-major, little-endian, shape (tokens, hidden)."""
+    """Claim check of the embeddings: row-major, little-endian, shape (tokens, hidden)."""
 
     request_id: RequestId
     content_digest: Sha256

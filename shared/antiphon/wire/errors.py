@@ -5,23 +5,23 @@ EngineError               code               status  retry
 │   ├── PromptTooLong     prompt_too_long    400     never
 │   ├── Unsupported       unsupported        400     never    known, but not in this build or model
 │   ├── UnknownModel      model_not_found    404     never
-│   ├── UnknownResponse   response_not_found 404     never    or kept no longer
+│   ├── UnknownResponse   response_not_found 404     never    unknown or expired
 │   └── RequestTooLarge   request_too_large  413     never
 │       └── HeadersTooLarge  request_headers_too_large  431  never
-├── Unauthorized          invalid_api_key    401     never    no key, or one that is not known
-├── Forbidden             forbidden          403     never    this key may not do that
+├── Unauthorized          invalid_api_key    401     never    no API key, or an unknown one
+├── Forbidden             forbidden          403     never    the API key lacks permission
 ├── RateLimited           rate_limit_exceeded  429   after_s  the tenant's limit is reached
 ├── DuplicateRequest      duplicate_request  409     never    a live request has this id
 ├── WrongTerm             wrong_term         409     never    a lower term; names the higher one
 ├── Overloaded            overloaded         503     after_s  nothing was started
-├── Unavailable           unavailable        503     after_s  leaving, or nobody is there
+├── Unavailable           unavailable        503     after_s  draining, or no responders
 ├── WorkerLost            worker_lost        503     never    the worker died; the stream ends
 ├── DeadlineExceeded      deadline           504     never
-├── Cancelled             cancelled          499     never    the client left
+├── Cancelled             cancelled          499     never    the client disconnected
 └── Internal              internal           500     never    our bug; the log has the traceback
 
 An operating condition is an `EngineError`; a bug is an assertion. `encode_error` and
-`decode_error` carry one over the bus without loss of code, message, retry advice or details.
+`decode_error` carry it over the bus without loss of code, message, retry advice or details.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 OPENAI_CODE = "openai_code"
-"""Key in `details`: the `code` of OpenAI's API, where it is narrower than that of the error."""
+"""Key in `details`: the `code` of OpenAI's API, where it is more specific than the error's."""
 
 
 class ErrorReply(Message):
-    """An error on the wire, in place of the reply or as the terminal of a stream."""
+    """An error, in place of a reply or as the end of a stream."""
 
     code: ShortText
     message: str
@@ -52,7 +52,7 @@ class ErrorReply(Message):
 
 
 class EngineError(Exception):
-    """An operating condition that the caller is told about."""
+    """An operating condition that is reported to the caller."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -73,20 +73,20 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """The request can never be served as it is; `param` names the field."""
+    """The request can never be served as sent; `param` names the field."""
 
     code = "invalid_request"
     status = 400
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt cannot fit even in an empty cache."""
+    """The prompt does not fit even in an empty KV cache."""
 
     code = "prompt_too_long"
 
     @classmethod
     def of(cls, *, prompt_tokens: int, tokens_max: int, param: str | None = None) -> PromptTooLong:
-        """Say both numbers."""
+        """Create the error from the prompt's length and the limit, in tokens."""
         return cls(
             f"The input ({prompt_tokens} tokens) is longer than the model's context length "
             f"({tokens_max} tokens).",
@@ -104,9 +104,10 @@ class PromptTooLong(InvalidRequest):
         truncated_max: int | None = None,
         param: str | None = None,
     ) -> PromptTooLong:
-        """Refuse a text by its length alone: no tokens of this vocabulary would be few enough.
+        """Create the error from the text's length in characters, without encoding the text.
 
-        With `truncated_max`, the text is longer than what is encoded to be truncated.
+        Even with the longest tokens of the vocabulary it would exceed the context. With
+        `truncated_max`, it exceeds the longest text that is encoded for truncation.
         """
         most = context_tokens * token_characters
         limit = f"({context_tokens} tokens of at most {token_characters} characters: {most})."
@@ -122,45 +123,45 @@ class PromptTooLong(InvalidRequest):
 
 
 class Unsupported(InvalidRequest):
-    """The field or the call is known, but this build or this model does not have it."""
+    """The field or call is known, but not supported by this build or model."""
 
     code = "unsupported"
 
 
 class UnknownModel(InvalidRequest):
-    """No such model is served."""
+    """The model is not served here."""
 
     code = "model_not_found"
     status = 404
 
     @classmethod
     def of(cls, model: str, served: Sequence[str]) -> UnknownModel:
-        """Name the model that was asked for, and those that are served."""
+        """Create the error for a requested model, naming the served ones."""
         known = f"; this server serves {', '.join(served)}" if served else ""
         return cls(f"The model '{model}' does not exist{known}.", param="model")
 
 
 class UnknownResponse(InvalidRequest):
-    """No response of this id is kept for this tenant."""
+    """No response with this id is stored for this tenant."""
 
     code = "response_not_found"
     status = 404
 
     @classmethod
     def of(cls, response_id: str) -> UnknownResponse:
-        """Name the response that was asked for."""
+        """Create the error for a response id."""
         return cls(f"response with id '{response_id}' not found.", param="id")
 
 
 class RequestTooLarge(InvalidRequest):
-    """A body or message is over its size limit."""
+    """A body or message exceeds its size limit."""
 
     code = "request_too_large"
     status = 413
 
     @classmethod
     def of(cls, *, size_bytes: int, bytes_max: int) -> RequestTooLarge:
-        """Say both numbers."""
+        """Create the error from the size and the limit."""
         return cls(
             f"The request has {size_bytes} bytes; the limit is {bytes_max} bytes.",
             details={"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)},
@@ -168,69 +169,69 @@ class RequestTooLarge(InvalidRequest):
 
 
 class HeadersTooLarge(RequestTooLarge):
-    """The headers of a request, or its path, are over their size limit."""
+    """The headers or the path of a request exceed their size limit."""
 
     code = "request_headers_too_large"
     status = 431
 
 
 class Unauthorized(EngineError):
-    """A key is needed, and none was shown or none that is known."""
+    """An API key is required, and the request has none or an unknown one."""
 
     code = "invalid_api_key"
     status = 401
 
 
 class Forbidden(EngineError):
-    """The key is known, and may not do this."""
+    """The API key is valid but lacks permission."""
 
     code = "forbidden"
     status = 403
 
 
 class RateLimited(EngineError):
-    """The tenant has used up one of its limits; `details` names it. Says when to come back."""
+    """The tenant has reached one of its limits; `details` names it. Has `retry_after_s`."""
 
     code = "rate_limit_exceeded"
     status = 429
 
 
 class DuplicateRequest(EngineError):
-    """A live request has this id and another content or owner."""
+    """A live request has the same id but other content or another owner."""
 
     code = "duplicate_request"
     status = 409
 
 
 class WrongTerm(EngineError):
-    """The sender's term is lower than one already seen; `details` names the higher one."""
+    """The sender's term is lower than a known one; `details` names the higher one."""
 
     code = "wrong_term"
     status = 409
 
 
 class Overloaded(EngineError):
-    """Admission said no and nothing was started. Always says when to come back."""
+    """The request was not admitted and nothing was started. Always has `retry_after_s`."""
 
     code = "overloaded"
     status = 503
 
     @classmethod
     def late(cls, *, timeout_s: float, retry_after_s: float) -> Overloaded:
-        """Nothing was started in the time that it may wait."""
+        """Create the error of a request that was not started within its queue timeout."""
         message = f"queue timeout: no place for it within {timeout_s:g} s"
         return cls(message, retry_after_s=retry_after_s)
 
 
 class Unavailable(EngineError):
-    """The process is leaving, or nobody listens. The caller asks another, or later."""
+    """The process is draining or there are no responders; retry elsewhere or later."""
 
     code = "unavailable"
     status = 503
 
 
 class WorkerLost(EngineError):
-    """The worker of a running request is gone, and the request ends with it."""
+    """The worker of a running request died, and the request ends with it."""
 
     code = "worker_lost"
     status = 503
@@ -244,14 +245,14 @@ class DeadlineExceeded(EngineError):
 
 
 class Cancelled(EngineError):
-    """The client left, or somebody aborted the request."""
+    """The client disconnected, or the request was aborted."""
 
     code = "cancelled"
     status = 499
 
 
 class Internal(EngineError):
-    """Our bug. The log has the traceback; the message says nothing of it."""
+    """A bug in the server. The traceback is in the log, not in the message."""
 
     code = "internal"
     status = 500
@@ -283,7 +284,7 @@ _TYPES: dict[str, type[EngineError]] = {
 
 
 def encode_error(error: EngineError) -> ErrorReply:
-    """Make the message that carries an error."""
+    """Convert an error to its message."""
     return ErrorReply(
         code=error.code,
         message=error.message,
@@ -294,7 +295,7 @@ def encode_error(error: EngineError) -> ErrorReply:
 
 
 def decode_error(reply: ErrorReply) -> EngineError:
-    """Make the error again. A code that this version does not know becomes `Internal`."""
+    """Convert a message back to its error. Unknown codes become `Internal`."""
     return _TYPES.get(reply.code, Internal)(
         reply.message,
         param=reply.param,

@@ -1,9 +1,9 @@
-"""Client and gateway over NATS: submit, text, the terminal; resume and cancel.
+"""Client and gateway over NATS: submit, stream text, end; resume and cancel.
 
 A client publishes `GenerateRequest` to `generate.<model>` with an inbox `client.<tenant>.<id>` as
-its reply subject. Everything comes back there: `GenerateAccepted` or an `ErrorReply`, then
-`GenerateText`, then one `GenerateEnd`, which carries the total length. Text is placed by (choice,
-byte offset), so that a repeat is cut off and a gap is seen.
+its reply subject. All replies go there: `GenerateAccepted` or an `ErrorReply`, then `GenerateText`,
+then one `GenerateEnd`, which carries the total length. Text is addressed by (choice, byte offset),
+so that receivers drop repeats and detect gaps.
 """
 
 from __future__ import annotations
@@ -46,34 +46,35 @@ from antiphon.wire.token_outputs import TokenOutputsChunk
 from antiphon.wire.tokenize import Messages
 
 IDS_MAX = 2**19
-"""Most token ids of a prompt: the gateway decodes them in 10 ms beside its streams."""
+"""Maximum token ids of a prompt: decoding them blocks the gateway's streams for 10 ms."""
 CHOICES_MAX = 128
-"""Most answers to one request, as in the OpenAI API."""
+"""Maximum choices of one request, as in the OpenAI API."""
 PromptIds = Annotated[tuple[TokenId, ...], Meta(max_length=IDS_MAX)]
 LogitBiases = Annotated[dict[TokenId, Finite], Meta(max_length=BIASES_MAX)]
 
 
 class GenerateRequest(Message):
-    """One request of a NATS client. Exactly one of `messages`, `prompt`, `prompt_ids` is given.
+    """A request of a NATS client. Exactly one of `messages`, `prompt`, `prompt_ids` is given.
 
-    The same `key` with the same content is a retry and answered as the first; with another
-    content it is refused while the first is live. Unset sampling fields take the model's defaults.
+    The same `key` with the same content is a retry and gets the first request's reply; with other
+    content it is rejected while the first is live. Unset sampling fields take the model's defaults.
 
     Attributes:
-        n: How many answers; each has its own choice index, and a seed of its own from `seed`.
-        logit_bias: Added to the logits of single tokens; finite.
-        grammar: The form that each answer must have.
-        stop_regex: Regular expressions that end a choice, as stop strings do; without look-around.
-        no_stop_trim: Leaves in the text what ended it.
-        skip_special_tokens: Special tokens write no text.
-        continue_final_message: The last message is the beginning of the answer.
-        tools: JSON of a list of tools, for the chat template.
-        chat_template_kwargs: JSON of an object: more variables of the chat template.
-        priority: The higher goes first, where the operator goes by priorities.
-        cache_salt: Cached prefixes are shared only with requests that say the same.
-        details: What is told of each token beside its text; `token_texts` adds the text of each.
-        api_key: The tenant's, where the gateways ask for one. It is no part of what is asked: a
-            retry may show another.
+        n: Number of choices; each has its own index, and its own seed derived from `seed`.
+        logit_bias: Values added to the logits of single tokens; finite.
+        grammar: Grammar that constrains each choice.
+        stop_regex: Regular expressions that end a choice, as stop strings do; no look-around.
+        no_stop_trim: Keep the matched stop in the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        continue_final_message: The last message is the beginning of the response.
+        tools: JSON list of tools, for the chat template.
+        chat_template_kwargs: JSON object of more chat template variables.
+        priority: Higher runs first, where priority scheduling is enabled.
+        cache_salt: Cached prefixes are shared only with requests of the same salt.
+        details: Logprobs and hidden states to return per token; `token_texts` adds each token's
+            text.
+        api_key: The tenant's API key, where the gateways require one. It is not part of the
+            content: a retry may use another key.
     """
 
     key: ClientKey
@@ -117,8 +118,8 @@ class GenerateRequest(Message):
 class GenerateAccepted(Message):
     """The gateway owns the request from now on; cancel and resume go to this gateway.
 
-    `details_from` is the token offset at which the details of each choice begin: 0, or less if
-    tokens of the prompt are told of. Unset, none are told.
+    `details_from` is the token offset at which the token outputs of each choice begin: 0, or
+    negative if prompt tokens are included. Unset: no token outputs.
     """
 
     key: ClientKey
@@ -128,10 +129,10 @@ class GenerateAccepted(Message):
 
 
 class GenerateText(Message):
-    """More of one choice: text from a byte offset of its UTF-8 text on, details by token offset.
+    """More of one choice: text from a UTF-8 byte offset on, token outputs from a token offset on.
 
-    Either may be empty. Outputs are counted from 0; tokens of the prompt lie before, if the request
-    wanted to be told of them.
+    Either may be empty. Output tokens count from 0; prompt tokens, if requested, have negative
+    offsets.
     """
 
     request_id: RequestId
@@ -142,9 +143,9 @@ class GenerateText(Message):
 
 
 class ChoiceEnd(Value):
-    """How one choice ended. `text` and `details` are whole where the client did not stream.
+    """The end of one choice. `text` and `details` are complete if the client did not stream.
 
-    `details_end` is the token offset after the last one that was told of.
+    `details_end` is the token offset after the last token output.
     """
 
     choice: ChoiceIndex
@@ -157,7 +158,7 @@ class ChoiceEnd(Value):
 
 
 class GenerateEnd(Message):
-    """The one terminal of a request: success, or an error with what had been said by then."""
+    """The last message of a request: success, or an error with the output so far."""
 
     request_id: RequestId
     choices: Annotated[tuple[ChoiceEnd, ...], Meta(min_length=1)]
@@ -166,9 +167,9 @@ class GenerateEnd(Message):
 
 
 class TextCursor(Value):
-    """How much of a choice somebody has: text in bytes, details up to a token offset.
+    """How much of a choice was received: text in bytes, token outputs up to a token offset.
 
-    `token_offset` unset stands for the beginning of the details.
+    `token_offset` unset: no token outputs yet.
     """
 
     choice: ChoiceIndex
@@ -177,19 +178,19 @@ class TextCursor(Value):
 
 
 class GenerateResume(Message):
-    """Say again what lies beyond these places, and the terminal if there is one."""
+    """Resend everything beyond these cursors, and the end if there is one."""
 
     request_id: RequestId
     places: Annotated[tuple[TextCursor, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
 class GenerateCancel(Message):
-    """The client no longer wants the answer."""
+    """The client cancels the request."""
 
     request_id: RequestId
 
 
 class GenerateDone(Message):
-    """A resume or cancel was understood; what it asked for comes to the inbox."""
+    """A resume or cancel was accepted; its results are sent to the inbox."""
 
     request_id: RequestId

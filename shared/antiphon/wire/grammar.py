@@ -1,4 +1,4 @@
-"""The form that an answer must have: a JSON schema, a regular expression, a grammar, or tags."""
+"""Grammars that constrain output: JSON schema, regular expression, EBNF, structural tags."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from antiphon.wire.base import Value
 from antiphon.wire.processors import TokenId
 
 GRAMMAR_TEXT_MAX = 131_072
-"""Longest text of a grammar, in characters: schemas of hundreds of tools fit."""
+"""Maximum length of a grammar, in characters: schemas of hundreds of tools fit."""
 
 
 class GrammarKind(StrEnum):
-    """What the text of a grammar is written in."""
+    """Language of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
-    """Any JSON object. There is no text."""
+    """Any JSON object; the text is empty."""
     REGEX = "regex"
     EBNF = "ebnf"
-    """Rules like `root ::= "a" | "b" root`; the answer is a `root`."""
+    """Rules like `root ::= "a" | "b" root`; the output matches `root`."""
     STRUCTURAL_TAG = "structural_tag"
-    """Free text with tags inside whose content has a form of its own; a JSON text."""
+    """Free text with tags whose content has grammars of its own; as JSON."""
 
 
 class Grammar(Value):
-    """The answer, or what follows its thinking, is a sentence of this grammar.
+    """The output, or what follows its reasoning, matches this grammar.
 
-    When the sentence is complete and cannot go on, the choice ends as by a stop.
+    When the match is complete and cannot continue, the choice ends with finish reason `stop`.
 
     Attributes:
-        begins_after: Ids of the answer after which the grammar begins, as a model's end of
-            thinking; empty: it begins with the answer. Until they came nothing is forbidden.
+        begins_after: Output ids after which the grammar applies, such as a model's end of
+            reasoning; before them nothing is masked. Empty: it applies from the first token.
     """
 
     kind: GrammarKind

@@ -1,4 +1,4 @@
-"""Everybody to those whom it concerns: who lives, in which state, how loaded; and discovery."""
+"""Heartbeats: liveness, state and load of every process; and discovery."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from antiphon.wire.ids import InstanceId, ModelName, RequestId
 
 
 class StreamSeq(Value):
-    """The last `seq` sent to one receiver: shows the loss of a tail, as no later message would."""
+    """The last `seq` sent to one receiver; reveals lost messages at the end of a stream."""
 
     receiver: InstanceId
     seq: Number
 
 
 class RunningRequest(Value):
-    """One request that a worker holds, so that a leader can tell what is running but not open.
+    """A request that a worker holds; the leader compares them with the open requests.
 
     Attributes:
-        tokens: Of its answers, so far.
-        ended: It holds neither slot nor pages, only its ids, until its owner lists it no more.
-        waiting: No step has computed anything of it yet: what it needs is not among the pages
-            that are promised.
-        returned: The worker gives it back: it has not begun, and never will under this attempt.
-            Said until the leader aborts the attempt. It has `ended` here.
+        tokens: Output tokens so far, of all choices.
+        ended: It holds neither a slot nor pages, only its ids, until its owner stops listing it.
+        waiting: No step has computed any part of it yet; its pages are not in `pages_promised`.
+        returned: The worker requeues it: it has not started and never will under this attempt.
+            Reported until the leader aborts the attempt. `ended` is set, too.
     """
 
     request_id: RequestId
@@ -49,19 +48,19 @@ class RunningRequest(Value):
 
 
 class WorkerStats(Value):
-    """What a worker has done lately and is made of. Nobody places by it.
+    """Throughput and memory of a worker, for display. Routing does not use it.
 
     Attributes:
-        device: What it computes on.
-        weight_bytes: Of its weights in memory.
-        cache_bytes: Of its pages.
-        output_tokens_s: Tokens of answers a second, over the last ten.
-        prompt_tokens: Of the answers that were begun in the last minute.
-        cached_tokens: Of those, how many the prefix cache had.
-        waiting_tokens: Of what waits for its first step, or to go on; the cache may have some.
-        pages_cached: That only the prefix cache holds.
-        grammars: Answers that wait for theirs to be compiled.
-        retracted: Answers that lost their pages and wait to go on.
+        device: Device that the model runs on.
+        weight_bytes: Memory of the weights.
+        cache_bytes: Memory of the KV cache pages.
+        output_tokens_s: Output tokens per second, over the last ten seconds.
+        prompt_tokens: Prompt tokens of the choices started in the last minute.
+        cached_tokens: How many of those were found in the prefix cache.
+        waiting_tokens: Tokens waiting for prefill, retracted choices included; some may be cached.
+        pages_cached: Pages held only by the prefix cache.
+        grammars: Choices that wait for their grammar to compile.
+        retracted: Choices that were retracted and wait to resume.
     """
 
     device: ShortText = ""
@@ -77,21 +76,21 @@ class WorkerStats(Value):
 
 
 class RefusalReason(StrEnum):
-    """Why a worker has not obeyed a leader."""
+    """Why a worker refused a leader's commands."""
 
     LATE = "late"
-    """The command came after the time until which it counts."""
+    """The command arrived after its expiry time."""
     CLOCK = "clock"
-    """It is not known how far the leader's clock is from the worker's."""
+    """The offset between the leader's clock and the worker's is unknown."""
 
 
 class RefusedCommands(Value):
-    """A batch of commands that a worker has lately refused: it gets nothing new for a while.
+    """A command batch that a worker refused recently; it gets no new requests for a while.
 
     Attributes:
-        leader: Who sent it.
-        seq: Its number.
-        reason: Why.
+        leader: Term of the sender.
+        seq: Sequence number of the batch.
+        reason: Why it was refused.
     """
 
     leader: Term
@@ -100,23 +99,23 @@ class RefusedCommands(Value):
 
 
 class WorkerLoad(Value):
-    """A worker's load report; what the leader's credit is counted from.
+    """A worker's load report; the leader computes the worker's capacity from it.
 
     Attributes:
-        pages_free: That nobody holds, or only the prefix cache.
-        pages_promised: Of these, those that running requests are expected to take yet.
-        pages_returning: That surely come back soon, for their requests reach the end asked for.
+        pages_free: Pages that are unused or held only by the prefix cache.
+        pages_promised: How many of these are reserved for the growth of running requests.
+        pages_returning: Pages soon to be freed by requests that are about to reach `max_tokens`.
         step: Forward passes since start.
         step_age_s: Time since the last step ended; with work in flight it shows a stall.
-        context_tokens: Most tokens of prompt and answer together.
+        context_tokens: Maximum tokens of prompt and output together.
         commands_seq: The last command batch applied, of the leader `term`.
-        paused: It runs no steps until it is told to go on; no new work, and no stall.
-        weight_version: What its weights are called.
-        bits: What the bits of its answers depend on, where it has promised that nothing else does;
-            workers of one model agree in it, or one of them leaves.
-        kv_seq: Number of the newest event of its prefix cache; None if it tells of none.
-        figures: For whoever watches.
-        refused: The last batch of commands that it did not obey, for a few seconds.
+        paused: It runs no steps until it is continued; it gets no new work and is not stalled.
+        weight_version: Name of its weights.
+        bits: Numerics digest of a deterministic worker: everything that the bits of its output
+            depend on. Workers of one model must agree in it; a differing one exits.
+        kv_seq: Number of the newest prefix cache event; None if it publishes none.
+        figures: Statistics for display.
+        refused: The last command batch that it refused, for a few seconds.
     """
 
     pages_free: Count
@@ -141,19 +140,19 @@ class WorkerLoad(Value):
 
 
 class Heartbeat(Message):
-    """One process says that it lives; each 0.5 s, at every change of state, and when asked.
+    """Sent by every process each 0.5 s, at every change of state, and on `Discover`.
 
-    A role hears those of the roles that concern it: a worker, for one, gateways and workers.
+    A role receives the heartbeats of the roles that it depends on (`routes.HEARTBEAT_SOURCES`).
 
     Attributes:
         load: Requests in flight.
-        state: `draining` takes no new work.
-        config_digest: Of the cluster config; a peer with another one is refused, naming a field.
+        state: A `draining` process takes no new work.
+        config_digest: Digest of the cluster config; a peer with another one is rejected, naming a
+            field.
         leads: The term that this scheduler leads with, if it leads.
-        sent_unix_ms: When it was sent, by the sender's clock; receivers measure by it how far that
-            is from theirs.
-        reads: Messages that came to v1 after others and that it reads, by their names: nobody else
-            is sent any.
+        sent_unix_ms: Send time by the sender's clock; receivers measure the clock offset with it.
+        reads: Names of the messages added to v1 later that this process can read; they are sent to
+            no other.
     """
 
     role: Role
@@ -173,6 +172,6 @@ class Heartbeat(Message):
 
 
 class Discover(Message):
-    """Somebody (re)connected: everybody answers with a heartbeat, after a random pause."""
+    """A process (re)connected: all others reply with a heartbeat, after a random delay."""
 
     asker: Process

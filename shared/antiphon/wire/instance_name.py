@@ -1,4 +1,4 @@
-"""A starting process asks for its name; the process that lives under it answers."""
+"""A starting process claims its instance name; a live process with that name replies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from antiphon.wire.base import Message, Process
 
 
 class ClaimName(Message):
-    """A process asks, before its first heartbeat, whether another one has its name.
+    """Sent before a process's first heartbeat, to find out whether its name is taken.
 
-    Without a listener the broker says so at once, and the name is free. A holder that is frozen
-    does not answer, and loses the name when it counts as dead.
+    With no responders, which the broker reports at once, the name is free. A frozen holder does not
+    reply, and loses the name when it counts as dead.
 
     Attributes:
-        held: The sender answers for the name by now. A holder that receives this asks anew: of two
-            that found the name free at the same time, one is to leave.
+        held: The sender already holds the name. A holder that receives this claims again: if two
+            processes found the name free at the same time, one of them must exit.
     """
 
     process: Process

@@ -1,7 +1,8 @@
-"""Worker to schedulers: which blocks of 64 tokens its prefix cache holds, as they come and go.
+"""Worker to schedulers: 64-token blocks added to and removed from its prefix cache.
 
-Blocks are named as in `wire.digests`, so that they can be compared with those of a prompt. What is
-told here is a hint where a prompt is cheap, never a promise: a block may be gone on arrival.
+Block digests are those of `wire.digests`, so that they can be compared with a prompt's. The events
+are hints for cache-aware routing, not guarantees: a block may be evicted by the time the request
+arrives.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from antiphon.wire.digests import DIGEST_BYTES
 
 
 class BlocksStored(Value, tag=True):
-    """These blocks are in the cache now. They follow each other.
+    """These consecutive blocks are in the cache now.
 
     Attributes:
         parent: Digest of the block before the first, or the root of the namespace.
-        digests: 32 bytes each.
+        digests: 32 bytes per block.
     """
 
     parent: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
@@ -28,25 +29,26 @@ class BlocksStored(Value, tag=True):
 
 
 class BlocksRemoved(Value, tag=True):
-    """These blocks are gone; 32 bytes each."""
+    """These blocks were evicted; 32 bytes per block."""
 
     digests: bytes
 
 
 class BlocksCleared(Value, tag=True):
-    """Every block is gone."""
+    """All blocks were evicted."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEvents(Message):
-    """What happened to a worker's cache, in order: one message a step in which anything did.
+    """Changes of a worker's prefix cache, in order; one message per step that changed it.
 
     Attributes:
-        worker: The life whose cache it is; another life begins with an empty one, and at number 1.
-        seq: Number of the last event here. They are numbered one by one, so that the first one's
-            number shows what was missed; a worker's heartbeat names its newest.
+        worker: The incarnation that owns the cache; a new one starts with an empty cache and with
+            number 1.
+        seq: Number of the last event in the message. Events are numbered consecutively, so the
+            first one's number reveals missed ones; a worker's heartbeat has its newest number.
     """
 
     worker: Process
@@ -55,11 +57,11 @@ class KvEvents(Message):
 
 
 class ReplayKv(Message):
-    """Say what happened after event `after`, or else all that is there.
+    """Replay the events after `after`, or else send a snapshot of the cache.
 
     Attributes:
-        snapshot: Of which the last reply held a part that is not the last: its `seq`.
-        part: The next part of that, as the reply has named it; 0 asks for none.
+        snapshot: `seq` of the snapshot whose next part is requested.
+        part: That part, as named by the last reply; 0: none.
     """
 
     after: Number
@@ -68,14 +70,14 @@ class ReplayKv(Message):
 
 
 class KvReplayed(Message):
-    """Events that bring a listener up to `seq`, or nearer to it.
+    """Events that bring a listener up to `seq`, or closer to it.
 
     Attributes:
-        seq: Of the newest event that is included. More may have come since: ask again.
-        snapshot: Too much was missed, so here is all that is there at `seq`, in as many parts as
-            it takes. The first one begins with `BlocksCleared`; a snapshot that the worker has
-            given up meanwhile begins again.
-        part: Names the next part of the snapshot; 0 if this was the last one.
+        seq: Number of the newest event included. There may be newer ones: request again.
+        snapshot: Too many events were missed: this is the whole cache at `seq`, in several parts if
+            needed. The first part begins with `BlocksCleared`; a snapshot that the worker has
+            discarded meanwhile starts over.
+        part: The next part of the snapshot; 0 if this was the last one.
     """
 
     worker: Process

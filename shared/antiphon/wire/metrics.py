@@ -1,4 +1,4 @@
-"""The numbers of one process for the gateways, which put those of a model together."""
+"""Metrics of one process, sent to the gateways, which merge those of a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from antiphon.wire.ids import ModelName
 
 FAMILIES_MAX = 256
 SERIES_MAX = 1024
-"""Of one metric in one process."""
+"""Maximum series of one metric in one process."""
 BUCKETS_MAX = 256
 PARTS_MAX = 64
-"""Of one report."""
+"""Maximum parts of one report."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Label = Annotated[str, Meta(max_length=512)]
@@ -24,12 +24,12 @@ Bounds = Annotated[tuple[Finite, ...], Meta(max_length=BUCKETS_MAX)]
 
 
 class MetricSeries(Value):
-    """One series of a metric, since the process began.
+    """One series of a metric, since the process started.
 
     Attributes:
-        labels: Values of the metric's labels, in its own order.
-        value: Of a counter or a gauge; of a histogram the sum of what was observed.
-        counts: Of a histogram: how much was observed at or below each bound, the last one all.
+        labels: Label values, in the order of the metric's label names.
+        value: Value of a counter or gauge; sum of a histogram's observations.
+        counts: Cumulative counts of a histogram's buckets, the last one of all observations.
     """
 
     labels: Labels = ()
@@ -38,7 +38,7 @@ class MetricSeries(Value):
 
 
 class MetricFamily(Value):
-    """One metric of a process; its type, labels and meaning stand in the catalog of metrics.
+    """One metric of a process; the metrics catalog has its type, label names and help text.
 
     Attributes:
         bounds: Upper bounds of a histogram's buckets, without the infinite one.
@@ -50,17 +50,17 @@ class MetricFamily(Value):
 
 
 class MetricsReport(Message):
-    """All that a process has counted so far; each second.
+    """All metrics of a process, sent each second.
 
-    It is whole each time, so that a lost one does no harm and a gateway that joins knows all. One
-    that is too large for a message comes in parts; a metric may stand in several of them.
+    Each report is complete, so a lost one does no harm and a new gateway is up to date at once. A
+    report too large for one message is split; a metric may be in several parts.
 
     Attributes:
-        model: The model that it serves, if it serves one.
-        metrics_port: Where it answers `/metrics` itself.
-        number: Counts the reports of a process; the parts of a report have the same one.
-        part: Which part of the report this is, from 0.
-        parts: How many there are.
+        model: The model that the process serves, if any.
+        metrics_port: Port of its own `/metrics` endpoint.
+        number: Number of the report, the same in all of its parts.
+        part: Index of this part, from 0.
+        parts: Number of parts.
     """
 
     role: Role

@@ -1,4 +1,4 @@
-"""Scheduler to gateway: what the leader gave up after it had accepted it, and what it lacks."""
+"""Scheduler to gateway: accepted requests that were lost, and requests the leader lacks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from antiphon.wire.ids import RequestId
 
 
 class LostRequest(Value):
-    """One request that ends with an error, since nobody is left who could end it otherwise.
+    """A request that ends with an error because no worker can finish it.
 
-    `attempt` is the one that was lost: an owner that follows a higher one ignores the line. Unset,
-    the request was never bound.
+    `attempt` is the lost one: an owner that follows a higher attempt ignores the entry. Unset, the
+    request was never bound.
     """
 
     request_id: RequestId
@@ -21,16 +21,16 @@ class LostRequest(Value):
 
 
 class NoticeBatch(Message):
-    """What one gateway must end, and what it must submit again.
+    """Requests that one gateway must end, and requests that it must submit again.
 
-    Said again, of what is lost each heartbeat until the gateway's open list lacks the request, of
-    what is lacking at each whole list that names it. It carries no `seq`: a repeat is harmless and
-    a loss is repaired by the next one.
+    Lost requests are repeated at each heartbeat until the gateway's open list no longer has them,
+    lacking ones at each whole open list that has them. There is no `seq`: repeats are harmless, and
+    the next message repairs a loss.
 
     Attributes:
-        requests: Given up.
-        lacking: Open by the gateway's list and unknown to the leader. What was not submitted to it
-            yet is under way and no news to the gateway; what it had accepted it has forgotten.
+        requests: Lost requests.
+        lacking: In the gateway's open list but unknown to the leader. Those whose submission is
+            still in flight need no action; those that the leader had accepted are submitted again.
     """
 
     leader: Term

@@ -1,7 +1,7 @@
-"""Logit processors: what a request may ask for by name beside its sampling parameters.
+"""Logits processors, which a request selects by name beside its sampling parameters.
 
-A processor decides which tokens may come next, from its parameters and the tokens so far. There is
-a struct here for each, whose tag is its name; no request ever brings code.
+A processor masks tokens, depending on its parameters and the tokens so far. Each is a struct whose
+tag is its name; requests never carry code.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ TokenSet = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)]
 
 
 class DisallowTokens(Value, tag="disallow_tokens"):
-    """None of these tokens is drawn."""
+    """Never sample these tokens."""
 
     token_ids: TokenSet
 
 
 class AllowTokens(Value, tag="allow_tokens"):
-    """Only these tokens are drawn. One that ends the answer must be among them to be drawn."""
+    """Sample only these tokens. End-of-sequence tokens must be listed, too, to be sampled."""
 
     token_ids: TokenSet
 
 
 class AllowRange(Value, tag="allow_range"):
-    """Only tokens from `first` to `last`, both included, are drawn."""
+    """Sample only token ids from `first` to `last`, both included."""
 
     first: TokenId
     last: TokenId
 
 
 class ThinkingBudget(Value, tag="thinking_budget"):
-    """Ends a model's thinking after so many tokens, by drawing `closing_ids` one after the other.
+    """Ends reasoning after `tokens_max` tokens, by forcing `closing_ids` one after the other.
 
-    Thinking goes on from a `begin_id`, in the prompt or in the answer, to the last of the closing
-    ids. Its tokens count from the later of `begin_id` and the beginning of the answer.
+    Reasoning lasts from a `begin_id`, in the prompt or the output, to the last closing id. Its
+    tokens count from the later of `begin_id` and the start of the output.
     """
 
     tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -55,12 +55,12 @@ REGISTERED: Mapping[str, type[LogitProcessor]] = {
     str(kind.__struct_config__.tag): kind
     for kind in (DisallowTokens, AllowTokens, AllowRange, ThinkingBudget)
 }
-"""By their names, for those who ask by name."""
+"""Processors by name."""
 LogitProcessors = Annotated[tuple[LogitProcessor, ...], Meta(max_length=8)]
 
 
 def named_ids(processor: LogitProcessor) -> tuple[int, ...]:
-    """The tokens that must be in a model's vocabulary for a processor to make sense."""
+    """Token ids that must be in the model's vocabulary for the processor to be valid."""
     match processor:
         case DisallowTokens(token_ids=ids) | AllowTokens(token_ids=ids):
             return ids

@@ -1,8 +1,8 @@
-"""Every subject of the bus, and nowhere else: what travels on it, from whom to whom.
+"""The route table: every subject of the bus, its messages, senders and listeners.
 
 A `RequestRoute` has replies; a plain `Route` has none. Subjects here lack the `<cluster>.v<major>`
-prefix, which the bus puts before them. The table in the docs, the permissions of the NATS users and
-the golden files are all made from `ROUTES`.
+prefix, which the bus adds. The table in the docs, the permissions of the NATS users and the golden
+files are all generated from `ROUTES`.
 """
 
 from __future__ import annotations
@@ -80,34 +80,34 @@ R = TypeVar("R", bound=Message)
 
 
 class DeliveryMode(StrEnum):
-    """Who of several listeners gets a message."""
+    """Which of several listeners receive a message."""
 
     DIRECT = "direct"
-    """The one that the subject names, or the one that leads: for whatever holds state."""
+    """The process that the subject names, or the leader: for services with state."""
     QUEUE = "queue"
-    """Any one: only for services that hold nothing."""
+    """One member of a queue group: only for stateless services."""
     ALL = "all"
 
 
 CLIENT = "client"
-"""The sender or listener outside: a NATS client with a tenant of its own."""
+"""A sender or listener outside the cluster: a NATS client of one tenant."""
 ALL_ROLES = tuple(Role)
 
 Party = Role | str
 
 
 def inbox(party: Party, tenant: TenantId = DEFAULT_TENANT) -> str:
-    """Name the prefix under which a party is answered, and where nobody else may listen."""
+    """Return the prefix of a party's reply subjects, which no other party may subscribe to."""
     return f"client.{escape(tenant)}" if party == CLIENT else f"inbox.{escape(party)}"
 
 
 @dataclass(frozen=True)
 class Route(Generic[Q]):
-    """A subject that is published to and not answered.
+    """A subject whose messages have no replies.
 
     Attributes:
-        carries: The messages that travel on it.
-        ordered: One consumer applies them in order and asks for a replay on a gap.
+        carries: The messages that it carries.
+        ordered: The consumer applies them in order and requests a replay on a gap.
     """
 
     name: str
@@ -123,24 +123,23 @@ class Route(Generic[Q]):
         return _filled(self.subject, tuple(parts.items()))
 
     def subject_filter(self, **parts: str) -> str:
-        """Fill in the subject, with a wildcard for each part that is left out."""
+        """Fill in the subject, with a wildcard for each missing part."""
         wildcards = re.sub(r"\{(\w+)\}", lambda p: p[0] if p[1] in parts else "*", self.subject)
         return fill(wildcards, parts)
 
 
 @dataclass(frozen=True)
 class RequestRoute(Route[Q], Generic[Q, R]):
-    """A subject whose messages are each answered with one of `replies`, or an `ErrorReply`."""
+    """A subject whose messages each get one of `replies`, or an `ErrorReply`."""
 
     replies: tuple[type[R], ...] = field(default=())
 
 
 @lru_cache(1024)
 def escape(part: str) -> str:
-    """Make a name fit for one token of a subject; distinct names stay distinct.
+    """Escape a name as one token of a subject; distinct names stay distinct.
 
-    Dots, spaces, wildcards and whatever else is not a letter, digit, `-` or `_` become `=XX`, the
-    hexadecimal of each UTF-8 byte.
+    Every character but letters, digits, `-` and `_` becomes `=XX` for each of its UTF-8 bytes.
     """
     if not part:
         raise ValueError("an empty name cannot be part of a subject")
@@ -151,12 +150,12 @@ def escape(part: str) -> str:
 
 @lru_cache(1024)
 def _filled(subject: str, parts: tuple[tuple[str, str], ...]) -> str:
-    """What `fill` makes of it, remembered: a process publishes to the same few subjects."""
+    """`fill`, cached: a process publishes to the same few subjects."""
     return fill(subject, dict(parts))
 
 
 def fill(subject: str, parts: dict[str, str]) -> str:
-    """Put escaped names into a subject. An unknown or missing part is a bug and a `KeyError`."""
+    """Insert escaped names into a subject. A missing part is a bug and raises `KeyError`."""
     return subject.format(**{name: escape(value) for name, value in parts.items()})
 
 
@@ -361,14 +360,14 @@ HEARTBEAT_SOURCES = {
     Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER),
     Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
 }
-"""Whose heartbeats a role hears: of those by whose word or silence it does something. To be woken
-by the others would cost each process as much as all else that it does while nothing is asked."""
+"""Roles whose heartbeats a role receives: those whose state it acts on. Waking up for the others
+would double the idle load of each process."""
 HEARTBEAT = Route(
     name="heartbeat",
     subject="heartbeat.{role}.{instance}",
     carries=(Heartbeat,),
     senders=ALL_ROLES,
-    listeners=ALL_ROLES,  # each receives those of its own name, if no others
+    listeners=ALL_ROLES,  # each receives at least those of its own name
     delivery=DeliveryMode.ALL,
 )
 NAME = RequestRoute(
@@ -396,7 +395,7 @@ METRICS = Route(
     delivery=DeliveryMode.ALL,
 )
 
-ROUTES: Sequence[Route[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
+ROUTES: Sequence[Route[Message]] = (  # pyright: ignore[reportAssignmentType]  # Route is invariant
     GENERATE,
     EMBED,
     CLIENT_TEXT,

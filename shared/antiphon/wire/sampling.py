@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a choice ends: the part of a request that the worker reads."""
+"""Sampling parameters and stop conditions of a request, as the worker reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TokensMax = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 StopPattern = Annotated[str, Meta(min_length=1, max_length=256)]
 STOPS_MAX = 32
-"""Most stop strings of a request, and most patterns."""
+"""Maximum stop strings of a request, and maximum stop patterns."""
 StopStringList = Annotated[tuple[StopString, ...], Meta(max_length=STOPS_MAX)]
 StopPatternList = Annotated[tuple[StopPattern, ...], Meta(max_length=STOPS_MAX)]
 Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -29,26 +29,26 @@ RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=2.0)]
 TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=1024)]
 
 BIASES_MAX = 1024
-"""Most entries of a logit bias."""
+"""Maximum entries of a logit bias."""
 BIAS_MAX = 1e4
-"""Largest value of one, either way: far beyond every logit, and far from what overflows."""
+"""Maximum magnitude of a bias: far beyond every logit, and far from overflow."""
 TOP_MAX = 128
-"""Most of the likeliest tokens that are told beside each token; the OpenAI API allows 20."""
+"""Maximum top logprobs per token; the OpenAI API allows 20."""
 NAMED_MAX = 128
-"""Most ids whose log-probabilities a request may name."""
+"""Maximum token ids whose logprobs a request may ask for by id."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_MAX)]
 NamedIds = Annotated[tuple[TokenId, ...], Meta(max_length=NAMED_MAX)]
 PromptStart = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 Dimensions = Positive
 
 TEMPERATURE_MIN = 1e-6
-"""Below this a temperature means greedy: the division would only make infinities."""
+"""A lower temperature means greedy sampling: the division would only produce infinities."""
 
 
 class LogitBias(Value):
-    """Numbers added to the logits of single tokens: the i-th value to the i-th id, each id once.
+    """Values added to the logits of single tokens: the i-th value to the i-th id, each id once.
 
-    Both are little-endian, int32 and float32 from -BIAS_MAX to BIAS_MAX.
+    Both are little-endian: int32 ids, and float32 values from -BIAS_MAX to BIAS_MAX.
     """
 
     token_ids: Annotated[bytes, Meta(max_length=4 * BIASES_MAX)]
@@ -56,19 +56,18 @@ class LogitBias(Value):
 
 
 class TokenOutputParams(Value):
-    """What is told of each token beside its text.
+    """Which outputs are returned per token beside its text.
 
     Attributes:
-        ids: The token itself; told wherever anything is.
-        logprobs: The log-probability of each token, after penalties and temperature.
-        top: How many of the likeliest tokens are told beside it.
-        named_ids: Tokens whose log-probabilities are told beside it, likely or not.
-        hidden: The hidden state that each token followed from; only if the server allows it.
-        prompt_start: From which prompt token on the prompt is told of, too; -1: it is not. The
-            log-probabilities of a prompt are of the plain softmax. Its first token follows nothing,
-            so nothing is told of it.
+        ids: Token ids; included with any other output.
+        logprobs: Logprob of each token, after penalties and temperature.
+        top: Number of top logprobs per token.
+        named_ids: Token ids whose logprobs are returned at each position.
+        hidden: Hidden state that each token was computed from; only if the server allows it.
+        prompt_start: First prompt token to include; -1: none. Prompt logprobs are of the plain
+            softmax. The first prompt token has no logprob and is never included.
 
-    A request of no new tokens is told of what would come next: one token more, with the id -1.
+    A request of no new tokens returns the outputs of the next position, with the token id -1.
     """
 
     ids: bool = False
@@ -79,18 +78,18 @@ class TokenOutputParams(Value):
     prompt_start: PromptStart = -1
 
     def prompt_entries(self, prompt_tokens: int) -> int:
-        """How many tokens of such a prompt are told of."""
+        """Number of prompt tokens included, for a prompt of this length."""
         return 0 if self.prompt_start < 0 else max(0, prompt_tokens - max(1, self.prompt_start))
 
 
 class PoolParams(Value):
-    """The prompt becomes one vector, and nothing is drawn after it.
+    """Pool the prompt to one vector, without generating.
 
     Attributes:
-        dimensions: The vector is its first so many numbers, of length 1 where the whole one is;
-            None: all of it.
-        second_from: Where the second text of a pair begins, in tokens, for models that tell the
-            two apart.
+        dimensions: Truncate the vector to this length, and normalize it again if the whole one is
+            normalized; None: keep all of it.
+        second_from: Token index where the second text of a pair begins, for models with token type
+            ids.
     """
 
     dimensions: Dimensions | None = None
@@ -98,16 +97,16 @@ class PoolParams(Value):
 
 
 class SamplingParams(Value):
-    """What one choice's next token is drawn from, what ends the choice, and what is told of it.
+    """Sampling parameters, stop conditions and token outputs of each choice.
 
     Applied in this order: frequency and presence penalty, repetition penalty (all three on the
-    answer's own tokens), masks of grammar and processors, logit bias, `min_new_tokens`; then the
-    draw, greedy or by temperature, top-k, top-p and min-p.
+    output tokens), masks of grammar and processors, logit bias, `min_new_tokens`; then sampling,
+    greedy or by temperature, top-k, top-p and min-p.
 
-    `top_k` 0 keeps the whole vocabulary. `stop_token_ids` joins the model's own end tokens, which
-    `ignore_eos` switches off. Before `min_new_tokens` no end token is drawn. `max_new_tokens` 0
-    only computes the prompt; with `pool` set, that becomes a vector. `seed` is always set by the
-    owner, so that a later attempt draws the same numbers.
+    `top_k` 0 keeps the whole vocabulary. `stop_token_ids` adds to the model's EOS tokens, which
+    `ignore_eos` disables. Before `min_new_tokens` no stop token is sampled. `max_new_tokens` 0
+    only runs prefill; with `pool` set, the result is a vector. The owner always sets `seed`, so
+    that a later attempt samples with the same random numbers.
     """
 
     max_new_tokens: TokensMax
@@ -129,9 +128,10 @@ class SamplingParams(Value):
     pool: PoolParams | None = None
 
     def details_from(self, prompt_tokens: int) -> int | None:
-        """The token offset from which on such a prompt's choices are told of; None: they are not.
+        """First token offset with token outputs, for a prompt of this length; None: there are none.
 
-        Outputs are counted from 0; tokens of the prompt lie before. A vector is told as one output.
+        Output tokens count from 0; prompt tokens have negative offsets. A pooled vector is returned
+        as one output token.
         """
         if self.pool is not None:
             return 0
@@ -139,32 +139,32 @@ class SamplingParams(Value):
 
     @property
     def penalised(self) -> bool:
-        """Whether a token's logit depends on how often it was drawn before."""
+        """Whether any penalty is active: logits depend on the tokens sampled before."""
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )
 
     @property
     def greedy(self) -> bool:
-        """Whether the highest logit is taken, so that neither seed nor filters matter."""
+        """Whether sampling is greedy, so that neither the seed nor top-p and min-p matter."""
         return self.temperature < TEMPERATURE_MIN or self.top_k == 1
 
 
 class StopStrings(Value):
-    """Where the detokenizer ends a choice, and how it writes tokens as text."""
+    """Stop strings and detokenization options of a request."""
 
     strings: StopStringList = ()
     patterns: StopPatternList = ()
-    """Regular expressions, as `antiphon.text.stop_patterns` reads them (`stop_regex`)."""
+    """Regular expressions (`stop_regex`), as `antiphon.text.stop_patterns` parses them."""
     include: bool = False
-    """Whether what was matched stays in the text (`no_stop_trim`)."""
+    """Whether the matched stop stays in the text (`no_stop_trim`)."""
     skip_special_tokens: bool = True
     token_texts: bool = False
-    """Whether details name the text of each token by itself."""
+    """Whether token outputs include the text of each token."""
     thinking: ThinkingMarks | None = None
-    """Between which marks tokens count as thinking; None: none is counted."""
+    """Marks between which tokens count as reasoning; None: they are not counted."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that it is searched for, for whoever counts bytes."""
+        """All stop strings and patterns."""
         return self.strings + self.patterns

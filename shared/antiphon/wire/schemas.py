@@ -1,4 +1,4 @@
-"""JSON whose form is another's affair: schemas of tools, arguments of calls, template settings."""
+"""Type of free-form JSON: tool schemas, call arguments, template variables."""
 
 from __future__ import annotations
 

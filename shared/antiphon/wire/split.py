@@ -1,4 +1,4 @@
-"""Rows of one message, cut so that each part fits into a message of its own."""
+"""Split the rows of a message that is too large into several messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def split_rows(
     rows: Iterable[T], size_bytes: Callable[[T], int], bytes_max: int
 ) -> Iterator[list[T]]:
-    """Yield the rows in order, in parts of at most `bytes_max`. A row is never cut."""
+    """Yield the rows in order, in parts of at most `bytes_max`. A row is never split."""
     part: list[T] = []
     used = 0
     for row in rows:

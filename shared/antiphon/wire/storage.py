@@ -1,7 +1,7 @@
-"""KV pages beyond the workers: put, look up the longest prefix, get; bytes go by claim check.
+"""KV pages in external storage: put, look up the longest prefix, get; bytes go by claim check.
 
-A page is named by the digest that ends its hash chain, so equal digests mean equal prefixes.
-A miss is always legal.
+A page is identified by the last digest of its hash chain, so equal digests mean equal prefixes.
+A miss is always allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.ids import RequestId
 
 PAGES_MAX = 65_536
-"""Most pages of one message."""
+"""Maximum pages of one message."""
 Chain = Annotated[tuple[Sha256, ...], Meta(max_length=PAGES_MAX)]
 
 
@@ -29,7 +29,7 @@ class PageOffer(Value):
 
 
 class PutPages(Message):
-    """Store pages; the node fetches the bytes of those that it lacks."""
+    """Store pages; the node fetches the bytes of the missing ones."""
 
     pages: Annotated[tuple[PageOffer, ...], Meta(max_length=PAGES_MAX)]
     deadline_unix_ms: UnixMs
@@ -37,25 +37,25 @@ class PutPages(Message):
 
 
 class PagesStored(Message):
-    """Which of the offered pages the node holds now; the others it could not take."""
+    """The offered pages that the node holds now; it could not store the others."""
 
     stored: tuple[Sha256, ...]
 
 
 class LookupPages(Message):
-    """How much of this chain is held, from its beginning."""
+    """Look up the longest stored prefix of this chain."""
 
     chain: Chain
 
 
 class PagesFound(Message):
-    """The longest prefix of the chain that is held, counted in pages."""
+    """Length of the longest stored prefix of the chain, in pages."""
 
     pages: Count
 
 
 class GetPages(Message):
-    """Lease the held prefix of a chain and say where to fetch it."""
+    """Lease the stored prefix of a chain; the reply says where to fetch it."""
 
     request_id: RequestId
     chain: Chain
@@ -63,17 +63,17 @@ class GetPages(Message):
 
 
 class PagesLeased(Message):
-    """Claims of the prefix in order; the pages are not dropped before the lease ends."""
+    """Claims of the prefix in order; the pages are not evicted before the lease ends."""
 
     lease: ShortText
     claims: tuple[Claim, ...]
 
 
 class ReleaseLease(Message):
-    """The fetcher is done. An unknown lease is not an error."""
+    """End a lease. Unknown leases are ignored."""
 
     lease: ShortText
 
 
 class LeaseReleased(Message):
-    """The pages may be dropped again."""
+    """The pages may be evicted again."""

@@ -1,4 +1,4 @@
-"""Gateway and scheduler: submit, cancel, and the open list that closes the loop."""
+"""Gateway and scheduler: submit, cancel, and the list of open requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 
 
 class SubmitRequest(Message):
-    """A request for the queue. Sent again under the same id and digest, it is a retry.
+    """A request for the scheduler's queue. With the same id and digest it is a retry.
 
     Attributes:
-        owner: The gateway's life that owns the request and writes its terminal.
-        digest: SHA-256 of what determines the answer; tells a retry from a clash of ids.
+        owner: The gateway process that owns the request and writes its end.
+        digest: SHA-256 of everything that determines the output; distinguishes a retry from a
+            conflict of ids.
         prompt_ids: int32, little-endian.
         block_digests: SHA-256 chain of the prompt's full blocks, 32 bytes each.
-        cache_salt: Its prompt is found in the cache only by those who brought the same.
-        attempt_floor: The attempt that the owner has shown text of, if it resubmits: only an
+        cache_salt: Only requests with the same salt share its cached prefixes.
+        attempt_floor: The attempt whose text the owner has delivered, if it resubmits: only an
             attempt that continues it may follow.
-        waited_ms: How long ago it was sent first: its time and its place in the queue count from
-            there, whoever leads.
+        waited_ms: Time since it was first sent: its queue time and position count from there,
+            whichever scheduler leads.
     """
 
     request_id: RequestId
@@ -50,7 +51,7 @@ class SubmitRequest(Message):
 
 
 class SubmitAccepted(Message):
-    """The leader has queued the request, or had it already. `position` 0 is next."""
+    """The leader has queued the request, now or before. `position` 0 is next."""
 
     request_id: RequestId
     term: Term
@@ -58,7 +59,7 @@ class SubmitAccepted(Message):
 
 
 class CancelRequest(Message):
-    """The owner no longer wants the request. An unknown id is not an error."""
+    """The owner cancels the request. Unknown ids are ignored."""
 
     request_id: RequestId
     owner: Process
@@ -66,13 +67,13 @@ class CancelRequest(Message):
 
 
 class CancelAccepted(Message):
-    """The request is a tombstone now: no later submit or admit of its id will run."""
+    """The request is a tombstone now: a later submit or admit of its id does not run."""
 
     request_id: RequestId
 
 
 class OpenRequest(Value):
-    """One line of an open list. `attempt` is the one whose text the owner follows, if any came."""
+    """One entry of an open list. `attempt` is the one whose text the owner follows, if any."""
 
     request_id: RequestId
     deadline_unix_ms: UnixMs
@@ -80,10 +81,10 @@ class OpenRequest(Value):
 
 
 class OpenList(Message):
-    """What a gateway owns and has not ended.
+    """The requests that a gateway owns and has not ended.
 
-    The whole list goes each 0.5 s; changes go at once (`whole` false: `opened` are new, `closed`
-    have ended). `version` grows by one a message, so that a late one is told apart.
+    The whole list is sent each 0.5 s; changes are sent at once (`whole` false: `opened` are new,
+    `closed` have ended). `version` increases by one per message, so that late ones are detected.
     """
 
     model: ModelName

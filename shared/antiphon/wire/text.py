@@ -1,4 +1,4 @@
-"""Detokenizer to gateway: one batch of text a step; and how a gateway asks for what it lacks."""
+"""Detokenizer to gateway: one batch of text per step; and how a gateway requests missing text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class Origin(Value):
-    """Where the tokens of a choice come from, from one on.
+    """The worker and weights that generated the tokens of a choice, from `start` on.
 
     Attributes:
-        start: Index of the first of them in the choice's output.
-        worker: Which has drawn them.
-        weights: What its weights were called then.
-        retractions: How often the choice had lost its pages there before.
+        start: Index of the first of these tokens in the choice's output.
+        worker: The worker that sampled them.
+        weights: Weight version that it had then.
+        retractions: How often the choice had been retracted there before.
     """
 
     start: TokenOffset = 0
@@ -37,14 +37,14 @@ class TextRow(Value):
     """More text of one choice.
 
     Attributes:
-        attempt: The attempt that said it.
-        continues: The sealed attempt that this one goes on from, if any.
-        text_offset: Where `text` begins, in UTF-8 bytes of the choice's text.
-        details: Of more of its tokens, about those whose text this is, if the request wanted any.
-        finish_reason: The detokenizer's proposal to end the choice; the owner writes the terminal.
-        usage: The request's tokens as far as this detokenizer has seen.
-        origins: Of all tokens of the choice so far, where they come from: on its first row, on the
-            first one that is sent again, on one before which that has changed, and with the end.
+        attempt: The attempt that generated it.
+        continues: The sealed attempt that this one continues, if any.
+        text_offset: Start of `text`, in UTF-8 bytes of the choice's text.
+        details: Token outputs of roughly the tokens of this text, if the request asked for them.
+        finish_reason: The detokenizer's proposal to end the choice; the owner decides.
+        usage: The request's token counts as known to this detokenizer.
+        origins: Origins of all tokens of the choice so far: on its first row, on the first resent
+            row, on a row before which they changed, and on the last one.
     """
 
     request_id: RequestId
@@ -62,7 +62,7 @@ class TextRow(Value):
 
 
 class TextBatch(Message):
-    """Everything one step said to one gateway. `seq` is per (detokenizer incarnation, gateway)."""
+    """All text of one step for one gateway. `seq` is per (detokenizer incarnation, gateway)."""
 
     detokenizer: Process
     gateway: Process
@@ -71,9 +71,9 @@ class TextBatch(Message):
 
 
 class ChoiceCursor(Value):
-    """How much of a choice the gateway has: text in UTF-8 bytes, details up to a token offset.
+    """How much of a choice the gateway has: text in UTF-8 bytes, token outputs up to an offset.
 
-    `token_offset` unset stands for the beginning of the details.
+    `token_offset` unset: no token outputs yet.
     """
 
     request_id: RequestId
@@ -83,9 +83,9 @@ class ChoiceCursor(Value):
 
 
 class ResumeText(Message):
-    """A gateway missed a batch: send everything of its live requests beyond these places.
+    """A gateway missed a batch: resend everything of its live requests beyond these cursors.
 
-    Live requests of this gateway that the table does not list are sent from the beginning.
+    Live requests of this gateway that are not listed are sent from the beginning.
     """
 
     detokenizer: Process
@@ -94,6 +94,6 @@ class ResumeText(Message):
 
 
 class TextResumed(Message):
-    """What was missing is on its way on the gateway's text subject."""
+    """The missing rows have been sent on the gateway's text subject."""
 
     rows: Count

@@ -1,4 +1,4 @@
-"""How an answer marks its thinking: the detokenizer counts the tokens between."""
+"""Reasoning marks in the output: the detokenizer counts the tokens between them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from antiphon.wire.base import Value
 Mark = Annotated[str, Meta(min_length=1, max_length=128)]
 MARKS_MAX = 16
 SPACE_MAX = 16
-"""Most white space before thinking at the beginning of an answer."""
+"""Maximum white space before reasoning at the start of the output."""
 
 
 class ThinkingMarks(Value):
-    """Marks of thinking in the text of an answer.
+    """Marks of reasoning in the text of a choice.
 
-    The tokens of thinking are those from its first mark to its last, with both.
+    Reasoning tokens are those from the first mark to the last, both included.
 
     Attributes:
-        begin: The mark before it.
-        end: The mark after it.
-        cuts: Marks of something else, which end it too, and are no part of it.
-        inside: The answer begins as thinking: its first mark stands in the prompt.
-        again: It may come anywhere and more than once; else only at the beginning of an answer.
+        begin: The mark before reasoning.
+        end: The mark after reasoning.
+        cuts: Other marks that end reasoning without being part of it.
+        inside: The output begins as reasoning: its first mark is in the prompt.
+        again: Reasoning may occur anywhere and repeatedly; else only at the start of the output.
     """
 
     begin: Mark

@@ -1,8 +1,8 @@
-"""What is told of tokens beside their text: log-probabilities and hidden states.
+"""Logprobs and hidden states per token ("details" on the wire).
 
-The tokens of a choice are counted by offset: its outputs from 0 on, and tokens of its prompt, where
-they are told of, at the negative offsets before. So one number places ids and details alike, and
-what is sent twice or missing shows as it does for ids.
+Token offsets count the output tokens of a choice from 0; its prompt tokens, if included, have the
+negative offsets before. So one offset addresses token ids and token outputs alike, and repeats and
+gaps are detected in the same way.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ T = TypeVar("T", int, float)
 
 
 class TokenOutputs(Value):
-    """Columns about `count` consecutive tokens, each little-endian and row after row.
+    """Columns of `count` consecutive tokens, each little-endian and row-major.
 
-    A column that nobody asked for is empty.
+    A column that was not requested is empty.
 
     Attributes:
-        token_ids: int32; -1 stands for what would follow a prompt after which nothing is drawn.
+        token_ids: int32; -1 is the position after a prompt of a request of no new tokens.
         logprobs: float32, of the tokens themselves; NaN for -1.
-        top_ids: int32, the likeliest tokens at each place, the likeliest first.
-        top_logprobs: float32, theirs.
+        top_ids: int32, the most likely tokens at each position, in descending order.
+        top_logprobs: float32, of `top_ids`.
         named_logprobs: float32, of the ids that the request named, in its order.
-        hidden: float32, the hidden state that each token followed from.
-        pooled: float32, what the whole prompt became; of one token, -1.
+        hidden: float32, the hidden state that each token was computed from.
+        pooled: float32, the pooled vector of the whole prompt, at one token with the id -1.
     """
 
     count: TokenCount = 0
@@ -50,7 +50,7 @@ class TokenOutputs(Value):
 
     @property
     def columns(self) -> tuple[bytes, ...]:
-        """Every column, in the order of `of`."""
+        """All columns, in the order of `from_columns`."""
         return (
             self.token_ids,
             self.logprobs,
@@ -63,7 +63,7 @@ class TokenOutputs(Value):
 
     @classmethod
     def from_columns(cls, count: int, columns: Iterable[bytes]) -> TokenOutputs:
-        """Join what `columns` gave."""
+        """Build from columns in the order of `columns`."""
         token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
         return cls(
             count=count,
@@ -106,13 +106,13 @@ class TokenOutputs(Value):
             yield TokenOutput(token_id, logprob, likeliest, tuple(named), hidden)
 
     def ids(self) -> set[int]:
-        """Every token that is spoken of here, but for those that the request named."""
+        """All token ids here except those that the request named."""
         return {*unpack_ids(self.token_ids), *unpack_ids(self.top_ids)} - {-1}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What is told of one token. `top` are pairs of id and log-probability."""
+    """Outputs of one token. `top` are pairs of token id and logprob."""
 
     token_id: int
     logprob: float | None
@@ -122,13 +122,13 @@ class TokenOutput:
 
 
 class TokenOutputsChunk(Value):
-    """Details of one choice, beginning at a token offset.
+    """Token outputs of one choice, beginning at a token offset.
 
-    Without tokens it says only that nothing is missing up to there. `texts` has the text of each
-    token by itself, where the request wanted it. `written` has the bytes of those tokens that write
-    something else than that: by itself a part of a character shows as U+FFFD, a word may lose its
-    space, and a special token that the text leaves out writes nothing. What the tokens of an answer
-    write, one after the other, is its text.
+    Without tokens it only confirms that nothing is missing up to there. `texts` has the text of
+    each token decoded by itself, if requested. `written` has the bytes that a token contributes to
+    the choice's text where they differ: decoded by itself, a partial character is U+FFFD, a word
+    may lose its space, and a special token skipped in the text contributes nothing. The
+    concatenated contributions of all tokens are the choice's text.
     """
 
     offset: TokenOffset
@@ -143,23 +143,23 @@ class TokenOutputsChunk(Value):
 
     @property
     def size_bytes(self) -> int:
-        """About the bytes that it takes."""
+        """Approximate size on the wire."""
         texts = sum(5 + len(text.encode()) for text in self.texts.values())
         written = sum(5 + len(some) for some in self.written.values())
         return self.details.size_bytes + texts + written
 
     def text_of(self, token_id: int) -> str:
-        """What a token looks like: its text by itself, or what it writes."""
+        """Text of a token for display: what it contributes, or its text by itself."""
         written = self.written.get(token_id)
         return written.decode(errors="replace") if written else self.texts.get(token_id, "")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token writes."""
+        """Bytes that a token contributes to the text."""
         written = self.written.get(token_id)
         return self.texts.get(token_id, "").encode() if written is None else written
 
     def beyond(self, offset: int) -> TokenOutputsChunk:
-        """What lies from `offset` on; `offset` is not past the end."""
+        """The part from `offset` on; `offset` is not past the end."""
         if offset <= self.offset:
             return self
         details = self.details.drop_first(offset - self.offset)
@@ -169,7 +169,7 @@ class TokenOutputsChunk(Value):
     def with_texts(
         self, texts: Mapping[int, str], written: Mapping[int, bytes]
     ) -> TokenOutputsChunk:
-        """The same, with what is known of its own tokens."""
+        """A copy with the texts of its own tokens."""
         ids = sorted(self.details.ids())
         return TokenOutputsChunk(
             offset=self.offset,
@@ -180,7 +180,7 @@ class TokenOutputsChunk(Value):
 
 
 class TokenOutputsBuffer:
-    """Details as they come, so that any stretch of them can be told again."""
+    """Accumulates token outputs, so that any range of them can be sent again."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -192,11 +192,11 @@ class TokenOutputsBuffer:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's details; 0 as long as there are none."""
+        """Bytes of one token's outputs; 0 as long as there are none."""
         return sum(map(len, self._columns)) // len(self) if len(self) else 0
 
     def append(self, details: TokenOutputs) -> None:
-        """Add what comes next."""
+        """Append the outputs of the next tokens."""
         if not self._columns:
             self._columns = tuple(map(bytearray, details.columns))
         else:
@@ -205,7 +205,7 @@ class TokenOutputsBuffer:
         self.end += details.count
 
     def truncate(self, end: int) -> None:
-        """Forget what lies at `end` and beyond."""
+        """Drop the tokens from offset `end` on."""
         keep = max(0, end - self.first)
         if keep < len(self):
             for column in self._columns:
@@ -213,7 +213,7 @@ class TokenOutputsBuffer:
             self.end = self.first + keep
 
     def read(self, start: int, stop: int) -> TokenOutputs:
-        """The tokens from offset `start` to before `stop`, as far as they are here."""
+        """Return the tokens from offset `start` to before `stop`, as far as present."""
         start, stop = max(start, self.first), min(stop, self.end)
         if stop <= start:
             return TokenOutputs()
@@ -229,26 +229,26 @@ class TokenOutputsBuffer:
 
 
 def join_token_outputs(pieces: Iterable[TokenOutputs]) -> TokenOutputs:
-    """Put consecutive details together."""
-    store = TokenOutputsBuffer()
+    """Concatenate consecutive token outputs."""
+    buffer = TokenOutputsBuffer()
     for piece in pieces:
-        store.append(piece)
-    return store.read(0, store.end)
+        buffer.append(piece)
+    return buffer.read(0, buffer.end)
 
 
 def join_chunks(pieces: Iterable[TokenOutputsChunk | None]) -> TokenOutputsChunk | None:
-    """Put consecutive pieces together; None if there are none."""
-    told = [piece for piece in pieces if piece is not None]
-    if not told:
+    """Concatenate consecutive chunks; None if there are none."""
+    chunks = [piece for piece in pieces if piece is not None]
+    if not chunks:
         return None
-    texts = {token: text for piece in told for token, text in piece.texts.items()}
-    written = {token: some for piece in told for token, some in piece.written.items()}
-    details = join_token_outputs(piece.details for piece in told)
-    return TokenOutputsChunk(offset=told[0].offset, details=details, texts=texts, written=written)
+    texts = {token: text for chunk in chunks for token, text in chunk.texts.items()}
+    written = {token: some for chunk in chunks for token, some in chunk.written.items()}
+    details = join_token_outputs(chunk.details for chunk in chunks)
+    return TokenOutputsChunk(offset=chunks[0].offset, details=details, texts=texts, written=written)
 
 
 def pack_floats(values: Iterable[float]) -> bytes:
-    """Write numbers as little-endian float32."""
+    """Pack numbers as little-endian float32."""
     packed = array("f", values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -256,7 +256,7 @@ def pack_floats(values: Iterable[float]) -> bytes:
 
 
 def unpack_floats(packed: bytes) -> Sequence[float]:
-    """Read numbers written by `pack_floats`."""
+    """Unpack numbers packed by `pack_floats`."""
     values = array("f", packed)
     if sys.byteorder == "big":
         values.byteswap()

@@ -1,4 +1,4 @@
-"""Gateway and tokenizer: a conversation or text in, token ids out."""
+"""Gateway and tokenizer: encode conversations and texts, decode token ids."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
 MESSAGES_MAX = 4096
-"""Most turns of one conversation: a turn takes several tokens, its marks included."""
+"""Maximum messages of one conversation: a message takes several tokens, its marks included."""
 CALLS_MAX = 1024
-"""Most calls in one turn."""
+"""Maximum tool calls of one message."""
 
 
 TRUNCATED_CHARACTERS_MAX = 512 * 1024
-"""Longest text that is encoded to be truncated, where the context holds no longer one: the work of
-about half a second, in a child process."""
+"""Maximum length of a text that is encoded for truncation, if the context is shorter than that:
+about half a second of work, in a child process."""
 
 
 def characters_max(context_tokens: int, token_characters: int, *, truncate: bool) -> int:
-    """Return the length of the longest text that is encoded; longer ones are refused unread.
+    """Return the maximum length of a text; longer ones are rejected without encoding.
 
     Args:
         context_tokens: Length of the context.
-        token_characters: Of the longest token: the context holds no more than so many of these.
-        truncate: Whether the prompt may lose its end.
+        token_characters: Characters of the longest token.
+        truncate: Whether the end of the prompt may be truncated.
     """
     most = context_tokens * token_characters
     return max(most, TRUNCATED_CHARACTERS_MAX) if truncate else most
 
 
 class MessageToolCall(Value):
-    """A call that the assistant made in a turn. `arguments` is the JSON text of an object."""
+    """A tool call of an assistant message. `arguments` is the JSON text of an object."""
 
     id: ShortText
     name: ShortText
@@ -44,13 +44,13 @@ class MessageToolCall(Value):
 
 
 class ChatMessage(Value):
-    """One turn of a conversation.
+    """One message of a conversation.
 
     Attributes:
-        reasoning_content: What the assistant thought, for templates that show it.
-        tool_calls: What it called.
-        tool_call_id: Which call a turn of the role `tool` answers.
-        without_content: Whether the content is null and not empty: templates tell them apart.
+        reasoning_content: Reasoning of the assistant, for templates that include it.
+        tool_calls: Tool calls of the assistant.
+        tool_call_id: The call that a message of the role `tool` has the result of.
+        without_content: Whether the content is null, which templates distinguish from empty.
     """
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -66,12 +66,12 @@ Messages = Annotated[tuple[ChatMessage, ...], Meta(max_length=MESSAGES_MAX)]
 
 
 class TemplateParams(Value):
-    """What a chat template gets beside the messages.
+    """Variables of a chat template beside the messages.
 
     Attributes:
-        generation_prompt: Whether the answer's beginning is written after the messages.
-        tools: JSON of a list of tools, as templates read it.
-        options: JSON of an object: more variables of the template (`chat_template_kwargs`).
+        generation_prompt: Whether to add the generation prompt after the messages.
+        tools: JSON list of tools, in the form that templates expect.
+        options: JSON object of more template variables (`chat_template_kwargs`).
     """
 
     generation_prompt: bool = True
@@ -80,14 +80,14 @@ class TemplateParams(Value):
 
 
 class EncodeRequest(Message):
-    """Render and encode. Exactly one of `messages` and `prompt` is given.
+    """Render and encode a prompt. Exactly one of `messages` and `prompt` is given.
 
-    Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them, unless
-    `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
-    first of two texts, which are encoded together as the tokenizer joins them. With a `suffix`,
-    `prompt` is the text before a gap to fill, and `suffix` the text behind it. `cache_salt` goes
-    into the names of the prompt's blocks. Heavy texts of tenants take turns. With `truncate` a
-    prompt that is longer than the context loses its end.
+    Text is encoded with the special tokens (`<bos>`) that the model's tokenizer adds, unless
+    `special_tokens` is false; a rendered template has its own. With a `pair`, `prompt` is the first
+    of two texts, which are encoded together as the tokenizer joins them. With a `suffix`, `prompt`
+    is the text before a gap to fill, and `suffix` the text after it. `cache_salt` goes into the
+    digests of the prompt's blocks. Tenants are served round-robin for long texts. With `truncate`
+    the end of a prompt longer than the context is cut off.
     """
 
     request_id: RequestId
@@ -108,7 +108,7 @@ class EncodeRequest(Message):
 
 
 class SamplingDefaults(Value):
-    """What the model's generation config says of sampling; unset fields say nothing."""
+    """Sampling defaults from the model's generation config; None: not given there."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -118,15 +118,15 @@ class SamplingDefaults(Value):
 
 
 class PoolingCard(Value):
-    """What a model that does not generate makes of a text.
+    """Output of a model that does not generate: an embedding, or scores of labels.
 
     Attributes:
-        scores: Whether it scores `labels`, and does not embed.
-        width: Numbers of its vector, or labels.
-        matryoshka: Whether a beginning of the vector is a vector, too.
-        cuts: How long that may be; empty: any length.
-        several: Whether labels are judged one by one.
-        plain_score: Whether the score of one label is taken as it is, not through a sigmoid.
+        scores: Whether it scores `labels` instead of embedding.
+        width: Length of the vector, or number of labels.
+        matryoshka: Whether the vector may be truncated (Matryoshka embeddings).
+        cuts: Allowed lengths of the truncated vector; empty: any.
+        several: Whether it is a multi-label classifier.
+        plain_score: Whether the score of a single label is returned raw, without a sigmoid.
     """
 
     scores: bool = False
@@ -139,25 +139,25 @@ class PoolingCard(Value):
 
 
 class EncodeReply(Message):
-    """The prompt as ids, its page hash chain, and what the model card says of sampling.
+    """The encoded prompt, its block digests, and properties of the model.
 
     Attributes:
         token_ids: int32, little-endian.
         block_digests: SHA-256 chain of the prompt's full blocks of 64 tokens, 32 bytes each.
-        text_end: The last characters of what a template has written, to see how the answer begins.
-        vocabulary_size: Ids of a request must lie below it.
-        context_tokens: Most tokens of prompt and answer together.
-        hidden_size: Numbers of a hidden state.
-        architecture: Of the model, as its folder names it.
-        model_type: The same in Transformers' other word for it.
-        tool_parser: How the model writes calls, where its chat template shows it for certain.
-        reasoning_parser: How it marks its thinking, likewise.
+        text_end: The last characters of the rendered template; the output may begin in reasoning.
+        vocabulary_size: Token ids of a request must be less than it.
+        context_tokens: Maximum tokens of prompt and output together.
+        hidden_size: Length of a hidden state.
+        architecture: Architecture of the model in its `config.json`.
+        model_type: Transformers' `model_type` of the model.
+        tool_parser: Parser of its tool calls, if the chat template identifies it.
+        reasoning_parser: Parser of its reasoning, if the chat template identifies it.
         reranks: Whether its chat template asks if a document answers a query, yes or no.
-        second_from: Where the second text of a pair begins, if the model tells the two apart.
-        pooling: What the model makes of a text, if it does not generate.
-        token_characters: Of the longest token: longer texts than a context of these are refused
-            unread. 0: not known.
-        untruncated_tokens: Length of the whole prompt, if `token_ids` is its beginning only.
+        second_from: Token index of the second text of a pair, if the model has token type ids.
+        pooling: Output of a model that does not generate.
+        token_characters: Characters of the longest token, to reject texts that cannot fit the
+            context without encoding them. 0: unknown.
+        untruncated_tokens: Length of the whole prompt, if `token_ids` was truncated.
     """
 
     request_id: RequestId
@@ -180,13 +180,13 @@ class EncodeReply(Message):
 
 
 class CancelEncode(Message):
-    """Gateway to tokenizers: the caller of `EncodeRequest` has left, or has another's answer."""
+    """Gateway to tokenizers: the caller of `EncodeRequest` has left, or got another reply."""
 
     request_id: RequestId
 
 
 class DecodeRequest(Message):
-    """Write ids as text: each of `token_ids` (int32, little-endian) by itself."""
+    """Decode token ids: each of `token_ids` (int32, little-endian) by itself."""
 
     request_id: RequestId
     model: ModelName

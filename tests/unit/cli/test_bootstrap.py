@@ -185,7 +185,7 @@ def test_pip_args_decide_where_torch_comes_from(
     assert command[-5:] == ["--find-links", "/my wheels", "--no-index", "-e", "."]
 
 
-def test_a_failing_pip_is_told(programs: FakePrograms) -> None:
+def test_failing_pip_is_reported(programs: FakePrograms) -> None:
     programs.status = 1
     with pytest.raises(bootstrap.CannotSetUp, match="pip failed"):
         bootstrap.pip_install(["x"])

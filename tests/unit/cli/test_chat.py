@@ -79,9 +79,9 @@ def ask(text: str, model: str = "small") -> ChatRequest:
 
 
 async def answer(server: Server, model: str = "small") -> str:
-    heard: list[str] = []
-    await complete(server.url, ask("hello", model), heard.append)
-    return "".join(heard)
+    received: list[str] = []
+    await complete(server.url, ask("hello", model), received.append)
+    return "".join(received)
 
 
 async def test_an_answer_is_what_was_streamed(server: Server) -> None:
@@ -117,10 +117,10 @@ async def test_a_refusal_gives_the_reason_of_the_server(server: Server) -> None:
 
 async def test_a_cancelled_answer_closes_the_connection(server: Server) -> None:
     server.hangs, server.answer = True, [chunk("Go")]
-    heard = asyncio.Event()
+    received = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        task = group.create_task(complete(server.url, ask("hello"), lambda _: heard.set()))
-        await heard.wait()
+        task = group.create_task(complete(server.url, ask("hello"), lambda _: received.set()))
+        await received.wait()
         task.cancel()
         await server.left.wait()
 
@@ -193,7 +193,7 @@ async def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: Server) 
     )
 
 
-async def test_without_a_server_it_says_how_to_start_one(unused_port: int) -> None:
+async def test_missing_server_error_has_the_start_command(unused_port: int) -> None:
     url = f"http://127.0.0.1:{unused_port}"
     async with chat("--url", url, "--message", "hello") as process:
         _, err = await process.communicate()

@@ -65,7 +65,7 @@ class FakeGateway:
 
     Attributes:
         refuses: What each submit is answered with, if anything.
-        deaf_to: Kinds of messages that it does not hear, and how many more of each.
+        deaf_to: Kinds of messages that it drops, and how many more of each.
         mute: Kinds of messages that it does not say, and how many more of each.
     """
 

@@ -141,7 +141,7 @@ async def test_turns_with_calls_are_asked_as_they_are(broker: MemoryBroker, clie
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_whatever_is_lost_repeated_and_reordered_the_text_is_whole(
+async def test_text_is_complete_despite_lost_repeated_and_reordered_messages(
     seed: int, broker: MemoryBroker, client: Client
 ) -> None:
     chance = random.Random(seed)
@@ -165,7 +165,7 @@ async def test_each_kind_of_message_may_be_lost(
 
 
 @pytest.mark.parametrize("kind", [GenerateRequest, GenerateResume], ids=lambda kind: kind.__name__)
-async def test_what_the_client_says_may_be_lost(
+async def test_client_survives_the_loss_of_its_own_messages(
     kind: type[GenerateRequest], broker: MemoryBroker, client: Client
 ) -> None:
     async with gateway(broker, script=SCRIPT) as fake:
@@ -248,7 +248,7 @@ async def test_a_timeout_cancels_and_raises(broker: MemoryBroker, client: Client
         assert request.request.timeout_s == 0.1, "the cluster knows it too"
 
 
-async def test_nobody_listening_fails_at_once(
+async def test_request_without_responders_fails_at_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "SILENCE_S", 60.0)
@@ -414,7 +414,7 @@ async def test_many_requests_at_a_time_stay_apart(broker: MemoryBroker) -> None:
         assert sum(".client.other." in (inbox or "") for inbox in inboxes) == 20
 
 
-async def test_a_cancel_that_is_lost_holds_nobody_up(broker: MemoryBroker, client: Client) -> None:
+async def test_lost_cancel_delays_no_caller(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
         fake.deaf_to[GenerateCancel] = 1
         pieces = client.generate(MODEL, "hi")

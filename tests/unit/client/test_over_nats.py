@@ -31,7 +31,7 @@ async def test_a_broker_that_dies_and_comes_back_loses_no_byte() -> None:
         assert (await first).text == "before, "
         await server.kill()
         await until(lambda: not fake.bus.link.up)
-        request.said.append("meanwhile, ")  # made while nobody could hear it
+        request.said.append("meanwhile, ")  # generated while no subscriber was connected
         await server.start()
         await until(lambda: fake.bus.link.up)
         await fake.say(request, "after")
@@ -40,7 +40,7 @@ async def test_a_broker_that_dies_and_comes_back_loses_no_byte() -> None:
         assert not request.cancelled.is_set()
 
 
-async def test_nobody_listening_fails_at_once() -> None:
+async def test_request_without_responders_fails_at_once() -> None:
     async with NatsServer() as server, Client(server.url, cluster=CLUSTER) as client:
         async with asyncio.timeout(1):
             with pytest.raises(Unavailable, match="no gateway serves this model"):

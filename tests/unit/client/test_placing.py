@@ -15,15 +15,15 @@ BORDERS = [len(TEXT[:at].encode()) for at in range(len(TEXT) + 1)]
 FIRST, LAST = -3, 12
 
 
-def piece(start: int, stop: int, told: int, end: int) -> GenerateText:
+def piece(start: int, stop: int, begin: int, end: int) -> GenerateText:
     """Text from one border to another, with the details of so many tokens."""
-    details = TokenOutputs(count=end - told, token_ids=pack_ids(range(100 + told, 100 + end)))
+    details = TokenOutputs(count=end - begin, token_ids=pack_ids(range(100 + begin, 100 + end)))
     return GenerateText(
         request_id=RequestId("r"),
         choice=0,
         text_offset=start,
         text=TEXT.encode()[start:stop].decode(),
-        details=TokenOutputsChunk(offset=told, details=details),
+        details=TokenOutputsChunk(offset=begin, details=details),
     )
 
 
@@ -35,7 +35,7 @@ TOKENS = st.tuples(st.integers(FIRST, LAST), st.integers(FIRST, LAST)).map(sorte
 @given(st.lists(st.tuples(STRETCH, TOKENS), max_size=30))
 def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
     placing, text = TextAssembler(FIRST), ""
-    told: list[TokenOutputsChunk | None] = []
+    details: list[TokenOutputsChunk | None] = []
     for (start, stop), (first, end) in [*pieces, ((0, BYTES), (FIRST, LAST))]:
         have, known = placing.text_offset(0), placing.token_offset(0)
         new = placing.add(piece(start, stop, first, end))
@@ -43,10 +43,10 @@ def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
         if new is not None:
             assert new.text_offset == have
             text += new.text
-            told.append(new.details)
+            details.append(new.details)
         assert placing.text_offset(0) == len(text.encode())
     assert text == TEXT
-    whole = join_chunks(told)
+    whole = join_chunks(details)
     assert whole is not None
     assert whole.offset == FIRST
     assert [detail.token_id for detail in whole.details.iter_tokens()] == list(

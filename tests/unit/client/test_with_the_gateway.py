@@ -44,13 +44,13 @@ async def test_every_answer_is_whole_over_a_bad_link(
 
     async def ask(client: Client, n: int) -> str:
         if n % 3 == 0:
-            return await told(client)
+            return await with_token_outputs(client)
         if n % 2:
             return (await client.complete(MODEL, "hi", timeout_s=10)).text
         return "".join([p.text async for p in client.generate(MODEL, "hi", timeout_s=10)])
 
-    async def told(client: Client) -> str:
-        """An answer of which every token is told of, and of two tokens of its prompt."""
+    async def with_token_outputs(client: Client) -> str:
+        """A response with outputs of every token, and of two prompt tokens."""
         wanted = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
         answer = await client.complete(
             MODEL, "abc", timeout_s=10, details=wanted, token_texts=True, logit_bias={7: -1.5}

@@ -19,7 +19,7 @@ from antiphon.model_card.served_model import model_files, served_name, tokenizer
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-REPO = "somebody/small"
+REPO = "owner/small"
 INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
 FILES = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
@@ -104,7 +104,7 @@ def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path)
 @pytest.mark.parametrize(
     ("repo", "fields", "message"),
     [
-        ("nobody/none", {}, "nobody/none: neither a local folder nor a Hugging Face model"),
+        ("owner/none", {}, "owner/none: neither a local folder nor a Hugging Face model"),
         (REPO, {"revision": "v9"}, r"load\.revision = v9: no such revision"),
         (REPO, {"offline": True}, r"not completely in the cache, and load\.offline is set"),
         ("a--b/c", {}, "a--b/c: .*--"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_had_is_refused_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_behind_a_gate_says_who_opens_it(tmp_path: Path) -> None:
+def test_gated_model_error_has_advice(tmp_path: Path) -> None:
     with (
         FakeHub(REPO, FILES, gated=True).serving() as hub,
         pytest.raises(ConfigError, match=r"request access on its page.*HF_TOKEN"),
@@ -128,7 +128,7 @@ def test_a_model_behind_a_gate_says_who_opens_it(tmp_path: Path) -> None:
         fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
 
 
-def test_a_hub_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_unreachable_hub_is_reported(tmp_path: Path) -> None:
     with FakeHub(REPO, FILES).serving() as hub:
         pass
     with pytest.raises(ConfigError, match=r"neither a local folder nor in the cache, and the hub"):
@@ -155,7 +155,7 @@ class DiskUsage:
     free = 5
 
 
-def test_the_hub_says_what_its_files_are(hub: FakeHub) -> None:
+def test_hub_lists_published_files(hub: FakeHub) -> None:
     known = list_published_files(REPO, LoadConfig(), endpoint=hub.url)
     assert known["config.json"].sha256 is None
     assert known["model-1.safetensors"].size_bytes == 3
@@ -169,11 +169,11 @@ def test_the_hub_says_what_its_files_are(hub: FakeHub) -> None:
         (REPO, True),
         ("gpt2", True),
         ("/models/small", False),
-        ("./somebody/small", False),
+        ("./owner/small", False),
         ("~/small", False),
         ("a/b/c", False),
         ("model.gguf", False),
-        ("somebody/model.gguf", False),
+        ("owner/model.gguf", False),
     ],
 )
 def test_a_path_or_an_id(path: str, is_id: bool) -> None:

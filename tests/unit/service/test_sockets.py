@@ -10,7 +10,7 @@ from antiphon.service.sockets import address_for_others, bind
 
 
 @pytest.mark.parametrize(
-    ("host", "advertise_host", "told"),
+    ("host", "advertise_host", "expected"),
     [
         ("127.0.0.1", "", "127.0.0.1"),
         ("0.0.0.0", "", socket.gethostname()),
@@ -18,9 +18,7 @@ from antiphon.service.sockets import address_for_others, bind
         ("127.0.0.1", "node-3.cluster", "node-3.cluster"),
     ],
 )
-def test_others_are_told_an_address_that_they_can_reach(
-    host: str, advertise_host: str, told: str
-) -> None:
+def test_address_for_others_is_reachable(host: str, advertise_host: str, expected: str) -> None:
     with bind(host, 0) as listening:
         port = listening.getsockname()[1]
-        assert address_for_others(listening, host, advertise_host) == f"{told}:{port}"
+        assert address_for_others(listening, host, advertise_host) == f"{expected}:{port}"

@@ -21,7 +21,7 @@ async def test_a_killed_broker_is_back_at_the_same_port(tmp_path: Path):
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         keep = group.create_task(broker.keep_running())
         first.process.kill()
-        while broker.running is first:  # noqa: ASYNC110  # nothing tells of a restart but itself
+        while broker.running is first:  # noqa: ASYNC110  # nothing else reports a restart
             await asyncio.sleep(0.01)
         keep.cancel()
     assert broker.running.url == first.url

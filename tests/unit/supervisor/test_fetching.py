@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 METADATA = "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n"
-REPO = "somebody/small"
+REPO = "owner/small"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
 
 
@@ -41,11 +41,11 @@ def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) 
         fetch(REPO, settings(tmp_path).load, weights=True, endpoint=hub.url)
     found = fetch_models(settings(tmp_path, offline=True), console)
     assert found == settings(tmp_path, offline=True)
-    assert "looking for somebody/small" in console.export_text()
+    assert "looking for owner/small" in console.export_text()
 
 
 def test_a_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"somebody/small: not completely in the cache"):
+    with pytest.raises(ConfigError, match=r"owner/small: not completely in the cache"):
         fetch_models(settings(tmp_path, offline=True), Console(quiet=True))
 
 

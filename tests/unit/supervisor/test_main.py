@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_hangup_stops_it_unless_nohup_said_otherwise():
+def test_sighup_stops_the_supervisor_except_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert signal.SIGHUP in stop_signals()
@@ -39,7 +39,7 @@ def test_a_hangup_stops_it_unless_nohup_said_otherwise():
         signal.signal(signal.SIGHUP, before)
 
 
-async def test_a_process_is_given_the_time_that_it_was_told_to_drain(tmp_path: Path):
+async def test_process_gets_its_configured_drain_time(tmp_path: Path):
     settings = Settings()
     slow = replace(settings.service, drain_timeout_s=60.0)
     gateway = replace(settings.gateway, port=0)
@@ -103,14 +103,14 @@ async def test_nats_port_that_is_taken_is_refused_before_anything_starts(tmp_pat
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        told = await refused(tmp_path, "--nats-port", str(port))
-    assert told == f"port {port} is in use; choose another with --nats-port"
+        message = await refused(tmp_path, "--nats-port", str(port))
+    assert message == f"port {port} is in use; choose another with --nats-port"
 
 
 async def test_context_length_above_the_models_is_refused_with_the_way_out(tmp_path: Path):
-    told = await refused(tmp_path, "--context-length", "99999")
-    assert "must not exceed the model's 2048" in told
-    assert "--json-model-override-args '{\"max_position_embeddings\": 99999}'" in told
+    message = await refused(tmp_path, "--context-length", "99999")
+    assert "must not exceed the model's 2048" in message
+    assert "--json-model-override-args '{\"max_position_embeddings\": 99999}'" in message
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ async def test_files_of_tls_are_read_before_anything_starts(
 
 
 async def test_chat_template_name_that_is_unknown_is_refused_before_anything_starts(tmp_path: Path):
-    told = await refused(tmp_path, "--hf-chat-template-name", "rag")
-    assert told == (
+    message = await refused(tmp_path, "--hf-chat-template-name", "rag")
+    assert message == (
         "model.chat_template_name (--hf-chat-template-name): the tokenizer has no template "
         "'rag', only default"
     )
 
 
 async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(tmp_path: Path):
-    told = await refused(tmp_path, "--chat-template", "/none.jinja")
-    assert told == "model.chat_template (--chat-template): /none.jinja: no such file"
+    message = await refused(tmp_path, "--chat-template", "/none.jinja")
+    assert message == "model.chat_template (--chat-template): /none.jinja: no such file"
     with pytest.raises(ConfigError, match="chatml: refused: Named conversation formats"):
         settings_of("--chat-template", "chatml")
 
@@ -184,7 +184,7 @@ def test_number_of_processes_is_at_least_one(flag: str, count: str):
 @pytest.mark.system
 @pytest.mark.timeout(120)
 async def test_service_that_is_refused_at_its_start_is_named_with_the_reason(tmp_path: Path):
-    told = await refused(tmp_path, "--load-config-overrides", '{"num_hidden_layers": 1}')
-    assert told.startswith("worker-0 cannot start: ")
-    assert "unexpected: model.layers.1." in told
-    assert "\n" not in told
+    message = await refused(tmp_path, "--load-config-overrides", '{"num_hidden_layers": 1}')
+    assert message.startswith("worker-0 cannot start: ")
+    assert "unexpected: model.layers.1." in message
+    assert "\n" not in message

@@ -25,14 +25,14 @@ def lines(request: pytest.FixtureRequest):
     logging.captureWarnings(capture=False)
 
 
-def tell(done: int) -> None:
+def log_progress(done: int) -> None:
     fields = {"done_bytes": done, "total_bytes": 4_000_000_000, "seconds_left": 2.4}
     logging.getLogger("antiphon.worker").info("loading weights", extra=fields)
 
 
 def test_the_last_line_of_the_log_says_how_far_the_weights_are(lines: io.StringIO) -> None:
-    tell(1_000_000_000)
-    tell(3_000_000_000)
+    log_progress(1_000_000_000)
+    log_progress(3_000_000_000)
     logging.getLogger("other").info("something else")
     assert loading(lines.getvalue()) == "weights 3.00 of 4.00 GB, 2 s left"
     fields = {"bytes": 4_000_000_000, "seconds": 3.0, "megabytes_per_s": 1333}
@@ -42,7 +42,7 @@ def test_the_last_line_of_the_log_says_how_far_the_weights_are(lines: io.StringI
 
 
 def test_a_terminal_shows_it_beside_the_services_that_are_missing(lines: io.StringIO) -> None:
-    tell(3_000_000_000)
+    log_progress(3_000_000_000)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200)
     with StartProgress(console, ["worker-0", "gateway-0"], lines.getvalue) as progress:

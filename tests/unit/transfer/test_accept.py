@@ -28,16 +28,16 @@ import asyncio, logging, resource, sys
 import msgspec, uvloop
 from antiphon.service.sockets import bind
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.blob_store import Shelf
+from antiphon.transfer.blob_store import BlobStore
 
 async def serve():
     bound = bind("127.0.0.1", 0)
-    shelf = Shelf("127.0.0.1:%d" % bound.getsockname()[1], 1 << 20, lambda: 0)
-    claim = shelf.put(b"bytes", 60)
+    store = BlobStore("127.0.0.1:%d" % bound.getsockname()[1], 1 << 20, lambda: 0)
+    claim = store.put(b"bytes", 60)
     open_files = len(__import__("os").listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, open_files + 8))
     print(msgspec.json.encode(claim).decode(), flush=True)
-    await BlobServer(bound, shelf).run()
+    await BlobServer(bound, store).run()
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 uvloop.run(serve())
@@ -88,11 +88,11 @@ async def test_blob_server_accepts_again_and_logs_once(
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
     bound, address = listener()
-    shelf = BlobStore(address, 1024, lambda: 0)
+    store = BlobStore(address, 1024, lambda: 0)
     with bound, caplog.at_level("INFO"):
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(BlobServer(bound, shelf).run())
-            assert await take(shelf.put(b"bytes", 60)) == b"bytes"
+            running = group.create_task(BlobServer(bound, store).run())
+            assert await take(store.put(b"bytes", 60)) == b"bytes"
             running.cancel()
     assert failures == 50
     assert [record.message for record in caplog.records] == [
@@ -113,15 +113,15 @@ async def test_blob_server_outlives_a_source_that_fails(
             return super().get(token)
 
     bound, address = listener()
-    shelf = Broken(address, 1024, lambda: 0)
-    claim = shelf.put(b"bytes", 60)
+    store = Broken(address, 1024, lambda: 0)
+    claim = store.put(b"bytes", 60)
     with bound:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(BlobServer(bound, shelf).run())
+            running = group.create_task(BlobServer(bound, store).run())
             try:
                 await take(claim)
             except BlobGone:
-                shelf.broken = False
+                store.broken = False
             assert await take(claim) == b"bytes"
             running.cancel()
     assert "a bug, on purpose" in caplog.text

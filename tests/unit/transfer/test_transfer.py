@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 
 class Wall:
-    """A wall clock that stands still until told."""
+    """A wall clock that advances only when set."""
 
     def __init__(self) -> None:
         self.ms = 1_000_000
@@ -93,7 +93,7 @@ async def test_an_unknown_token_and_an_expired_one_are_gone():
         assert holder.bytes_held == 0
 
 
-async def test_nobody_at_the_address_is_gone():
+async def test_fetch_from_an_address_without_server_is_gone():
     async with shelf() as (holder, _):
         claim = holder.put(b"x", 60)
     with pytest.raises(BlobGone):
