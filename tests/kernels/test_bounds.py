@@ -78,7 +78,7 @@ def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
 def ready_heads(heads: torch.Tensor, cache: torch.Tensor) -> Any:
     turns = torch.zeros(len(heads), heads.shape[-1])
     places = torch.zeros(len(heads), dtype=torch.int64)
-    return library().ready_heads(
+    return library().qk_norm_rope_store(
         heads, turns, turns, cache, cache.clone(), places, None, None, 0.0, (1.0, 1.0)
     )
 

@@ -262,7 +262,7 @@ def test_a_variant_that_a_family_lacks_is_run_by_transformers(tmp_path: Path) ->
     row = replace(gpt2, fields={**gpt2.fields, "scale_attn_by_inverse_layer_idx": True})
     saved = save(row, tmp_path)
     assert error(logits_of(opened(saved), texts()[-1], chunk=23), saved.of_prompt) < row.limit
-    with pytest.raises(ModelLoadError, match="scores of GPT-2 in another scale"):
+    with pytest.raises(ModelLoadError, match="other attention scales of GPT-2 are not supported"):
         load(tmp_path, implementation="antiphon")
 
 

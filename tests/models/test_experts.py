@@ -176,7 +176,7 @@ def test_experts_are_kept_in_every_way(tmp_path: Path, linear: str) -> None:
         ("deepseek-v3", {"n_group": 3}, "no 3 of 8 experts .* within 2 of 3 groups"),
         ("deepseek-v3", {"topk_group": 1}, "no 3 of 8 experts .* within 1 of 4 groups"),
         ("mixtral", {"num_experts_per_tok": 7}, "no 7 of 6 experts"),
-        ("qwen2-moe", {"layer_types": None}, "layer_types must say"),
+        ("qwen2-moe", {"layer_types": None}, "layer_types must list the layers with windows"),
     ],
 )
 def test_what_no_model_has_is_refused(

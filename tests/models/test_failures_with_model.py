@@ -138,7 +138,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
         pass
 
     class Raises(Sampler):
-        def draw(self, *_: Any, **__: Any) -> Ints:
+        def sample(self, *_: Any, **__: Any) -> Ints:
             raise NoToken
 
     model = open_model(llama, page_tokens=4, pages=256, dtype="float32")

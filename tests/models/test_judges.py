@@ -73,7 +73,7 @@ def test_an_encoder_refuses_a_piece_of_a_text(tmp_path: Path) -> None:
     model = opened(save(BY_NAME["BertModel"], tmp_path))
     batch = Stepper(Reader(model, types=0), model.groups)
     batch.add(texts()[0])
-    with pytest.raises(PlanRefused, match="in one piece"):
+    with pytest.raises(PlanRefused, match="needs the whole text in one pass"):
         batch.prefill(chunk=4)
 
 

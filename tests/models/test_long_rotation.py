@@ -99,4 +99,4 @@ def test_factors_in_use_are_part_of_the_digest_and_of_the_plan(saved: Saved) -> 
         plan = open_engine(settings(saved, length)).resolved
         assert plan is not None
         assert f"rope:{factors}" in plan.bits.value
-        assert f"{factors} factors" in plan.context_tokens.reason
+        assert f"{factors} rope factors" in plan.context_tokens.reason

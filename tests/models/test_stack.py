@@ -201,7 +201,7 @@ class Curse:
     def __init__(self, runner: ModelRunner, *, early: bool) -> None:
         self._runner = runner
         self._part = runner._contexts if early else runner._sampler
-        self._name = "score" if early else "draw"
+        self._name = "score" if early else "sample"
 
     def __enter__(self) -> None:
         setattr(self._part, self._name, self._fail)

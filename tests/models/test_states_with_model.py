@@ -195,7 +195,9 @@ class SecondOfTwo:
 
 def test_a_norm_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     folder = write_row(tmp_path, FAMILIES["falcon-h1"], mamba_n_groups=1)
-    with pytest.raises(ModelLoadError, match="groups that are normalised: 1 cannot be cut"):
+    with pytest.raises(
+        ModelLoadError, match="groups that are normalised: 1 is not divisible by 2 ranks"
+    ):
         load(folder, tp=SecondOfTwo())
 
 

@@ -30,7 +30,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/simulation/test_worker_*.py",
     ),
     "resolve": ("tests/unit/config/test_resolve.py", "tests/unit/config/test_device.py"),
-    "text": ("tests/wire/test_patterns.py",),
+    "text": ("tests/unit/detokenizer/test_stop.py",),
 }
 """Patterns below the repository's root, by package."""
 

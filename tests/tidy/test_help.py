@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from antiphon.config.fields import Field, Group, fields, groups
+from antiphon.config.fields import Group, SettingField, fields, groups
 
 QUALIFIERS = {"Maximum", "Minimum", "Whether", "Enable"}
 NOUNS = set(
@@ -52,7 +52,7 @@ def faults(text: str, kind: str = "text", unit: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("field", fields().values(), ids=lambda field: field.path)
-def test_help_of_a_setting_follows_the_style(field: Field) -> None:
+def test_help_of_a_setting_follows_the_style(field: SettingField) -> None:
     assert faults(field.help, field.kind, field.unit) == []
 
 

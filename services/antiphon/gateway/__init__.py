@@ -1,1 +1,1 @@
-"""The door of a cluster, over HTTP and over NATS; owns each request that came through it."""
+"""The gateway: serves clients over HTTP and NATS, and owns their requests."""

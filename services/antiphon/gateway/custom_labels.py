@@ -1,4 +1,4 @@
-"""The labels that clients put on the metrics of their own requests, by a header."""
+"""Metric labels that clients set for their own requests, by a header."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from antiphon.config.metrics import MetricsConfig
 
 SETS_MAX = 100
-"""As many sets of values have series of their own; the others share one."""
+"""Maximum number of label value sets with their own series; further ones share one."""
 SETS_BYTES_MAX = 64 * 1024
-"""As many bytes these sets may have together: each stands in all metrics of requests."""
+"""Maximum total size of these sets, which appear in all request metrics."""
 _VALUE_MAX = 128
 _OTHER = "other"
 
 custom_labels_var: ContextVar[tuple[str, ...] | None] = ContextVar("custom_labels", default=None)
-"""Of the request that is being read: values of the labels that are allowed, in their order."""
+"""Label values of the current request, in the order of the allowed labels."""
 
 
 class CustomLabels:
@@ -36,18 +36,18 @@ class CustomLabels:
 
     @property
     def none(self) -> tuple[str, ...]:
-        """The values of a request that names none."""
+        """The values of a request without labels."""
         return ("",) * len(self.names)
 
     def read(self, headers: Mapping[str, str]) -> None:
-        """Note the labels of the request with these headers, for what this task begins."""
+        """Set the labels of the current task from a request's headers."""
         if self.names:
-            # Set each time: the requests of a connection are read in one task.
+            # Set every time, since all requests of a connection are read in one task.
             text = headers.get(self._header)
             custom_labels_var.set(self._values(text) if text else None)
 
     def current(self) -> tuple[str, ...]:
-        """The values of the request that is being read."""
+        """The values of the current request."""
         return (custom_labels_var.get() or self.none) if self.names else ()
 
     def _values(self, text: str) -> tuple[str, ...]:

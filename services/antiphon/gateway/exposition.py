@@ -1,4 +1,4 @@
-"""The metrics of a model as Prometheus reads them: under our names, and under SGLang's."""
+"""Metrics of a model in the Prometheus format, under our names and SGLang's."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ Key = tuple[tuple[str, str], ...]
 
 
 class _Sum(NamedTuple):
-    """Series that are one under SGLang's labels."""
+    """Series that are the same under SGLang's labels."""
 
     values: list[float]
     counts: list[tuple[float, ...]]
 
 
 class Exposition:
-    """Writes what `ModelMetrics` knows.
+    """Formats the content of `ModelMetrics`.
 
     Args:
-        model: The model's name, a label of SGLang's.
-        metrics: What is written.
-        custom: Names of the custom labels of requests.
-        extra: Labels that every series gets, with their values.
-        by_worker: Whether the metrics of workers are told apart.
+        model: Name of the model, for SGLang's label.
+        metrics: The metrics.
+        custom: Names of custom labels.
+        extra: Labels that are added to every series.
+        by_worker: Whether to keep the metrics of workers separate.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Exposition:
         now: Callable[[], float],
         own: Callable[[], MetricsReport],
     ) -> Self:
-        """Make the page of a gateway, which is `process`; see `ModelMetrics`."""
+        """Create the page of a gateway, which is `process`; see `ModelMetrics`."""
         names, by_worker = label_names(config.custom_labels), config.by_worker
         metrics = ModelMetrics(model, process, now, own, by_worker=by_worker, custom=len(names))
         extra = label_values(config.extra_labels)
         return cls(model, metrics, custom=names, extra=extra, by_worker=by_worker)
 
     def collect(self, private: bool) -> Iterator[Metric]:
-        """Write every metric of the model; those that name tenants only if `private`."""
+        """Format all metrics of the model; per-tenant ones only if `private`."""
         totals = [each for each in self.metrics.totals() if private or not each.family.private]
         workers = sorted({one.worker for each in totals for one in each.series if one.worker})
         ranks = {worker: str(rank) for rank, worker in enumerate(workers)}
@@ -98,11 +98,11 @@ class Exposition:
 
     def _ours(self, each: FamilyTotal) -> Metric:
         names = self._names(each)
-        told_apart = (_WORKER,) if self._by_worker and _WORKER not in names else ()
+        separate = (_WORKER,) if self._by_worker and _WORKER not in names else ()
         rows = [
             (
                 {**self._extra, **dict(zip(names, one.labels, strict=True))}
-                | dict.fromkeys(told_apart, one.worker),
+                | dict.fromkeys(separate, one.worker),
                 one.value,
                 one.counts,
             )
@@ -131,7 +131,7 @@ class Exposition:
     def _labels(
         self, each: FamilyTotal, view: SglangMetric, one: Total, ranks: Mapping[str, str]
     ) -> dict[str, str]:
-        """SGLang's labels of one series of ours."""
+        """SGLang's labels of one of our series."""
         labels = dict(self._extra)
         if view.side is not Side.PLAIN:
             labels["model_name"] = self._model
@@ -143,7 +143,7 @@ class Exposition:
 
 
 def _counts(each: FamilyTotal, view: SglangMetric, one: Total) -> bool:
-    """Whether SGLang's metric counts one series of ours."""
+    """Whether SGLang's metric includes one of our series."""
     if view.only is None:
         return True
     label, value = view.only

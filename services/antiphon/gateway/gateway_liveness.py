@@ -1,4 +1,4 @@
-"""Which gateways are gone: what they had begun is ended by whoever looks at it next."""
+"""Detects dead gateways, whose unfinished work another gateway then ends."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process
 
 SETTLE_S = 10.0
-"""How long a gateway that has just started, or an end under way, is waited for."""
+"""Grace period for a gateway that just started, or whose end is in flight."""
 
 
 class GatewayLiveness:
-    """Every gateway, as this one hears of them."""
+    """The gateways in the cluster, by heartbeats."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._began_at = runtime.clock.now()
 
     def is_abandoned(self, owner: Process, deadline_unix_ms: int) -> bool:
-        """Whether who has begun something is dead, or has had all the time there was for it."""
+        """Whether the owner of some work is dead, or its deadline has passed."""
         runtime = self._runtime
         due_ms = runtime.peers.to_local_ms(deadline_unix_ms, owner)
         if runtime.clock.unix_ms() > due_ms + round(SETTLE_S * 1000):

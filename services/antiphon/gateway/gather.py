@@ -1,4 +1,4 @@
-"""Work of one caller that is done at the same time, and ends with its first error."""
+"""Concurrent work of one caller, which ends with the first error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 async def gather(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return what all return, in order.
+    """Return all results in order.
 
     Raises:
-        Exception: The first that one of them has raised; the others are cancelled.
+        Exception: The first error; the other calls are cancelled.
     """
     if len(work) == 1:
         return [await work[0]]

@@ -1,4 +1,4 @@
-"""What the gateway counts, and the one line a request in the log."""
+"""Request metrics of the gateway, and the log line of a request."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SIZES = (
 _ABORTED = frozenset({"cancelled", "abort"})
 
 TENANTS_MAX = 100
-"""As many tenants have a label of their own; the others share one."""
+"""Maximum number of tenants with a label of their own; further ones share one."""
 _OTHERS = "other"
 
 
 class GatewayMetrics:
-    """What a gateway counts of requests; those with `custom` labels get their values too."""
+    """Request metrics of a gateway; those with `custom` labels get their values too."""
 
     def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
         self.custom = CustomLabels(config)
@@ -78,33 +78,36 @@ class GatewayMetrics:
         self.http_active = metrics.gauge(catalog.HTTP_REQUESTS_ACTIVE)
         self.unknown_fields = Counter(
             "antiphon_unknown_fields",
-            "Fields of bodies that are not documented, and were ignored.",
+            "Undocumented fields of bodies, which were ignored.",
             registry=metrics.registry,
         )
         self.keys_read = Counter(
             "antiphon_keys_file_reads",
-            "Times that the keys file had changed.",
+            "Number of changes of the keys file.",
             ("outcome",),
             registry=metrics.registry,
         )
         self.text_resumes = Counter(
             "antiphon_text_resumes",
-            "Times that missing text was requested from a detokenizer.",
+            "Number of requests for missing text to a detokenizer.",
             registry=metrics.registry,
         )
         self._tenants: set[TenantId] = set()
         self._gaps: dict[tuple[str, ...], list[float]] = {}
 
     def observe_inter_token_latency(self, stream: RequestStream, seconds: float) -> None:
-        """Note the time between two tokens of a request; each does it, so it must be cheap."""
+        """Record the time between two tokens of a request.
+
+        Called per token, so it must be cheap.
+        """
         self._gaps.setdefault(stream.labels, []).append(seconds)
 
     def observe_ttft(self, stream: RequestStream, seconds: float) -> None:
-        """The first token of a request has come."""
+        """Record the first token of a request."""
         _with(self._ttft, stream.labels).observe(seconds)
 
     def flush_inter_token_latencies(self) -> None:
-        """Show the gaps that were noted: twice a second, and when they are read."""
+        """Publish the recorded times: twice a second, and before they are read."""
         for labels, gaps in self._gaps.items():
             histogram = _with(self._inter_token_latency, labels)
             for seconds in gaps:
@@ -112,18 +115,18 @@ class GatewayMetrics:
         self._gaps.clear()
 
     def watch_open(self, count: Callable[[], int]) -> None:
-        """Serve the number of open requests."""
+        """Publish the number of open requests."""
         self._open.set_function(count)
 
     def add_tenants(self, tenants: Iterable[TenantId]) -> None:
-        """Give tenants labels of their own, as long as there are any."""
+        """Give tenants labels of their own, up to the limit."""
         for tenant in tenants:
             if len(self._tenants) < TENANTS_MAX:
                 self._tenants.add(tenant)
 
     @contextmanager
     def count_rejections(self, tenant: TenantId | None = None) -> Generator[None]:
-        """Log and count the error that ends a request inside, before it is open."""
+        """Log and count an error that ends a request before it is open."""
         try:
             yield
         except EngineError as error:
@@ -131,7 +134,7 @@ class GatewayMetrics:
             raise
 
     def observe_finished(self, stream: RequestStream, end: Ended) -> None:
-        """A request that was open has its terminal."""
+        """Record the end of a request that was open."""
         outcome = end.error.code if end.error else str(stream.finish_reason)
         usage, labels = end.usage, stream.labels
         self._requests.labels(outcome, *labels).inc()
@@ -169,7 +172,7 @@ class GatewayMetrics:
         if tenant is not None:
             self._tenant_requests.labels(self._label(tenant), error.code).inc()
         log.info(
-            "request refused",
+            "request rejected",
             extra={
                 "code": error.code,
                 "param": error.param,
@@ -179,7 +182,7 @@ class GatewayMetrics:
         )
 
     def _label(self, tenant: TenantId) -> str:
-        """A client may call itself as it likes where no key is asked for: labels are bounded."""
+        """The number of labels is bounded, since without keys clients may use any tenant name."""
         return tenant if tenant in self._tenants else _OTHERS
 
 
@@ -192,7 +195,7 @@ def _counted(metric: Counter, labels: tuple[str, ...]) -> Counter:
 
 
 def _bounds(config: MetricsConfig, family: MetricSpec) -> tuple[float, ...]:
-    """The bounds that a setting names for a histogram, if any does."""
+    """The configured bounds of a histogram, if there are any."""
     if family is catalog.TIME_TO_FIRST_TOKEN:
         return bounds(config.time_to_first_token_buckets, family.name)
     if family in (catalog.INTER_TOKEN_LATENCY, catalog.TIME_PER_OUTPUT_TOKEN):

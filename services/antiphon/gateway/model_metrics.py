@@ -1,7 +1,7 @@
-"""The metrics of a whole model: what its processes report, put together as one page.
+"""Metrics of a whole model, aggregated from the reports of its processes.
 
-Counters and histograms are added over all lives of all processes, so that a restart lowers none.
-Gauges are those of the processes that live, added or averaged as the catalog says.
+Counters and histograms are summed over all incarnations of all processes, so that a restart lowers
+none. Gauges are those of live processes, summed or averaged as the catalog says.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     from antiphon.wire.metrics import MetricSeries, MetricsReport
 
 FRESH_S = 5.0
-"""How old a report may be whose gauges count."""
+"""Maximum age of a report whose gauges count."""
 PROCESSES_MAX = 512
 PARTIAL_MAX = 64
-"""Processes of whose reports some parts are awaited."""
+"""Maximum number of processes with incomplete reports."""
 FORGET_S = 60.0
-"""How long a process must have been silent to make room for another one."""
+"""How long a process must be silent before another one may take its place."""
 
 Labels = tuple[str, ...]
 
 
 class Total(msgspec.Struct):
-    """A series of the model. Of a histogram `counts` are at or below each bound, the last one all.
+    """A series of the model.
+
+    For a histogram `counts` are cumulative per bound, the last one is the total.
 
     Attributes:
-        worker: The process that it is of, where processes are told apart.
+        worker: Its process, if processes are kept separate.
     """
 
     labels: Labels
@@ -57,7 +59,7 @@ class FamilyTotal(NamedTuple):
 
 
 class _ProcessReport(msgspec.Struct):
-    """One life of a process, as it last reported."""
+    """The last report of one incarnation of a process."""
 
     role: Role
     process: Process
@@ -67,22 +69,22 @@ class _ProcessReport(msgspec.Struct):
 
 
 class _Parts(msgspec.Struct):
-    """The parts of one report that have come."""
+    """The received parts of one report."""
 
     number: int
     families: dict[int, tuple[MetricFamily, ...]]
 
 
 class ModelMetrics:
-    """Keeps the last report of each process, dead ones too: their counts are part of the sum.
+    """Keeps the last report of each process, dead ones included: their counts are part of the sums.
 
     Args:
-        model: Reports of other models are not for this page.
+        model: Reports of other models are ignored.
         process: This gateway.
-        now: The clock of this process.
-        own: This gateway's own report, made when it is needed.
-        by_worker: Whether the metrics of workers are told apart.
-        custom: How many labels of their own requests have, beside the catalog's.
+        now: Clock of this process.
+        own: Returns this gateway's own report.
+        by_worker: Whether to keep the metrics of workers separate.
+        custom: Number of custom labels of request metrics.
     """
 
     def __init__(
@@ -101,15 +103,15 @@ class ModelMetrics:
         self._own = own
         self._by_worker = by_worker
         self._custom = custom
-        self._lives: OrderedDict[Process, _ProcessReport] = OrderedDict()
+        self._reports: OrderedDict[Process, _ProcessReport] = OrderedDict()
         self._parts: OrderedDict[Process, _Parts] = OrderedDict()
         self._folded: dict[tuple[str, Labels, str, tuple[float, ...]], Total] = {}
         self._folded_lives: OrderedDict[Process, None] = OrderedDict()
-        self.refused = 0
-        """Reports that could not be used."""
+        self.rejected = 0
+        """Number of unusable reports."""
 
     def take(self, report: MetricsReport) -> None:
-        """Take in the report of another process."""
+        """Add the report of another process."""
         if report.process == self._process or report.model not in (None, self._model):
             return
         if (
@@ -117,35 +119,38 @@ class ModelMetrics:
             or report.process in self._folded_lives
             or not self._has_room(report.process)
         ):
-            self.refused += 1
+            self.rejected += 1
             return
         families = self._join(report)
         if families is not None:
             self._put(report, families)
 
     def ports(self) -> dict[str, int]:
-        """Where each process that lives answers `/metrics` itself, by its name."""
+        """Metrics ports of live processes, by name."""
         own = self._own()
-        live = {str(life.process.instance): life.metrics_port for life in self._fresh()}
+        live = {str(report.process.instance): report.metrics_port for report in self._fresh()}
         return dict(sorted({**live, own.process.instance: own.metrics_port}.items()))
 
     def totals(self) -> list[FamilyTotal]:
-        """All metrics of the model as they are now, in the order of the catalog."""
+        """All metrics of the model, in the order of the catalog."""
         own = self._own()
         now = self._now()
-        lives = [*self._lives.values(), _ProcessReport(own.role, own.process, own.families, 0, now)]
-        fresh = {id(life) for life in (*self._fresh(), lives[-1])}
+        reports = [
+            *self._reports.values(),
+            _ProcessReport(own.role, own.process, own.families, 0, now),
+        ]
+        fresh = {id(report) for report in (*self._fresh(), reports[-1])}
         sums = {key: msgspec.structs.replace(total) for key, total in self._folded.items()}
-        for life in lives:
-            for given in life.families:
+        for report in reports:
+            for given in report.families:
                 family = FAMILIES.get(given.name)
-                if family is None or (family.kind is Kind.GAUGE and id(life) not in fresh):
+                if family is None or (family.kind is Kind.GAUGE and id(report) not in fresh):
                     continue
-                self._add(sums, family, given, life)
+                self._add(sums, family, given, report)
         return list(_by_family(sums))
 
     def _join(self, report: MetricsReport) -> tuple[MetricFamily, ...] | None:
-        """The metrics of a report, once all of its parts have come."""
+        """Return the metrics of a report once all parts have arrived."""
         if report.parts == 1:
             self._parts.pop(report.process, None)
             return report.families
@@ -161,19 +166,19 @@ class ModelMetrics:
         return tuple([one for part in sorted(found.families) for one in found.families[part]])
 
     def _put(self, report: MetricsReport, families: tuple[MetricFamily, ...]) -> None:
-        self._lives[report.process] = _ProcessReport(
+        self._reports[report.process] = _ProcessReport(
             report.role, report.process, families, report.metrics_port, self._now()
         )
-        self._lives.move_to_end(report.process)
+        self._reports.move_to_end(report.process)
 
     def _has_room(self, process: Process) -> bool:
-        """Whether there is room for a process; the one that is silent longest may make some."""
-        if process in self._lives or len(self._lives) < PROCESSES_MAX:
+        """Whether there is space for a process; the longest silent one may be removed."""
+        if process in self._reports or len(self._reports) < PROCESSES_MAX:
             return True
-        oldest = next(iter(self._lives.values()))
+        oldest = next(iter(self._reports.values()))
         if self._now() - oldest.at < FORGET_S:
             return False
-        del self._lives[oldest.process]
+        del self._reports[oldest.process]
         for given in oldest.families:
             family = FAMILIES.get(given.name)
             if family is not None and family.kind is not Kind.GAUGE:
@@ -184,23 +189,23 @@ class ModelMetrics:
         return True
 
     def _fresh(self) -> list[_ProcessReport]:
-        """The lives whose gauges count: of each process the one that reported last."""
+        """The incarnations whose gauges count: the last one of each process."""
         since = self._now() - FRESH_S
-        newest = {life.process.instance: life for life in self._lives.values()}
-        return [life for life in newest.values() if life.at >= since]
+        newest = {report.process.instance: report for report in self._reports.values()}
+        return [report for report in newest.values() if report.at >= since]
 
     def _add(
         self,
         sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
         family: MetricSpec,
         given: MetricFamily,
-        life: _ProcessReport,
+        report: _ProcessReport,
     ) -> None:
         width = len(family.labels) + (self._custom if family.custom else 0)
-        worker = life.process.instance if self._by_worker and life.role is Role.WORKER else ""
+        worker = report.process.instance if self._by_worker and report.role is Role.WORKER else ""
         for series in given.series:
             if not _usable(family, given, series, width):
-                self.refused += 1
+                self.rejected += 1
                 continue
             key = (family.name, series.labels, worker, given.bounds)
             total = sums.setdefault(key, Total(series.labels, worker))
@@ -208,7 +213,7 @@ class ModelMetrics:
 
 
 def _usable(family: MetricSpec, given: MetricFamily, series: MetricSeries, width: int) -> bool:
-    """Whether a series is one of this metric: another version may have other labels."""
+    """Whether a series belongs to this metric: another version may have other labels."""
     buckets = len(given.bounds) + 1 if family.kind is Kind.HISTOGRAM else 0
     finite = math.isfinite(series.value) and all(map(math.isfinite, series.counts))
     return len(series.labels) == width and len(series.counts) == buckets and finite
@@ -228,7 +233,7 @@ def _merge(total: Total, family: MetricSpec, series: MetricSeries) -> None:
 def _by_family(
     sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
 ) -> Iterator[FamilyTotal]:
-    """Group series by metric. Of a histogram with several sets of bounds the commonest is shown."""
+    """Group series by metric. Of several sets of histogram bounds the most common one is used."""
     found: dict[str, dict[tuple[float, ...], list[Total]]] = {}
     for (name, _, _, bounds), total in sums.items():
         found.setdefault(name, {}).setdefault(bounds, []).append(total)

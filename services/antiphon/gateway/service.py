@@ -1,4 +1,4 @@
-"""Wires the gateway: the owner to the bus, the doors to the owner."""
+"""Wires the gateway: the owner to the bus, the APIs to the owner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class GatewayService:
-    """The door of one model, over HTTP and NATS."""
+    """Serves one model over HTTP and NATS."""
 
     role = Role.GATEWAY
 
@@ -58,15 +58,15 @@ class GatewayService:
         self._settings = settings
         self._model = served_name(settings)
         self.port = 0
-        """Where HTTP is answered, once the lifespan has begun."""
+        """HTTP port, after the lifespan has begun."""
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Take the HTTP port first: without it nothing else is worth starting.
+        """Bind the HTTP port first: without it nothing else needs to start.
 
         Raises:
-            CannotStart: The port is taken, or the address is not ours.
-            ConfigError: The keys file or `gateway.root_path` cannot be used.
+            CannotStart: The port is in use, or the address is not local.
+            ConfigError: The keys file or `gateway.root_path` is not usable.
         """
         gateway, rules = self._settings.gateway, self._settings.access
         self._runtime = runtime
@@ -134,7 +134,7 @@ class GatewayService:
                 await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""
+        """Endpoints for NATS clients, text of detokenizers, notices of the leader, and aborts."""
         address = {"gateway": self._runtime.process.instance}
         return (
             StreamEndpoint(route=TEXT, apply=self._driver.on_text_batch, address=address),
@@ -147,7 +147,7 @@ class GatewayService:
 
     @contextmanager
     def _start_crash_dump(self) -> Generator[None]:
-        """Leave the requests in a file if the gateway crashes, where there is a folder for it."""
+        """Write the open requests to a file if the gateway crashes, if a folder is set."""
         requests = self._request_log
         if requests.crash_dump is None:
             yield
@@ -161,7 +161,7 @@ class GatewayService:
                 raise
 
     def _show_model(self, runtime: Runtime) -> ModelMetrics:
-        """Have `/metrics` show the whole model."""
+        """Make `/metrics` cover the whole model."""
         own = partial(report_of, self, runtime)
         now = runtime.clock.now
         page = Exposition.of(self._settings.metrics, self._model, runtime.process, now, own)
@@ -176,15 +176,15 @@ class GatewayService:
             self._submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:
-        """The model that it is the door of."""
+        """The served model."""
         return self._model
 
     def report(self) -> Report:
-        """Open requests."""
+        """Number of open requests."""
         return Report(load=self._driver.open_count)
 
     async def drain(self) -> None:
-        """Return when every open request has ended and been told over NATS, or kept.
+        """Return when every open request has ended and was sent over NATS or stored.
 
         HTTP clients are waited for when the server closes.
         """

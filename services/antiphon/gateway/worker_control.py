@@ -1,4 +1,4 @@
-"""What operators tell the workers of a model, and its other doors, through one of them."""
+"""Operator commands to the workers and other gateways of a model."""
 
 from __future__ import annotations
 
@@ -29,44 +29,45 @@ if TYPE_CHECKING:
     WorkerCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 
 _ANSWER_S = 15.0
-"""Longer than a worker waits for its step to end."""
+"""Reply timeout; longer than a worker takes to finish a step."""
 _LOOK_S = 0.05
 _ABORT_S = 5.0
-"""How late an abort may come: later, a name may be another request's."""
+"""Maximum age of an abort: later, the id may belong to another request."""
 
 
 class WorkerControl:
-    """Orders go to every worker of the model, and are done when all have obeyed."""
+    """Commands go to every worker of the model, and are complete when all have applied them."""
 
     def __init__(self, runtime: Runtime, model: ModelName) -> None:
         self._runtime = runtime
         self._model = model
 
     def loads(self) -> Iterator[tuple[Peer, WorkerLoad]]:
-        """What each has last said of itself, in the order of their names."""
+        """The last load report of each worker, in the order of their names."""
         peers = self._runtime.peers.with_role(Role.WORKER)
         for peer in sorted(peers, key=lambda peer: peer.process.instance):
             if peer.heartbeat.worker is not None and peer.heartbeat.model == self._model:
                 yield peer, peer.heartbeat.worker
 
     def dp_rank(self, instance: InstanceId) -> int | None:
-        """The place of a worker among them, if it is there."""
+        """Index of a worker among them, if it is listed."""
         names = [peer.process.instance for peer, _ in self.loads()]
         return names.index(instance) if instance in names else None
 
     async def flush(self, timeout_s: float) -> int | None:
-        """Drop the prefix cache of every worker that has no request; say how many pages that was.
+        """Flush the prefix cache of every idle worker; return the number of freed pages.
 
-        Each worker decides for itself: what it has said of its load is older than that.
+        Each worker decides for itself whether it is idle, since its last load report may be
+        outdated.
 
         Args:
-            timeout_s: How long to wait for those that have requests.
+            timeout_s: How long to wait for busy workers.
 
         Returns:
-            Nothing if one was still busy then; the others have obeyed.
+            None if one was still busy then; the others have flushed.
 
         Raises:
-            EngineError: There is none, or one did not answer.
+            EngineError: There is no worker, or one did not reply.
         """
         until = self._runtime.clock.now() + timeout_s
         pages = 0
@@ -82,12 +83,12 @@ class WorkerControl:
     async def abort_elsewhere(
         self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False
     ) -> None:
-        """Tell the other gateways to end the requests whose names begin so, or are so.
+        """Ask the other gateways to abort the requests whose ids have this prefix, or equal it.
 
-        With a `tenant` only its own.
+        With a `tenant`, only its requests.
 
         Raises:
-            EngineError: The broker is away.
+            EngineError: The broker is not reachable.
         """
         message = AbortRequests(
             prefix=prefix,
@@ -99,14 +100,14 @@ class WorkerControl:
         self._runtime.bus.publish(ABORT, message, model=self._model)
 
     async def command(self, order: WorkerCommand) -> list[ControlDone]:
-        """Tell every worker, and wait until all have obeyed.
+        """Send a command to every worker, and wait until all have applied it.
 
         Raises:
-            EngineError: There is none, or one did not answer.
+            EngineError: There is no worker, or one did not reply.
         """
         workers = [peer.process.instance for peer, _ in self.loads()]
         if not workers:
-            raise Unavailable("no worker is there", retry_after_s=1.0)
+            raise Unavailable("no worker is available", retry_after_s=1.0)
         call = self._runtime.bus.call
         return await gather(
             [call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker) for worker in workers]

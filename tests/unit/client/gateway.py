@@ -134,7 +134,7 @@ class FakeGateway:
             return
         request = next((r for r in self.requests if r.id == message.request_id), None)
         if request is None:
-            delivery.refuse(InvalidRequest("no such request is known here"))
+            delivery.refuse(InvalidRequest("this gateway has no such request"))
             return
         match message:
             case GenerateCancel():

@@ -655,7 +655,9 @@ async def test_a_strict_tool_that_nothing_can_hold_is_refused() -> None:
         status, reply, _ = await post(at, MESSAGES, HELLO | strict)
         assert status == 400
         message = cast("dict[str, str]", reply["error"])["message"]
-        assert message.startswith("tools[0].strict: no grammar writes calls in the form llama3")
+        assert message.startswith(
+            "tools[0].strict: no grammar can produce tool calls in the format llama3"
+        )
 
 
 async def test_beta_fields_that_change_nothing_are_ignored_with_a_warning(at: House) -> None:
@@ -685,7 +687,7 @@ async def test_unknown_fields_are_ignored_with_a_warning(at: House, path: str) -
         status, reply, headers = await post(at, path, body)
         warnings = headers.getall("Warning")  # pyright: ignore[reportAttributeAccessIssue]
         named = [each.split('"')[1] for each in warnings]
-        assert named[1] == "later_beta is ignored: it is no field of this API"
+        assert named[1] == "later_beta is ignored: it is not a field of this API"
         assert named[0].startswith("bbb")
         assert len(named[0]) < 256
         assert len(named) == 2, (status, reply)

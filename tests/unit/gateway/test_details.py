@@ -35,7 +35,7 @@ async def refused(at: House, path: str, body: Body) -> str:
     error = cast("Body", reply["error"])
     message = cast("str", error["message"])
     assert status == 400, reply
-    assert f"at most {MAX} (gateway.details_bytes_max)" in message
+    assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in message
     assert message.startswith(f"{error['param']}: ")
     assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
     assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]

@@ -166,7 +166,7 @@ async def test_nobody_is_spoken_to_but_a_client(at: House) -> None:
 async def test_more_vectors_than_a_message_takes_are_refused(at: House, client: Client) -> None:
     at.cluster.pooling = PoolingCard(width=VECTORS_BYTES_MAX // 4 // 3)
     assert (await refused(at, texts=["a"] * 4)).message == (
-        "texts: there are 4; 3 vectors of this model go into one answer"
+        "texts: there are 4; at most 3 vectors of this model fit into one reply"
     )
     with pytest.raises(InvalidRequest):
         await client.embed(MODEL, ["a"] * 4)
@@ -190,7 +190,7 @@ async def test_one_text_that_fails_ends_them_all(
 
 async def test_a_model_that_generates_says_so(at: House, client: Client) -> None:
     at.cluster.pooling = None
-    with pytest.raises(Unsupported, match="it generates text"):
+    with pytest.raises(Unsupported, match="it is a text generation model"):
         await client.embed(MODEL, ["a"])
     with pytest.raises(Unavailable):
         await client.embed("nobody", ["a"])

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from antiphon.gateway.http.fields import decode
 
+from antiphon.gateway.http.core.fields import decode
 from antiphon.wire.errors import InvalidRequest
 
 

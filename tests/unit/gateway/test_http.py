@@ -444,7 +444,9 @@ async def test_what_is_not_http_is_one_line_in_the_log_without_traceback(
             status = await reader.readline()
         writer.close()
     assert b" 400 " in status
-    (record,) = [record for record in caplog.records if record.getMessage() == "not http"]
+    (record,) = [
+        record for record in caplog.records if record.getMessage() == "invalid HTTP request"
+    ]
     assert (record.levelno, record.exc_info) == (logging.INFO, None)
     assert "Content-Length" in vars(record)["reason"]
 

@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from antiphon.gateway.http.openai.bodies import CompletionBody
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_http import COMPLETE, post
 
-from antiphon.gateway.http import fields
+from antiphon.gateway.http.core import fields
+from antiphon.gateway.http.openai.schema import CompletionBody
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def test_reports_that_cannot_be_used_are_counted_and_ignored(door: Door) -> None
     page = door.read()
     assert not labels_of(page, "antiphon_realtime_tokens_total")
     assert not labels_of(page, "antiphon_step_seconds_count")
-    assert door.model.refused == 3
+    assert door.model.rejected == 3
 
 
 def test_more_processes_than_there_is_room_for_lose_no_count(
@@ -89,7 +89,7 @@ def test_more_processes_than_there_is_room_for_lose_no_count(
     monkeypatch.setattr(model_metrics, "PROCESSES_MAX", 2)
     for number in range(5):
         door.model.take(worker(f"worker-{number}", tokens=1))
-    assert door.model.refused == 3, "none has been silent for long"
+    assert door.model.rejected == 3, "none has been silent for long"
     for number in range(2, 5):
         door.now += model_metrics.FORGET_S + 1
         door.model.take(worker(f"worker-{number}", tokens=1))

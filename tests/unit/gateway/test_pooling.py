@@ -175,8 +175,8 @@ async def test_a_vector_is_cut_by_the_worker(at: House) -> None:
 @pytest.mark.parametrize(
     ("card", "complaint"),
     [
-        (PoolingCard(width=8), "cannot be cut"),
-        (PoolingCard(width=8, matryoshka=True, cuts=(2, 4)), "this model has 2, 4"),
+        (PoolingCard(width=8), "cannot be truncated"),
+        (PoolingCard(width=8, matryoshka=True, cuts=(2, 4)), "this model supports 2, 4"),
     ],
 )
 async def test_a_vector_is_cut_only_where_the_model_says(
@@ -206,7 +206,7 @@ async def test_a_model_that_embeds_does_nothing_else(at: House, path: str, body:
     error = cast("Body", reply["error"])
     assert (status, error["code"], error["param"]) == (400, "unsupported", "model")
     assert "this model does not" in str(error["message"])
-    assert "embeds" in str(error["message"])
+    assert "an embedding model" in str(error["message"])
 
 
 async def test_a_model_that_embeds_is_healthy_and_says_what_it_is(at: House) -> None:
@@ -288,7 +288,7 @@ async def test_a_classifier_does_not_embed_or_rerank(at: House, path: str) -> No
     status, reply, _ = await post(at, path, body)
     error = cast("Body", reply["error"])
     assert (status, error["param"]) == (400, "model")
-    assert "labels" in str(error["message"])
+    assert "classification model" in str(error["message"])
 
 
 async def test_documents_come_back_the_best_first(at: House) -> None:
@@ -363,7 +363,7 @@ async def test_without_a_token_for_yes_nothing_is_ranked(at: House) -> None:
     status, reply, _ = await post(at, "/v1/rerank", {"query": "q", "documents": ["a"]})
     error = cast("Body", reply["error"])
     assert (status, error["param"]) == (400, "model")
-    assert "no token for yes" in str(error["message"])
+    assert "no single token for yes" in str(error["message"])
 
 
 @pytest.mark.parametrize(

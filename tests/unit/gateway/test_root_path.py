@@ -121,4 +121,4 @@ async def test_prefix_of_own_paths_is_refused_at_start(path: str) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with house(root_path=path):
             pass
-    assert caught.group_contains(ConfigError, match="is a path of the API itself", depth=None)
+    assert caught.group_contains(ConfigError, match="the API's own path", depth=None)

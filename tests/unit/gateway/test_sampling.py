@@ -21,7 +21,7 @@ CONTEXTS = {100, 400}
 
 def ask(tokens_max: int | None = None, tokens_default: int | None = None) -> GenerationRequest:
     return GenerationRequest(
-        door="test", model=None, tokens_max=tokens_max, tokens_default=tokens_default
+        api="test", model=None, tokens_max=tokens_max, tokens_default=tokens_default
     )
 
 

@@ -74,7 +74,7 @@ async def answer(
 async def test_a_session_is_the_same_at_every_gateway() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 0, None)
-    with pytest.raises(InvalidRequest, match="is open"):
+    with pytest.raises(InvalidRequest, match="already open"):
         await world.other.open(TENANT, name, 0, None)
     await run(world.other, SessionPosition(name), "a")
     await answer(world.other, SessionPosition(name), "a", 1, 2)
@@ -86,10 +86,10 @@ async def test_a_session_is_the_same_at_every_gateway() -> None:
     assert await world.mine.previous_ids(
         TENANT, SessionPosition(name, "a", drop_previous_output=True)
     ) == (1,)
-    with pytest.raises(InvalidRequest, match="no session"):
+    with pytest.raises(InvalidRequest, match="unknown session"):
         await world.mine.previous_ids(TenantId("another"), SessionPosition(name, "a"))
     await world.other.close(TENANT, name)
-    with pytest.raises(InvalidRequest, match="no session"):
+    with pytest.raises(InvalidRequest, match="unknown session"):
         await world.mine.previous_ids(TENANT, SessionPosition(name))
 
 
@@ -110,7 +110,7 @@ async def test_what_runs_below_a_replaced_request_is_aborted() -> None:
     await kept.accept(TENANT, instead, "c")
     assert world.aborted == [("b", OTHER)]
     await answer(world.other, below, "b", 1, 2, 3, 4)
-    with pytest.raises(InvalidRequest, match="not known"):
+    with pytest.raises(InvalidRequest, match="is unknown"):
         await kept.previous_ids(TENANT, SessionPosition(name, "b"))
     assert await world.shelf.get(TENANT, name, "b") is None
 
@@ -120,7 +120,7 @@ async def test_a_request_that_failed_is_no_place_to_go_on_from() -> None:
     name = await kept.open(TENANT, "s", 0, None)
     await run(kept, SessionPosition(name), "a")
     await kept.end(TENANT, SessionPosition(name), "a", None)
-    with pytest.raises(InvalidRequest, match="not known"):
+    with pytest.raises(InvalidRequest, match="is unknown"):
         await kept.previous_ids(TENANT, SessionPosition(name, "a"))
     await kept.begin(TENANT, SessionPosition(name), "a", 1)
 
@@ -135,10 +135,10 @@ async def test_a_session_that_rests_is_forgotten() -> None:
         await run(world.mine, SessionPosition(name), rid)
         await answer(world.mine, SessionPosition(name), rid, 1)
     world.clock.advance(31)
-    with pytest.raises(InvalidRequest, match="no session"):
+    with pytest.raises(InvalidRequest, match="unknown session"):
         await world.other.previous_ids(TENANT, SessionPosition(name, "a"))
     assert await world.other.open(TENANT, name, 0, None) == name
-    with pytest.raises(InvalidRequest, match="not known"):
+    with pytest.raises(InvalidRequest, match="is unknown"):
         await world.mine.previous_ids(TENANT, SessionPosition(name, "a"))
     with pytest.raises(InvalidRequest, match=r"at most 100 s \(sessions.keep_s\)"):
         await world.mine.open(TENANT, None, 0, KEEP_S + 1)
@@ -150,7 +150,7 @@ async def test_what_is_over_goes_the_oldest_first() -> None:
     last = first
     for _ in range(20):
         last = await world.mine.open(TENANT, None, 0, None)
-    with pytest.raises(InvalidRequest, match="no session"):
+    with pytest.raises(InvalidRequest, match="unknown session"):
         await world.mine.previous_ids(TENANT, SessionPosition(first))
     assert await world.mine.previous_ids(TENANT, SessionPosition(last)) == ()
 
@@ -196,7 +196,7 @@ async def test_of_two_who_open_the_same_one_does() -> None:
             *(each.open(TENANT, "s", 0, None) for each in (world.mine, world.other)),
             return_exceptions=True,
         )
-        assert sorted(map(str, opened)) == ["s", "session 's' is open"]
+        assert sorted(map(str, opened)) == ["s", "session 's' is already open"]
         await world.mine.close(TENANT, "s")
 
 
@@ -214,7 +214,7 @@ async def test_a_request_that_is_refused_replaces_nothing() -> None:
     assert await kept.previous_ids(TENANT, SessionPosition(name, "a")) == (1, 2)
     await run(kept, anew, "b")
     assert world.aborted == []
-    with pytest.raises(InvalidRequest, match="not known"):
+    with pytest.raises(InvalidRequest, match="is unknown"):
         await kept.previous_ids(TENANT, SessionPosition(name, "a"))
 
 
@@ -226,10 +226,10 @@ async def test_what_is_forgotten_or_replaced_leaves_its_room() -> None:
         await kept.end(TENANT, SessionPosition(name), "a", None)
     await run(kept, SessionPosition(name), "a", 6)
     await answer(kept, SessionPosition(name), "a", 1, 2, text="four")
-    with pytest.raises(InvalidRequest, match="room for 10 characters"):
+    with pytest.raises(InvalidRequest, match="its capacity is 10 characters"):
         await kept.begin(TENANT, SessionPosition(name), "b", 1)
     await run(kept, SessionPosition(name, replace=True), "b", 10)
-    with pytest.raises(InvalidRequest, match="room for 10 characters"):
+    with pytest.raises(InvalidRequest, match="its capacity is 10 characters"):
         await kept.begin(TENANT, SessionPosition(name), "c", 1)
 
 
@@ -252,10 +252,10 @@ async def test_what_a_lost_gateway_ran_is_no_part_of_a_session() -> None:
     await run(world.mine, SessionPosition(name), "a")
     await answer(world.mine, SessionPosition(name), "a", 1, 2)
     await run(world.other, SessionPosition(name, "a"), "b", 3)
-    with pytest.raises(InvalidRequest, match="room for 5"):
+    with pytest.raises(InvalidRequest, match="its capacity is 5"):
         await world.mine.begin(TENANT, SessionPosition(name, "a"), "c", 1)
     world.gone.add(OTHER)
-    with pytest.raises(InvalidRequest, match="not known"):
+    with pytest.raises(InvalidRequest, match="is unknown"):
         await world.mine.previous_ids(TENANT, SessionPosition(name, "b"))
     assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a")) == (1, 2)
     await run(world.mine, SessionPosition(name, "a"), "b", 3)
@@ -277,7 +277,7 @@ async def test_a_session_that_is_full_of_requests_takes_no_more() -> None:
         for number in range(2000):
             await run(world.mine, SessionPosition(name), f"{number:0250}")
 
-    with pytest.raises(InvalidRequest, match="no room for another"):
+    with pytest.raises(InvalidRequest, match="the session is full"):
         await fill()
     value = await world.shelf.get(TENANT, name)
     assert value is not None

@@ -31,7 +31,7 @@ from antiphon.wire.token_outputs import TokenOutput, TokenOutputs, TokenOutputsC
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ASK = GenerationRequest(door="native", model=None)
+ASK = GenerationRequest(api="native", model=None)
 PROMPT = (7, 8, 9)
 WORDS = ('"Hi"', "\n", "wörld", "👋", "\\", "", "!")
 EVERYTHING = GenerateResponseOptions(

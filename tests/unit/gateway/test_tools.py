@@ -310,10 +310,10 @@ async def test_thinking_is_ended_by_its_budget(path: str) -> None:
 @pytest.mark.parametrize(
     ("door", "said", "named"),
     [
-        (CHAT, {"tools": TOOLS}, "tools: it is not known how this model calls them"),
-        ("/v1/messages", {"max_tokens": 8, "tools": [ANTHROPIC]}, "tools: it is not known"),
-        ("/api/chat", {"tools": TOOLS}, "tools: it is not known how this model calls them"),
-        ("/api/chat", {"think": True}, "think: it is not known how this model marks its thinking"),
+        (CHAT, {"tools": TOOLS}, "tools: the tool call format of this model is unknown"),
+        ("/v1/messages", {"max_tokens": 8, "tools": [ANTHROPIC]}, "tools: the tool call format"),
+        ("/api/chat", {"tools": TOOLS}, "tools: the tool call format of this model is unknown"),
+        ("/api/chat", {"think": True}, "think: the reasoning format of this model is unknown"),
     ],
 )
 async def test_a_model_of_no_known_form_is_offered_no_tools(

@@ -95,7 +95,7 @@ async def test_labels_of_many_bytes_come_in_parts() -> None:
     reader = await published(count, 16, lambda reader: expected.items() <= reader.series().items())
     assert max(report.parts for report in reader.reports) > 1
     assert max(len(encode(report)) for report in reader.reports) <= metrics_feed.PART_BYTES_MAX
-    assert reader.model.refused == 0
+    assert reader.model.rejected == 0
 
 
 async def test_more_series_than_a_family_holds_are_not_cut_off() -> None:
@@ -106,7 +106,7 @@ async def test_more_series_than_a_family_holds_are_not_cut_off() -> None:
 
     name = catalog.TENANT_REQUESTS.name
     reader = await published(count, 0, lambda reader: reader.series().get(name) == 1500)
-    assert reader.model.refused == 0
+    assert reader.model.rejected == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
@@ -147,7 +147,7 @@ def test_parts_of_a_report_count_only_when_all_have_come() -> None:
     reader.model.take(part(2, 0))
     assert reader.series() == {"computed_tokens_total": 1, "stalls_total": 1}
     reader.model.take(part(3, 2))
-    assert reader.model.refused == 1, "a part beyond the last"
+    assert reader.model.rejected == 1, "a part beyond the last"
 
 
 def _counted(family: catalog.MetricSpec, value: float) -> list[Published]:

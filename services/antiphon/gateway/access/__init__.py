@@ -1,1 +1,1 @@
-"""Who may ask, and how much: keys, tenants, buckets. Knows neither HTTP nor the bus."""
+"""Authentication and quotas: keys, tenants, buckets. Independent of HTTP and of the bus."""

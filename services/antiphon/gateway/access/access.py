@@ -1,4 +1,4 @@
-"""The rules of the door, for HTTP and NATS alike: who calls, what they may do, and how much."""
+"""Access rules for HTTP and NATS: who calls, what is permitted, and how much."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 ANONYMOUS = Caller(DEFAULT_TENANT, AccessLevel.OPERATOR)
-"""Who calls where no key is asked for."""
+"""The caller if no key is required."""
 PROBE_CALLER = Caller(TenantId("$probe"), AccessLevel.TENANT)
-"""Who asks how the server is. It has no limits, or a busy tenant would make the server look ill."""
+"""The caller of health checks. It has no limits, so that a busy tenant cannot fail them."""
 
 _UNITS = {
-    Limit.REQUESTS: "requests a minute",
-    Limit.TOKENS: "tokens a minute",
-    Limit.CONCURRENCY: "requests at the same time",
+    Limit.REQUESTS: "requests per minute",
+    Limit.TOKENS: "tokens per minute",
+    Limit.CONCURRENCY: "concurrent requests",
 }
 
 
 class Access:
-    """One a gateway: what a tenant uses at another one is not known here."""
+    """One per gateway; usage at other gateways is not known here."""
 
     def __init__(self, config: AccessConfig, tenants: Tenants, now: Callable[[], float]) -> None:
         self._config = config
@@ -42,21 +42,21 @@ class Access:
 
     @property
     def guarded(self) -> bool:
-        """Whether a key is asked for."""
+        """Whether a key is required."""
         return bool(self._config.api_key or self._config.keys_file)
 
     @property
     def admin_guarded(self) -> bool:
-        """Whether a key is asked for where an operator's call is made."""
+        """Whether a key is required for operator calls."""
         return self.guarded or bool(self._config.admin_api_key)
 
     @property
     def names(self) -> tuple[TenantId, ...]:
-        """The tenants that are known, in the order of the file."""
+        """Names of the known tenants, in the order of the file."""
         return tuple(self._tenants)
 
     def reload(self, tenants: Tenants) -> None:
-        """Take another file. Requests that run go on, whatever it says of their tenants."""
+        """Apply a new keys file. Running requests continue, whatever it contains."""
         found = {TenantId(name): config for name, config in tenants.tenants.items()}
         configs = {DEFAULT_TENANT: TenantConfig()} | found | {PROBE_CALLER.tenant: TenantConfig()}
         old, self._tenants = self._tenants, {}
@@ -81,34 +81,38 @@ class Access:
         self._ring = Keyring(owners)
 
     def authenticate(self, key: str | None, *, admin: bool = False) -> Caller:
-        """Return who shows a key, for a call that is an operator's if `admin`.
+        """Return the caller of a key; `admin` for operator calls.
 
         Raises:
-            Unauthorized: A key is needed, and this is none that is known.
-            Forbidden: It is known, and not an operator's.
+            Unauthorized: A key is required, and this one is unknown or missing.
+            Forbidden: The key is known, and is not an operator's.
         """
         known = self._ring.owner(key) if key is not None else None
         closed = self.admin_guarded if admin else self.guarded
         if known is None and closed:
-            text = "this key is not known" if key else "show a key: Authorization: Bearer <key>"
+            text = (
+                "the API key is not valid"
+                if key
+                else "an API key is required; send Authorization: Bearer <key>"
+            )
             raise Unauthorized(text)
         found = known or ANONYMOUS
         needed = AccessLevel.ADMIN if self._config.admin_api_key else AccessLevel.OPERATOR
         if admin and found.level < needed:
-            raise Forbidden("this is an operator's: this key may not do it")
+            raise Forbidden("this operation requires an operator's key")
         return found
 
     def authenticate_tenant(self, key: str | None, tenant: TenantId) -> TenantId:
-        """Return the tenant that somebody claims to be of, if the key says so.
+        """Return the claimed tenant, if the key is one of its keys.
 
         Raises:
-            Unauthorized: A key is needed, and this is none that is known.
-            Forbidden: It is another tenant's.
+            Unauthorized: A key is required, and this one is unknown or missing.
+            Forbidden: It is another tenant's key.
         """
         if not self.guarded:
             return tenant
         if self.authenticate(key).tenant != tenant:
-            raise Forbidden(f"this key is not of the tenant '{tenant}'")
+            raise Forbidden(f"this key does not belong to the tenant '{tenant}'")
         return tenant
 
     def may_use_model(self, tenant: TenantId, model: str) -> bool:
@@ -119,54 +123,54 @@ class Access:
         """Count one call.
 
         Raises:
-            RateLimited: There were too many of late.
+            RateLimited: The rate limit is reached.
         """
-        refused = self._tenant(tenant).count_request(self._now())
-        if refused is not None:
-            raise _rate_limited(refused)
+        limit = self._tenant(tenant).count_request(self._now())
+        if limit is not None:
+            raise _rate_limited(limit)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
-        """Check that so many prompts can be answered together at all.
+        """Check that the concurrency limit allows this many prompts at once.
 
         Raises:
-            InvalidRequest: There are more than may ever be open.
+            InvalidRequest: It never does.
         """
         most = self._tenant(tenant).config.concurrency
         if most is not None and prompts > most:
             raise InvalidRequest(
-                f"{prompts} prompts are answered together; this key may have {most} at a time"
+                f"{prompts} prompts run concurrently; the limit of this key is {most}"
             )
 
     def max_concurrent(self, tenant: TenantId, most: int) -> int:
-        """How many of its prompts may be under way at once, of at most so many."""
-        places = self._tenant(tenant).config.concurrency
-        return most if places is None else min(most, places)
+        """Number of a tenant's prompts that may run at once, at most `most`."""
+        slots = self._tenant(tenant).config.concurrency
+        return most if slots is None else min(most, slots)
 
     def admit(self, gen_request: GenerationRequest, model: ModelName) -> QuotaReservation:
-        """Let a request begin; whoever gets a hold ends it.
+        """Admit a request; the caller must end the returned reservation.
 
         Raises:
             Forbidden: The tenant may not use the model.
-            InvalidRequest: It may not name this priority.
-            RateLimited: As many of its requests are open as may be.
+            InvalidRequest: It may not use this priority.
+            RateLimited: The concurrency limit is reached.
         """
         tenant = self._tenant(gen_request.tenant)
         if not tenant.serves(model):
-            raise Forbidden(f"this key may not use the model '{model}'", param="model")
+            raise Forbidden(f"this key has no access to the model '{model}'", param="model")
         if tenant.priority(gen_request.priority) is None:
             most = tenant.config.priority_max
-            text = f"priority: {gen_request.priority} is above {most}, the highest of this key"
+            text = f"priority: {gen_request.priority} exceeds {most}, the maximum of this key"
             raise InvalidRequest(text, param="priority")
-        hold = tenant.admit()
-        if isinstance(hold, LimitReached):
-            raise _rate_limited(hold)
-        return hold
+        reservation = tenant.admit()
+        if isinstance(reservation, LimitReached):
+            raise _rate_limited(reservation)
+        return reservation
 
     def cache_salt(self, gen_request: GenerationRequest) -> bytes:
-        """Who may share a request's cached prefixes: its tenant, unless all tenants share them.
+        """Scope of prefix cache sharing: the tenant, unless all tenants share.
 
-        The tenant `default`, which holds the keys of the command line, has the cache of a server
-        without keys: no other tenant finds that.
+        The tenant `default`, which has the keys of the command line, shares the cache of a server
+        without keys; no other tenant does.
         """
         shared = self._config.share_prefix_cache or gen_request.tenant == DEFAULT_TENANT
         if shared or not self.guarded:
@@ -175,56 +179,55 @@ class Access:
 
     def reserve(
         self,
-        hold: QuotaReservation,
+        reservation: QuotaReservation,
         gen_request: GenerationRequest,
         *,
         prompt_tokens: int,
         tokens_max: int,
     ) -> int:
-        """Charge all that a request may need; return how many tokens each answer may have.
+        """Charge the maximum cost of a request; return the output token limit of each choice.
 
-        That is less than `tokens_max` where the client named no number, and a full bucket would
-        not hold so many.
+        The limit is below `tokens_max` if the client set none and a full bucket would not allow it.
 
         Raises:
-            InvalidRequest: More than a full bucket holds is asked for.
-            RateLimited: More than it holds now.
+            InvalidRequest: The cost exceeds a full bucket.
+            RateLimited: The cost exceeds what the bucket holds now.
         """
-        room = hold.tenant.output_tokens_max(prompt_tokens, gen_request.choices)
-        if room is not None and room < tokens_max:
+        allowed = reservation.tenant.output_tokens_max(prompt_tokens, gen_request.choices)
+        if allowed is not None and allowed < tokens_max:
             least = max(1, gen_request.sampling.tokens_min)
-            if gen_request.tokens_max is not None or room < least:
+            if gen_request.tokens_max is not None or allowed < least:
                 raise _over_token_limit(
-                    hold, gen_request, prompt_tokens, gen_request.tokens_max or least
+                    reservation, gen_request, prompt_tokens, gen_request.tokens_max or least
                 )
-            tokens_max = room
-        refused = hold.reserve(prompt_tokens + gen_request.choices * tokens_max, self._now())
-        if refused is not None:
-            raise _rate_limited(refused)
+            tokens_max = allowed
+        limit = reservation.reserve(prompt_tokens + gen_request.choices * tokens_max, self._now())
+        if limit is not None:
+            raise _rate_limited(limit)
         return tokens_max
 
     def _tenant(self, name: TenantId) -> Tenant:
-        """Find a tenant. Where no key is asked for, one that nobody has named has no limits."""
+        """Return a tenant. If no key is required, an unknown tenant has no limits."""
         tenant = self._tenants.get(name)
         if tenant is None and self.guarded:
-            raise Unauthorized("this key is not known any more")
+            raise Unauthorized("the API key is no longer valid")
         return tenant or Tenant(name, TenantConfig(), self._now())
 
 
-def _rate_limited(refused: LimitReached) -> RateLimited:
+def _rate_limited(reached: LimitReached) -> RateLimited:
     return RateLimited(
-        f"the limit of this key is reached: {refused.most} {_UNITS[refused.limit]}",
-        retry_after_s=refused.after_s,
-        details={"limit": str(refused.limit)},
+        f"the limit of this key is reached: {reached.most} {_UNITS[reached.limit]}",
+        retry_after_s=reached.after_s,
+        details={"limit": str(reached.limit)},
     )
 
 
 def _over_token_limit(
-    hold: QuotaReservation, gen_request: GenerationRequest, prompt_tokens: int, tokens: int
+    reservation: QuotaReservation, gen_request: GenerationRequest, prompt_tokens: int, tokens: int
 ) -> InvalidRequest:
-    burst = hold.tenant.tokens.burst if hold.tenant.tokens is not None else 0
+    burst = reservation.tenant.tokens.burst if reservation.tenant.tokens is not None else 0
     return InvalidRequest(
-        f"the prompt has {prompt_tokens} tokens, and {gen_request.choices} x {tokens} may be "
-        f"answered; this key may use {burst:.0f} at once",
+        f"the prompt has {prompt_tokens} tokens, and {gen_request.choices} x {tokens} "
+        f"tokens may be generated; the limit of this key is {burst:.0f} tokens at once",
         param=gen_request.tokens_field if gen_request.tokens_max is not None else None,
     )

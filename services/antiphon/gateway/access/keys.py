@@ -1,4 +1,4 @@
-"""Keys: hashed at once, looked up in a time that says nothing of them."""
+"""API keys: hashed at once, looked up in constant time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class AccessLevel(IntEnum):
-    """What a caller may do beside asking."""
+    """Privilege level of a caller."""
 
     TENANT = 0
     OPERATOR = 1
-    """Orders to the server, where no admin key is set."""
+    """May use operator commands, if no admin key is set."""
     ADMIN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose call it is."""
+    """The caller of a request."""
 
     tenant: TenantId
     level: AccessLevel
@@ -35,8 +35,8 @@ class Caller:
 class Keyring:
     """Finds the owner of a key. `owners` is by SHA-256.
 
-    The table is keyed by a hash with a secret of this process: how long a look-up takes says
-    nothing that a caller could use. What is found is compared in constant time.
+    The table is keyed by a hash with a secret of this process, so that look-up times reveal nothing
+    useful. A match is compared in constant time.
     """
 
     def __init__(self, owners: Mapping[bytes, Caller]) -> None:
@@ -44,7 +44,7 @@ class Keyring:
         self._owners = {self._place(digest): (digest, who) for digest, who in owners.items()}
 
     def owner(self, key: str) -> Caller | None:
-        """Return whose key it is; None: nobody's."""
+        """Return the owner of a key, or None."""
         shown = digest_of(key)
         digest, who = self._owners.get(self._place(shown), (b"", None))
         return who if hmac.compare_digest(digest, shown) else None
@@ -54,5 +54,5 @@ class Keyring:
 
 
 def digest_of(key: str) -> bytes:
-    """Hash a key as the keys file has it. Headers may hold bytes that are no text."""
+    """Hash a key as in the keys file. Header values may contain bytes that are not text."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

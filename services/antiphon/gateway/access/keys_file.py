@@ -1,4 +1,4 @@
-"""The keys file while the gateway runs: read again when it changes, kept as it was if it is bad."""
+"""Reloads the keys file when it changes; an invalid file is ignored."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Pause between looks. The whole file is compared: times of files are too coarse to go by."""
+"""Polling interval. The whole file is compared: timestamps of files are too coarse."""
 
 
 class KeysFile:
-    """A file, and what it said the last time."""
+    """The keys file, and its last content."""
 
     def __init__(self, file: str) -> None:
         self._path = Path(file).expanduser()
         self._seen: bytes | str | None = None
-        """What it held, or why it could not be read."""
+        """The last content, or why it could not be read."""
 
     def read(self) -> Tenants:
-        """Read it for the first time.
+        """Read the file for the first time.
 
         Raises:
-            ConfigError: It cannot be read or used.
+            ConfigError: It cannot be read or is invalid.
         """
         self._seen = keys_file_bytes(self._path)
         return tenants_of(self._seen, self._path)
 
     def reload_if_changed(self) -> Tenants | ConfigError | None:
-        """Return what it says now, or what is wrong with it; None: nothing has changed."""
+        """Return the new content, or what is wrong with it; None if it is unchanged."""
         seen: bytes | str
         try:
             seen = data = keys_file_bytes(self._path)
@@ -55,7 +55,7 @@ class KeysFile:
             return error
 
     async def follow(self, access: Access, metrics: GatewayMetrics) -> None:
-        """Renew the access whenever the file changes, until cancelled."""
+        """Apply the file whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             news = await asyncio.to_thread(self.reload_if_changed)
@@ -63,7 +63,7 @@ class KeysFile:
                 access.reload(news)
                 metrics.add_tenants(access.names)
                 metrics.keys_read.labels("read").inc()
-                log.info("keys read again", extra={"tenants": len(news.tenants)})
+                log.info("keys file reloaded", extra={"tenants": len(news.tenants)})
             elif news is not None:
                 metrics.keys_read.labels("refused").inc()
-                log.error("keys kept as they were", extra={"reason": str(news)})
+                log.error("keys file not reloaded", extra={"reason": str(news)})

@@ -1,4 +1,4 @@
-"""One tenant: its limits, and what of them is in use."""
+"""One tenant: its limits and its usage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _MINUTE_S = 60.0
 _SOON_S = 1.0
-"""When to try again for a place: nobody knows when one will be free."""
+"""Retry advice for the concurrency limit: the time of the next free slot is unknown."""
 
 
 class Limit(StrEnum):
-    """What a tenant can have used up."""
+    """A limit of a tenant."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -27,7 +27,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitReached:
-    """A limit is reached; try again after so many seconds."""
+    """A limit is reached; retry after this many seconds."""
 
     limit: Limit
     most: int
@@ -36,16 +36,16 @@ class LimitReached:
 
 @dataclass(eq=False, slots=True)
 class QuotaReservation:
-    """One request's part of its tenant's limits, from its beginning to its end."""
+    """One request's share of its tenant's limits, until the request ends."""
 
     tenant: Tenant
     bucket: TokenBucket | None = None
-    """Where its tokens are charged: the bucket may be another by its end."""
+    """The bucket that was charged: a reload may replace the tenant's."""
     charge: BucketCharge | None = None
     ended: bool = False
 
     def reserve(self, tokens: int, now: float) -> LimitReached | None:
-        """Charge all that the request may need. Called once."""
+        """Charge the maximum cost of the request. Called once."""
         assert self.charge is None, "a request reserves once"
         bucket = self.tenant.tokens
         if bucket is None:
@@ -57,7 +57,7 @@ class QuotaReservation:
         return None
 
     def end(self, tokens: int) -> None:
-        """Free its place, and charge what it has really used. A second end changes nothing."""
+        """Free its slot, and correct the charge to the actual cost. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -67,11 +67,11 @@ class QuotaReservation:
 
 
 class Tenant:
-    """Counts. Lives as long as the gateway, or until its name leaves the keys file.
+    """Usage of a tenant. Lives as long as the gateway, or until it is removed from the keys file.
 
     Attributes:
-        tokens: None where they are not limited.
-        open_count: Requests that have not ended.
+        tokens: Token bucket; None without a limit.
+        open_count: Number of running requests.
     """
 
     def __init__(self, name: TenantId, config: TenantConfig, now: float) -> None:
@@ -82,7 +82,7 @@ class Tenant:
         self.tokens = _bucket(config.tokens_per_minute, config.tokens_burst, now)
 
     def reload(self, config: TenantConfig, now: float) -> None:
-        """Take other limits. What was used stays used, as far as it fits into the new ones."""
+        """Apply new limits. Usage is kept as far as it fits into them."""
         old, self.config = self.config, config
         if (old.requests_per_minute, old.requests_burst) != (
             config.requests_per_minute,
@@ -101,15 +101,15 @@ class Tenant:
         """Whether it may use a model."""
         return self.config.models is None or model in self.config.models
 
-    def priority(self, said: int | None) -> int | None:
-        """What counts for a request that said so; None: that is more than it may say."""
-        if said is None:
+    def priority(self, requested: int | None) -> int | None:
+        """Return the effective priority; None if the requested one is not allowed."""
+        if requested is None:
             return self.config.priority
         most = self.config.priority_max
-        return said if most is None or said <= most else None
+        return requested if most is None or requested <= most else None
 
     def output_tokens_max(self, prompt_tokens: int, choices: int) -> int | None:
-        """How long each answer may get if the bucket is full; None: as long as the model allows."""
+        """Output token limit of each choice with a full bucket; None without a limit."""
         if self.tokens is None:
             return None
         return int(self.tokens.burst - prompt_tokens) // choices
@@ -126,7 +126,7 @@ class Tenant:
         )
 
     def admit(self) -> QuotaReservation | LimitReached:
-        """Take one of its places."""
+        """Take a slot."""
         most = self.config.concurrency
         if most is not None and self.open_count >= most:
             return self.limit_reached(Limit.CONCURRENCY, _SOON_S)
@@ -134,7 +134,7 @@ class Tenant:
         return QuotaReservation(self)
 
     def limit_reached(self, limit: Limit, after_s: float) -> LimitReached:
-        """Say which limit is reached, and how high it is."""
+        """Report which limit is reached, and its value."""
         most = getattr(self.config, limit)
         assert isinstance(most, int)
         return LimitReached(limit, most, after_s)
@@ -147,7 +147,7 @@ def _bucket(per_minute: int | None, burst: int | None, now: float) -> TokenBucke
 
 
 def _carry_over(old: TokenBucket | None, new: TokenBucket | None, now: float) -> TokenBucket | None:
-    """Take from a new bucket what is missing from the old one, if there was one."""
+    """Carry the usage of an old bucket, if there was one, over to a new one."""
     if old is not None and new is not None:
         spent = old.burst - old.level(now)
         if spent > 0:

@@ -1,10 +1,10 @@
-"""Token buckets: so much at once, and so much a second; with charges that are corrected later.
+"""Token buckets with charges that are corrected later.
 
-What a request will cost is known when it has ended, and a guess is charged when it begins. Giving
-the difference back to a plain bucket would let a tenant have more than its rate: a bucket that has
-filled meanwhile would be filled twice. So a bucket remembers what happened since the oldest charge
-that is still a guess, and a corrected one is as if it had been right from the beginning. In any
-time, what is charged is at most the burst and the rate times that time.
+The cost of a request is known at its end; an estimate is charged at its start. Returning the
+difference to a plain bucket would allow more than the rate, since a bucket that has refilled
+meanwhile would be filled twice. So a bucket keeps its history since the oldest estimated charge,
+and a correction acts as if it had been right from the start. In any period, the total charged is at
+most the burst plus the rate times the period.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class BucketCharge:
-    """One step in the history of a bucket: what had flowed in by then, and what was taken.
+    """One step in the history of a bucket: the inflow before it, and the charge.
 
-    A level becomes `min(level + gained, top) - cost`. Two such steps, one after the other, are one
-    step of the same form, which keeps histories short.
+    A level becomes `min(level + gained, top) - cost`. Two consecutive steps are one step of the
+    same form, which keeps histories short.
 
     Attributes:
-        gained: What has come in since the step before.
-        top: What the bucket holds at most, before the cost is taken.
-        cost: What is taken.
-        guess: Whether the cost may still be corrected.
+        gained: Inflow since the step before.
+        top: Capacity before the charge.
+        cost: The charge.
+        estimated: Whether the cost may still be corrected.
     """
 
     gained: float
@@ -34,32 +34,35 @@ class BucketCharge:
 
 @dataclass(frozen=True, slots=True)
 class RetryAfter:
-    """There is not enough now. There will be after so many seconds, if nobody else takes it."""
+    """The bucket holds too little.
+
+    It will hold enough after this many seconds if nothing else is charged.
+    """
 
     after_s: float
 
 
 class TokenBucket:
-    """Full at the beginning. `now` is any clock that never goes back, in seconds."""
+    """Initially full. `now` is any monotonic clock, in seconds."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
         self.burst = burst
         self._began = burst
-        """The level before the history."""
+        """Level before the history."""
         self._history: list[BucketCharge] = []
         self._level = burst
-        """The level after it, at `_at`."""
+        """Level after the history, at `_at`."""
         self._at = now
 
     def level(self, now: float) -> float:
-        """What could be taken now; below zero if more was used than was there."""
+        """Available amount; negative if more was used than available."""
         return min(self._level + (now - self._at) * self.rate, self.burst)
 
     def take(
         self, cost: float, now: float, *, estimated: bool = False
     ) -> BucketCharge | RetryAfter:
-        """Take all of it or nothing. What exceeds the burst is never there: ask `burst` first."""
+        """Take all of it or nothing. A cost above `burst` is never available: check it first."""
         level = self.level(now)
         if level < cost:
             return RetryAfter((cost - level) / self.rate)
@@ -69,7 +72,7 @@ class TokenBucket:
         return charge
 
     def correct(self, charge: BucketCharge, cost: float) -> None:
-        """Say what a guess has really cost, once; more than was guessed is owed."""
+        """Set the actual cost of an estimated charge, once; an excess is owed."""
         assert charge.estimated, "a charge is corrected once"
         charge.estimated, charge.cost = False, cost
         history, self._history = self._history, []
@@ -81,7 +84,7 @@ class TokenBucket:
         self._level = level
 
     def _add(self, charge: BucketCharge) -> None:
-        """Append to the history; what is certain is joined with what is certain before it."""
+        """Append to the history; final charges are merged with the final one before them."""
         if charge.estimated:
             self._history.append(charge)
         elif not self._history:
@@ -97,7 +100,7 @@ def _after(level: float, charge: BucketCharge) -> float:
 
 
 def _merged(first: BucketCharge, second: BucketCharge) -> BucketCharge:
-    """Two certain steps as one."""
+    """Merge two final steps."""
     between = second.gained - first.cost
     return BucketCharge(
         first.gained + between, min(first.top + between, second.top), second.cost, estimated=False

@@ -1,1 +1,1 @@
-"""The door over HTTP: families of APIs, as JSON and as server-sent events."""
+"""The HTTP APIs, with JSON responses and server-sent events."""

@@ -1,4 +1,4 @@
-"""Every family of APIs over HTTP, put together."""
+"""All families of HTTP APIs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def all_operations(
     metrics_ports: Callable[[], Mapping[str, int]],
     request_log: RequestLog,
 ) -> Sequence[Operation]:
-    """All that can be asked."""
+    """Return the operations of all families."""
     gateway = runtime.settings.gateway
     keepalive = Keepalive(runtime.clock)
     runtime.group.create_task(keepalive.run())

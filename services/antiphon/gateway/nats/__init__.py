@@ -1,1 +1,1 @@
-"""The door over NATS: `generate.<model>`, resume and cancel."""
+"""The NATS API: `generate.<model>`, `embed.<model>`, resume and cancel."""

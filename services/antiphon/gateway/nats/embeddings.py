@@ -11,7 +11,7 @@ from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
-from antiphon.gateway.stream.group import CollectedResponse as Heard
+from antiphon.gateway.stream.group import CollectedResponse
 from antiphon.service.endpoint import RequestEndpoint
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import PoolingCard
 
 VECTORS_BYTES_MAX = 512 * 1024
-"""Most bytes of vectors in an answer: as base64 in JSON they still fit into a message."""
+"""Maximum size of the vectors of a reply: as base64 in JSON they fit into a message."""
 
 _NUMBER_BYTES = 4
 
 
 class NatsEmbeddingEndpoints:
-    """Answers each request once: there is nothing to retry under a key, and nothing to resume."""
+    """Replies to each request once: nothing is retried by key or resumed."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class NatsEmbeddingEndpoints:
         self._access = access
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """New requests."""
+        """Return the endpoint."""
         return [
             RequestEndpoint(route=EMBED, handler=self._embed, address={"model": name})
             for name in self._served
@@ -77,13 +77,13 @@ class NatsEmbeddingEndpoints:
             if request.model not in self._served:
                 raise UnknownModel.of(request.model, self._served)
             card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
-            gen_requests = _asks(request, card, tenant)
-        room = self._submission.token_output_budget()
-        places = asyncio.Semaphore(self._submission.max_concurrent(tenant, OPEN_MAX))
+            gen_requests = _requests(request, card, tenant)
+        budget = self._submission.token_output_budget()
+        slots = asyncio.Semaphore(self._submission.max_concurrent(tenant, OPEN_MAX))
 
         async def one(gen_request: GenerationRequest) -> Pooled:
-            async with places:
-                return await self._collect(gen_request, room)
+            async with slots:
+                return await self._collect(gen_request, budget)
 
         pooled = await gather([one(gen_request) for gen_request in gen_requests])
         return EmbedReply(
@@ -96,60 +96,63 @@ class NatsEmbeddingEndpoints:
             ),
         )
 
-    async def _collect(self, gen_request: GenerationRequest, room: TokenOutputBudget) -> Pooled:
-        stream = await self._submission.submit(gen_request, room)
+    async def _collect(self, gen_request: GenerationRequest, budget: TokenOutputBudget) -> Pooled:
+        stream = await self._submission.submit(gen_request, budget)
         try:
-            heard = Heard(stream)
+            collected = CollectedResponse(stream)
             while stream.ended is None or stream.has_events:
                 for event in await stream.get():
-                    heard.add(event)
+                    collected.add(event)
                     if isinstance(event, TextDelta):
                         self._driver.mark_consumed(stream, event)
             if stream.ended.error is not None:
                 raise stream.ended.error
-            return pooled_vector(heard)
+            return pooled_vector(collected)
         finally:
             self._submission.release(stream)
 
 
-def _asks(
+def _requests(
     request: EmbedRequest, card: PoolingCard | None, tenant: TenantId
 ) -> list[GenerationRequest]:
-    """One ask for each text.
+    """Return one request per text.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
-        Unsupported: The model generates.
+        InvalidRequest: `param` names the invalid field.
+        Unsupported: The model generates text.
     """
     if card is None:
-        raise Unsupported("this model does not embed: it generates text", param="model")
+        raise Unsupported("this model does not embed: it is a text generation model", param="model")
     prompts = _prompts(request)
     pairs = request.pairs or (None,) * len(prompts)
     if len(pairs) != len(prompts):
-        text = f"pairs: {len(pairs)} second texts for {len(prompts)} first ones"
+        text = f"pairs: {len(pairs)} second texts for {len(prompts)} texts"
         raise InvalidRequest(text, param="pairs")
     if request.pairs is not None and request.prompt_ids is not None:
-        raise InvalidRequest("pairs: a second text goes with a text, not with ids", param="pairs")
+        raise InvalidRequest("pairs: requires texts, not prompt_ids", param="pairs")
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
-        raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+        raise InvalidRequest(f"timeout_s: must be at most {TIMEOUT_MAX_S:g}", param="timeout_s")
     pool = PoolParams() if card.scores else pool_params(card, request.dimensions)
     if card.scores and request.dimensions is not None:
-        raise InvalidRequest("dimensions: scores are told as they are", param="dimensions")
+        raise InvalidRequest("dimensions: not supported for scores", param="dimensions")
     fit = VECTORS_BYTES_MAX // (_NUMBER_BYTES * (pool.dimensions or card.width))
     if len(prompts) > fit:
         field = "texts" if request.texts is not None else "prompt_ids"
-        text = f"{field}: there are {len(prompts)}; {fit} vectors of this model go into one answer"
+        text = (
+            f"{field}: there are {len(prompts)}; at most {fit} vectors of this model fit into "
+            "one reply"
+        )
         raise InvalidRequest(text, param=field)
     return [
         GenerationRequest(
-            door="embed",
+            api="embed",
             prompt_field="texts",
             model=request.model,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,
-            pair=pair,
+            text_pair=pair,
             tokens_max=0,
-            pool=pool,
+            pooling=pool,
             cache_salt=cache_salt(request.cache_salt),
             priority=request.priority,
             timeout_s=request.timeout_s,
@@ -162,7 +165,7 @@ def _asks(
 
 def _prompts(request: EmbedRequest) -> Sequence[Prompt]:
     if (request.texts is None) == (request.prompt_ids is None):
-        raise InvalidRequest("give exactly one of texts and prompt_ids", param="texts")
+        raise InvalidRequest("exactly one of texts and prompt_ids is required", param="texts")
     for index, text in enumerate(request.texts or ()):
         if not text.strip():
             raise InvalidRequest(f"texts: text {index} is empty or white space", param="texts")

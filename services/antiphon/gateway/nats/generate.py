@@ -1,4 +1,4 @@
-"""`generate.<model>` and the gateway's control subject: the same service for NATS clients."""
+"""`generate.<model>` and the gateway's control subject, for NATS clients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _PING_S = 0.5
 
 
 class NatsGenerationEndpoints:
-    """Every request that came over NATS, and those that have ended lately."""
+    """All requests received over NATS, including recently ended ones."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class NatsGenerationEndpoints:
         self._idle.set()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """New requests, and what concerns those that run: that goes on while draining."""
+        """Return the endpoints: new requests, and control of running ones, also while draining."""
         return (
             *(
                 RequestEndpoint(route=GENERATE, handler=self._generate, address={"model": name})
@@ -103,11 +103,11 @@ class NatsGenerationEndpoints:
         )
 
     async def idle(self) -> None:
-        """Return when every client has been told its end. The caller bounds it."""
+        """Return when every client has been sent its end. The caller sets the deadline."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Tell the end to whoever has not heard it; the tasks that would have are gone."""
+        """Send the end to clients that have not received it; the tasks that would have are gone."""
         for generation in list(self._by_id.values()):
             if not generation.end_sent:
                 generation.record_all(generation.stream.get_nowait())
@@ -116,16 +116,16 @@ class NatsGenerationEndpoints:
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
         with self._metrics.count_rejections():
             tenant = self._access.authenticate_tenant(request.api_key, tenant_of(delivery))
-        request = msgspec.structs.replace(request, api_key=None)  # it is not kept
+        request = msgspec.structs.replace(request, api_key=None)  # not retained
         with self._metrics.count_rejections(tenant):
-            gen_request = _ask(request, tenant)
-            known = self._by_name.get((tenant, request.key))
+            gen_request = _to_generation_request(request, tenant)
+            earlier = self._by_name.get((tenant, request.key))
             digest = _digest(request)
-            if known is not None and known.digest == digest:
-                return await self._retry(known, delivery)
-            if known is not None and not known.end_sent:
+            if earlier is not None and earlier.digest == digest:
+                return await self._retry(earlier, delivery)
+            if earlier is not None and not earlier.end_sent:
                 raise DuplicateRequest(
-                    f"a request with the key '{request.key}' is running", param="key"
+                    f"a request with the key '{request.key}' is already running", param="key"
                 )
             self._access.count_request(tenant)
         generation = NatsGeneration(request, tenant, digest, delivery)
@@ -141,19 +141,19 @@ class NatsGenerationEndpoints:
         self._runtime.group.create_task(isolated(self._pump, generation, events))
         return generation.accepted(self._runtime.process.instance)
 
-    async def _retry(self, known: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
-        """Answer as the first time, and say again what was said to an inbox that may be another."""
-        await known.opened.wait()  # ends with the first try, at the latest at its deadline
-        if known.refusal is not None:
-            raise known.refusal
-        known.delivery = delivery
-        self._runtime.group.create_task(isolated(self._send, known, known.replay(())))
-        return known.accepted(self._runtime.process.instance)
+    async def _retry(self, earlier: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
+        """Reply to a retry as to the first try, and resend the output, maybe to a new inbox."""
+        await earlier.opened.wait()  # ends with the first try, at its deadline at the latest
+        if earlier.refusal is not None:
+            raise earlier.refusal
+        earlier.delivery = delivery
+        self._runtime.group.create_task(isolated(self._send, earlier, earlier.replay(())))
+        return earlier.accepted(self._runtime.process.instance)
 
     async def _open(
         self, generation: NatsGeneration, gen_request: GenerationRequest
     ) -> list[StreamEvent]:
-        """Open the request and wait until the leader has it; return what has come by then."""
+        """Open the request and wait until the leader has it; return the events so far."""
         stream = await self._submission.submit(gen_request, self._submission.token_output_budget())
         try:
             events = await stream.get()
@@ -168,16 +168,16 @@ class NatsGenerationEndpoints:
         return events
 
     async def _pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
-        """Tell a client everything until its end."""
+        """Send a client all events until the end."""
 
-        def unheard() -> None:
+        def on_undelivered() -> None:
             generation.undelivered = True
             if not generation.probing and not generation.end_sent:
                 generation.probing = True
                 self._runtime.group.create_task(isolated(self._probe_client, generation, probe))
 
         try:
-            with self._runtime.bus.detect_no_responders(unheard) as probe:
+            with self._runtime.bus.detect_no_responders(on_undelivered) as probe:
                 while not generation.end_sent:
                     await self._forward(generation, events, probe=probe)
                     if not generation.end_sent:
@@ -194,7 +194,8 @@ class NatsGenerationEndpoints:
     async def _forward(
         self, generation: NatsGeneration, events: Iterable[StreamEvent], *, probe: str | None
     ) -> None:
-        # All is kept before any is sent: if this task ends halfway, `again` still knows the rest.
+        # All events are recorded before any is sent: if this task is cancelled midway, `replay` has
+        # the rest.
         for event, message in [(event, generation.record(event)) for event in events]:
             if message is not None:
                 await self._send(generation, (message,), probe=probe)
@@ -209,16 +210,16 @@ class NatsGenerationEndpoints:
         *,
         probe: str | None = None,
     ) -> None:
-        """Publish to the client. What is lost it asks for again: nothing is forgotten here."""
+        """Publish to the client. It can ask for lost messages again, since all are kept."""
         try:
             for message in messages:
                 await _respond(generation.delivery, message, probe)
         except EngineError as error:
             extra = {"request_id": generation.id, "code": error.code}
-            log.info("client not told", extra=extra)
+            log.info("client not reached", extra=extra)
 
     async def _probe_client(self, generation: NatsGeneration, probe: str) -> None:
-        """Cancel a request whose client hears nothing for 3 s on a link that works."""
+        """Cancel a request whose client is unreachable for 3 s while the link works."""
         silent = 0
         while silent < _PINGS and not generation.end_sent:
             generation.undelivered = False
@@ -229,7 +230,7 @@ class NatsGenerationEndpoints:
                 return
             silent = silent + 1 if generation.undelivered else 0
         if not generation.end_sent:
-            log.info("client has vanished", extra={"request_id": generation.id})
+            log.info("client is gone", extra={"request_id": generation.id})
             self._driver.cancel(generation.stream)
 
     async def _control(
@@ -237,7 +238,7 @@ class NatsGenerationEndpoints:
     ) -> GenerateDone:
         generation = self._by_id.get(message.request_id)
         if generation is None or generation.tenant != tenant_of(delivery):
-            raise InvalidRequest("no such request is known here", param="request_id")
+            raise InvalidRequest("this gateway has no such request", param="request_id")
         if isinstance(message, GenerateCancel):
             self._driver.cancel(generation.stream)
         else:
@@ -246,7 +247,7 @@ class NatsGenerationEndpoints:
         return GenerateDone(request_id=message.request_id)
 
     def _retain(self, generation: NatsGeneration) -> None:
-        """Remember an ended request for a while: its client may have missed the end."""
+        """Retain an ended request for a while: its client may have missed the end."""
         self._live -= 1
         if self._live == 0:
             self._idle.set()
@@ -270,29 +271,31 @@ async def _respond(
     try:
         delivery.respond(message, probe=probe)
     except RequestTooLarge as error:
-        # Only the whole of an answer that was not streamed can be so large.
+        # Only a complete, non-streamed output can be this large.
         assert isinstance(message, GenerateEnd)
         bare = tuple(
             msgspec.structs.replace(choice, text=None, details=None) for choice in message.choices
         )
-        refused = msgspec.structs.replace(message, choices=bare, error=encode_error(error))
-        delivery.respond(refused, probe=probe)
+        rejection = msgspec.structs.replace(message, choices=bare, error=encode_error(error))
+        delivery.respond(rejection, probe=probe)
 
 
 def _digest(request: GenerateRequest) -> bytes:
-    """Name what determines the answer."""
+    """Digest of the fields that determine the output."""
     content = msgspec.structs.replace(request, traceparent=None, timeout_s=None)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
-def _ask(request: GenerateRequest, tenant: TenantId) -> GenerationRequest:
+def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> GenerationRequest:
     given = (request.messages, request.prompt, request.prompt_ids)
     if sum(each is not None for each in given) != 1:
-        raise InvalidRequest("give exactly one of messages, prompt and prompt_ids", param="prompt")
+        raise InvalidRequest(
+            "exactly one of messages, prompt and prompt_ids is required", param="prompt"
+        )
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
-        raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+        raise InvalidRequest(f"timeout_s: must be at most {TIMEOUT_MAX_S:g}", param="timeout_s")
     return GenerationRequest(
-        door="generate",
+        api="generate",
         model=request.model,
         messages=request.messages,
         prompt=request.prompt,

@@ -1,4 +1,4 @@
-"""One request of a NATS client: what has been said, so that it can be said again, and to whom."""
+"""One request of a NATS client: its output, kept so that it can be resent, and its inbox."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PIECE_BYTES_MAX = 128 * 1024
 
 
 class NatsGeneration:
-    """Keeps what was said of a request until some time after its end. No bus and no clock.
+    """Keeps the output of a request until some time after its end. No bus and no clock.
 
     Attributes:
-        delivery: How the client is answered: its last try, whose inbox and form hold from then on.
-        digest: Of what it asked; tells a retry from another request under the same key.
-        entered: Set when the request is open, or `refusal` says why not.
-        told: Whether the terminal has been sent.
-        unheard: Whether the last message found no listener.
-        looked_for: Whether it is being found out if the client is gone.
+        delivery: How to reply: the last try, whose inbox and format apply from then on.
+        digest: Digest of the request; distinguishes a retry from another request with the same key.
+        opened: Set when the request is open, or `refusal` has the reason why not.
+        end_sent: Whether the terminal event has been sent.
+        undelivered: Whether the last message found no subscriber.
+        probing: Whether a probe checks that the client exists.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class NatsGeneration:
 
     @property
     def stream(self) -> RequestStream:
-        """Where its events come from, once it has entered."""
+        """The event stream, once the request is open."""
         assert self._stream is not None
         return self._stream
 
     @property
     def id(self) -> RequestId:
-        """The request's name in the cluster."""
+        """The cluster's request id."""
         return self.stream.submit.request_id
 
     def open(self, stream: RequestStream) -> None:
@@ -70,7 +70,7 @@ class NatsGeneration:
         self._collected = [_CollectedText() for _ in range(stream.submit.choices)]
 
     def accepted(self, gateway: InstanceId) -> GenerateAccepted:
-        """The answer to each try."""
+        """The reply to each try."""
         submit = self.stream.submit
         return GenerateAccepted(
             key=self.request.key,
@@ -80,7 +80,7 @@ class NatsGeneration:
         )
 
     def record(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
-        """Keep what an event says, and write it for the client if it is news for it."""
+        """Record an event, and format it for the client if it is new for it."""
         match event:
             case TextDelta():
                 self._collected[event.choice].add(event)
@@ -97,27 +97,27 @@ class NatsGeneration:
         return None
 
     def record_all(self, events: Iterable[StreamEvent]) -> None:
-        """Keep what events say, for `again`."""
+        """Record events, for `replay`."""
         for event in events:
             self.record(event)
 
     def replay(self, places: Iterable[TextCursor]) -> Iterator[GenerateText | GenerateEnd]:
-        """Write what lies beyond some places, and the terminal once it was heard.
+        """Format the output beyond some offsets, and the terminal event if it was recorded.
 
         Raises:
-            InvalidRequest: A place is not between two characters of the text.
+            InvalidRequest: An offset is not between two characters of the text.
         """
         starts = {place.choice: place for place in places}
         if self.request.stream:
             for choice, collected in enumerate(self._collected):
                 for piece in collected.after(starts.get(choice)):
                     yield self._piece(choice, *piece)
-        # A terminal that waits in the stream still has text before it, which it would leave out.
+        # If the terminal event is still in the stream, so is text before it, which must come first.
         if self._ended is not None:
             yield self._end(self._ended)
 
     def ping(self) -> GenerateText:
-        """Something to say that changes nothing, to see whether anybody listens."""
+        """A message without content, to check that the client has a subscription."""
         return self._piece(0, len(self._collected[0].text), "", None)
 
     def _piece(
@@ -157,7 +157,7 @@ class NatsGeneration:
 
 
 class _CollectedText:
-    """All that was said of one choice."""
+    """All output of one choice."""
 
     def __init__(self) -> None:
         self.text = bytearray()
@@ -165,19 +165,19 @@ class _CollectedText:
         self._texts: dict[int, str] = {}
         self._written: dict[int, bytes] = {}
 
-    def add(self, said: TextDelta) -> None:
-        self.text += said.text.encode()
-        if said.details is not None:
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text.encode()
+        if delta.details is not None:
             if not self.details:
-                self.details = TokenOutputsBuffer(said.details.offset)
-            self.details.append(said.details.details)
-            self._texts |= said.details.texts
-            self._written |= said.details.written
+                self.details = TokenOutputsBuffer(delta.details.offset)
+            self.details.append(delta.details.details)
+            self._texts |= delta.details.texts
+            self._written |= delta.details.written
 
     def after(
         self, place: TextCursor | None
     ) -> Iterator[tuple[int, str, TokenOutputsChunk | None]]:
-        """What lies beyond a place, as (offset, text, details), text first."""
+        """Return the output beyond an offset, as (offset, text, token outputs), text first."""
         start = place.text_offset if place else 0
         try:
             rest = self.text[start:].decode()
@@ -188,10 +188,12 @@ class _CollectedText:
             piece = rest[first : first + step]
             yield start, piece, None
             start += len(piece.encode())
-        told = place.token_offset if place else None
-        told = self.details.first if told is None else max(told, self.details.first)
+        start_token = place.token_offset if place else None
+        start_token = (
+            self.details.first if start_token is None else max(start_token, self.details.first)
+        )
         tokens = max(1, _PIECE_BYTES_MAX // 2 // max(1, self.details.token_bytes))
-        for first in range(told, self.details.end, tokens):
+        for first in range(start_token, self.details.end, tokens):
             yield len(self.text), "", self.piece(first, first + tokens)
 
     def piece(self, start: int, stop: int) -> TokenOutputsChunk:

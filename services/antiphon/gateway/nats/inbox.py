@@ -1,4 +1,4 @@
-"""What the NATS doors have in common: whose inbox is answered, and for how long."""
+"""Shared by the NATS APIs: validation of reply subjects, and timeouts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
 
 
 def tenant_of(delivery: Delivery) -> TenantId:
-    """Whose inbox the answer goes to. Any other subject would make us speak in another's name.
+    """Return the tenant of the reply inbox. Replying to any other subject is not allowed.
 
     Raises:
-        InvalidRequest: It is no client's inbox.
+        InvalidRequest: It is not a client's inbox.
     """
     cluster = delivery.subject.split(".", 2)[:2]  # <cluster>.v<major>
     prefix = ".".join(cluster) + "."

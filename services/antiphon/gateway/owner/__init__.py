@@ -1,1 +1,1 @@
-"""The owner of requests: a pure state machine, and the nouns it is made of."""
+"""The owner of requests: a pure state machine and its parts."""

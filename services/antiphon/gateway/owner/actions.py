@@ -1,4 +1,4 @@
-"""What the owner wants done: events for the client's stream, and messages for the bus."""
+"""Actions of the owner: events for the client's stream, and messages for the bus."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The leader has queued the request. Not sent when text or the end comes first."""
+    """The leader has queued the request. Not sent if text or the end arrives first."""
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes.
+    """The next text of a choice, without gaps; `text_offset` is in UTF-8 bytes.
 
-    `details` are of its next tokens, where the request wanted any; then the text may be empty.
-    `origins` are of all its tokens so far.
+    `details` has the outputs of its next tokens, if requested; then the text may be empty.
+    `origins` covers all tokens so far.
     """
 
     choice: int
@@ -32,7 +32,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What it counts for while nobody has read it."""
+        """Size counted against the limit of unread bytes."""
         text = len(self.text) if self.text.isascii() else len(self.text.encode())
         return text if self.details is None else text + self.details.size_bytes
 
@@ -48,7 +48,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The one terminal of a request: success, or the error that ended it. Nothing follows."""
+    """The terminal event of a request: success, or the error that ended it."""
 
     usage: Usage
     error: EngineError | None = None
@@ -58,32 +58,32 @@ StreamEvent = Accepted | TextDelta | Finished | Ended
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Give an event to the client's stream, in order."""
+    """Deliver an event to the client's stream, in order."""
 
     request_id: RequestId
     event: StreamEvent
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """Call the leader; its answer, or its silence, goes to `Owner.submit_answered`."""
+    """Call the leader; the reply, or a timeout, goes to `Owner.submit_answered`."""
 
     message: SubmitRequest
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Call the leader; its answer, or its silence, goes to `Owner.cancel_answered`."""
+    """Call the leader; the reply, or a timeout, goes to `Owner.cancel_answered`."""
 
     message: CancelRequest
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """Publish an open list. One that is lost is made good by the next whole one."""
+    """Publish an open list. A lost one is made up for by the next full list."""
 
     message: OpenList
 
 
 class FetchText(msgspec.Struct, frozen=True):
-    """Call a detokenizer for what is missing; the outcome goes to `Owner.text_answered`."""
+    """Fetch missing text from a detokenizer; the outcome goes to `Owner.text_answered`."""
 
     detokenizer: Process
     message: ResumeText

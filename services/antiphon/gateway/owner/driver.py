@@ -1,4 +1,4 @@
-"""The owner on the bus: gives it events, does what it wants done, keeps its time."""
+"""Runs the owner on the bus: feeds it events, executes its actions, keeps its timer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 1.0
-"""How long a call of the owner waits for its answer before it counts as lost."""
+"""Timeout of a call; it counts as lost afterwards."""
 _TIMER_MIN_S = 0.001
-"""uvloop counts in milliseconds; an alarm that rings early would ring again at once."""
+"""uvloop's timers have millisecond resolution; one that fires early would fire again at once."""
 
 
 class OwnerDriver:
-    """Delivers to streams at once, in the task that brought the event: a token costs no task."""
+    """Delivers events in the task that received them: a token costs no task."""
 
     def __init__(
         self, owner: Owner, runtime: Runtime, model: ModelName, metrics: GatewayMetrics
@@ -65,52 +65,52 @@ class OwnerDriver:
 
     @property
     def open_count(self) -> int:
-        """Requests that have not ended."""
+        """Number of open requests."""
         return self._owner.open_count
 
     def start(self) -> None:
-        """Begin to keep time and to watch the peers."""
+        """Start the timer and watch the peers."""
         self._on_timer()
         self._runtime.peers.watch(self._on_peer_change)
         for peer in self._runtime.peers.all():
             self._on_peer_change(PeerChange.APPEARED, peer)
 
     def stop(self) -> None:
-        """Keep no more time. Events still take effect."""
+        """Stop the timer. Events still take effect."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def open(self, stream: RequestStream) -> None:
-        """Own a request and deliver what happens to its stream."""
+        """Own a request and deliver its events to its stream."""
         self._streams[stream.submit.request_id] = stream
         self._idle.clear()
         self._apply(self._owner.open(stream.submit))
 
-    def mark_consumed(self, stream: RequestStream, said: TextDelta) -> None:
-        """The client has taken this."""
-        self._owner.mark_consumed(stream.submit.request_id, said.size_bytes)
+    def mark_consumed(self, stream: RequestStream, delta: TextDelta) -> None:
+        """The client has read an event."""
+        self._owner.mark_consumed(stream.submit.request_id, delta.size_bytes)
 
     def cancel(self, stream: RequestStream, error: EngineError | None = None) -> None:
-        """Cancel a request unless it has ended: nobody reads its stream any more."""
+        """Cancel a request that has not ended: its stream has no reader any more."""
         if stream.ended is None:
             self._apply(self._owner.cancel(stream.submit.request_id, error))
 
     def streams(self) -> tuple[RequestStream, ...]:
-        """Those that have not ended."""
+        """Streams of open requests."""
         return tuple(self._streams.values())
 
     def abort(self, stream: RequestStream) -> None:
-        """End each choice of a request with `abort`, and the request well."""
+        """Finish each choice of a request with `abort`, so that the request succeeds."""
         if stream.ended is None:
             self._apply(self._owner.abort(stream.submit.request_id))
 
     async def idle(self) -> None:
-        """Return when nothing is open. The caller bounds it."""
+        """Return when no request is open. The caller sets the deadline."""
         await self._idle.wait()
 
     def close(self, error: EngineError) -> None:
-        """End what is open and tell everybody; called when the group has ended."""
+        """End all open requests and publish it. Called after the task group has ended."""
         self.stop()
         for action in self._owner.close(error):
             if isinstance(action, Deliver):
@@ -118,17 +118,17 @@ class OwnerDriver:
         self._announce(self._owner.final_open_list())
 
     def on_text_batch(self, batch: TextBatch) -> None:
-        """Apply one batch of a detokenizer.
+        """Apply a batch of a detokenizer.
 
         Raises:
-            UnknownSender: It is of none that lives.
+            UnknownSender: The sender is not a live peer.
         """
         if not self._runtime.peers.is_alive(batch.detokenizer):
-            raise UnknownSender(f"text of {batch.detokenizer.instance}, which is no live peer")
+            raise UnknownSender(f"text from {batch.detokenizer.instance}, which is not a live peer")
         self._apply(self._owner.text_arrived(batch))
 
     def on_notice(self, batch: NoticeBatch) -> None:
-        """Apply what the leader says is lost."""
+        """Apply a loss notice of the leader."""
         peers, leader = self._runtime.peers, batch.leader.scheduler
         offset_ms = peers.offset_ms(leader)
         if offset_ms is None or peers.is_expired(batch.not_after_unix_ms, leader):
@@ -152,7 +152,8 @@ class OwnerDriver:
             try:
                 self._run_action(action)
             except Exception:
-                # Of one request, or one message: the actions after it belong to others.
+                # An action concerns one request or one message; the actions after it concern
+                # others.
                 log.exception("action failed", extra={"action": type(action).__name__})
         self._update_timer()
 
@@ -191,7 +192,7 @@ class OwnerDriver:
         try:
             self._runtime.bus.publish(OPEN, message, model=self._model)
         except BusDown:
-            return  # told again, whole, when the link is back
+            return  # sent again in full after the reconnect
         except EngineError as error:
             extra = {"code": error.code, "reason": error.message}
             log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line
@@ -217,7 +218,9 @@ class OwnerDriver:
             accepted = True
         except EngineError as error:
             accepted = False
-            log.info("cancel not taken", extra={"id": message.request_id, "code": error.code})
+            log.info(
+                "cancel failed at the leader", extra={"id": message.request_id, "code": error.code}
+            )
         except Exception:
             accepted = False
             log.exception("cancel failed", extra={"request_id": message.request_id})
@@ -239,11 +242,11 @@ class OwnerDriver:
             log.warning("missing text not sent", extra={"code": error.code})
         except Exception:
             answered = False
-            log.exception("asking for text failed", extra={"detokenizer": detokenizer.instance})
+            log.exception("fetching text failed", extra={"detokenizer": detokenizer.instance})
         self._apply(self._owner.text_answered(detokenizer, answered=answered))
 
     def _update_timer(self) -> None:
-        """Set the alarm, if the owner wants to be woken before it rings."""
+        """Set the timer if the owner needs an earlier wake-up."""
         if self._timer is not None and self._owner.wake_at() < self._timer_at:
             self._timer.cancel()
             self._start_timer()
@@ -254,13 +257,13 @@ class OwnerDriver:
         try:
             actions = self._owner.tick()
         except Exception:
-            # What was due and failed is not due any more; without an alarm nothing ever would be.
+            # A tick that failed is not due any more; without a timer it would never run again.
             log.exception("tick failed")
         self._start_timer()
         self._apply(actions)
 
     def _start_timer(self) -> None:
-        # The time is ours to remember: uvloop's handle of a short pause does not tell it.
+        # The time is stored here, since uvloop does not report it for short timers.
         self._timer_at = self._owner.wake_at()
         pause_s = max(_TIMER_MIN_S, self._timer_at - self._runtime.clock.now())
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._on_timer)

@@ -1,8 +1,9 @@
 """The owner of requests as a pure state machine: an event in, actions out, the clock passed in.
 
-It submits until a leader has the request, shows each byte of text once and in order, writes
-the one terminal, and tells everybody what is open. The first proposal to end a request wins:
-stop, length, error, deadline, cancel. The deadline is closed by its own clock, bus or no bus.
+It submits until a leader accepts the request, delivers each byte of text once and in order,
+delivers exactly one terminal event, and publishes the list of open requests. The first proposal to
+end a request wins: stop, length, error, deadline, cancel. The owner's own clock enforces the
+deadline, with or without the bus.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnerLimits(msgspec.Struct, frozen=True):
-    """Bounds of one owner; `unread_bytes_max` is per request."""
+    """Limits of an owner; `unread_bytes_max` is per request."""
 
     unread_bytes_max: int
     open_list_s: float
@@ -77,7 +78,10 @@ _LIST_TIMER: _ListTimer = ("list",)
 
 
 class Owner:
-    """Every open request of one gateway. Each event method returns what is to be done, in order."""
+    """The open requests of one gateway.
+
+    Each event method returns the actions to execute, in order.
+    """
 
     def __init__(
         self, process: Process, model: ModelName, clock: Clock, limits: OwnerLimits
@@ -96,19 +100,19 @@ class Owner:
 
     @property
     def open_count(self) -> int:
-        """Requests that have not ended."""
+        """Number of open requests."""
         return len(self._requests)
 
     def wake_at(self) -> float:
-        """When `tick` is due; the open list always is, some time."""
+        """When `tick` is due; the open list always is at some time."""
         at = self._timers.next_at()
         assert at is not None
         return at
 
-    # Events of the client.
+    # Client events.
 
     def open(self, submit: SubmitRequest) -> list[Action]:
-        """Own a new request until its one `Ended` was delivered."""
+        """Own a new request until its `Ended` event."""
         assert submit.request_id not in self._requests
         now = self._clock.now()
         request = OwnedRequest(submit, now)
@@ -116,26 +120,26 @@ class Owner:
         left_s = (submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
         self._timers.set(("deadline", request.id), now + left_s)
         self._open_list.add(request)
-        # The list goes first: a leader must not see a request run that nobody has open.
+        # The list goes first: a leader must not run a request that is not on an open list.
         self._announce()
         self._submit(request)
         return self._take_actions()
 
     def mark_consumed(self, request_id: RequestId, size: int) -> None:
-        """The client has taken so many bytes of what was said."""
+        """The client has read this many bytes."""
         request = self._requests.get(request_id)
         if request is not None:
             request.unread.take(size)
 
     def cancel(self, request_id: RequestId, error: EngineError | None = None) -> list[Action]:
-        """End a request because its client left, or for another reason of our own."""
+        """Cancel a request because its client disconnected, or with another error."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._end_and_cancel(request, error or Cancelled("the client left"))
+            self._end_and_cancel(request, error or Cancelled("the client disconnected"))
         return self._take_actions()
 
     def abort(self, request_id: RequestId) -> list[Action]:
-        """End a request well, each choice that goes on as aborted: somebody else wants it so."""
+        """Finish each running choice with `abort`, so that the request succeeds."""
         request = self._requests.get(request_id)
         if request is not None:
             for event in request.abort():
@@ -144,17 +148,17 @@ class Owner:
         return self._take_actions()
 
     def close(self, error: EngineError) -> list[Action]:
-        """End everything that is open: this process leaves."""
+        """End all open requests: this process is leaving."""
         for request in list(self._requests.values()):
             self._end_and_cancel(request, error)
         return self._take_actions()
 
-    # Events of the bus.
+    # Bus events.
 
     def submit_answered(
         self, request_id: RequestId, answer: SubmitAccepted | EngineError
     ) -> list[Action]:
-        """Take the leader's answer to a submit; no answer is an error too."""
+        """Handle the leader's reply to a submit, or the call's error."""
         request = self._requests.get(request_id)
         if request is not None:
             request.submitting = False
@@ -167,7 +171,7 @@ class Owner:
         return self._take_actions()
 
     def cancel_answered(self, request_id: RequestId, *, accepted: bool) -> list[Action]:
-        """Take the leader's answer to a cancel, or its silence."""
+        """Handle the leader's reply to a cancel, or a timeout."""
         cancelling = self._pending_cancels.get(request_id)
         if cancelling is not None:
             at = self._clock.now() + rules.retry_delay_s(cancelling.tries)
@@ -179,9 +183,9 @@ class Owner:
         return self._take_actions()
 
     def text_arrived(self, batch: TextBatch) -> list[Action]:
-        """Show what is new in a batch, and ask for what is missing before it."""
+        """Deliver the new text of a batch, and fetch missing text before it."""
         if batch.gateway != self._process:
-            return []  # for an earlier life of ours
+            return []  # for an earlier incarnation
         sender = batch.detokenizer
         self._gaps.on_batch(sender, batch.seq)
         torn = self._gaps.has_gap(sender)
@@ -195,7 +199,7 @@ class Owner:
         return self._take_actions()
 
     def text_answered(self, detokenizer: Process, *, answered: bool) -> list[Action]:
-        """Take the outcome of asking a detokenizer for missing text."""
+        """Handle the outcome of fetching missing text from a detokenizer."""
         if self._gaps.resuming(detokenizer):
             self._gaps.end_resume(detokenizer, answered=answered)
             pause_s = rules.RESUME_WAIT_S if answered else rules.RESUME_RETRY_S
@@ -205,27 +209,29 @@ class Owner:
     def detokenizer_heartbeat(
         self, detokenizer: Process, streams: tuple[StreamSeq, ...]
     ) -> list[Action]:
-        """Take a heartbeat, which names the last batch sent to us."""
+        """Handle a heartbeat, which names the last batch sent to this gateway."""
         self._gaps.on_heartbeat(detokenizer, streams)
         if self._gaps.has_gap(detokenizer):
             self._resume_if_needed(detokenizer)
         return self._take_actions()
 
     def detokenizer_died(self, detokenizer: Process) -> list[Action]:
-        """End what a dead detokenizer was saying: what it had accepted is lost."""
+        """End the requests whose text a dead detokenizer was producing: it is lost."""
         self._gaps.forget(detokenizer)
         self._timers.drop(("feed", detokenizer))
         for request in list(self._requests.values()):
             if request.detokenizer == detokenizer:
-                lost = Unavailable("the answer was lost with a process", retry_after_s=1.0)
+                lost = Unavailable(
+                    "the response was lost because a process failed", retry_after_s=1.0
+                )
                 self._end_and_cancel(request, lost)
         return self._take_actions()
 
     def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
-        """End what the leader has given up, unless a later attempt is being shown.
+        """End what the leader has given up, unless a later attempt is already followed.
 
-        What it had accepted and lacks now is submitted again; anything else is under way to it.
-        `offset_ms` makes the leader's times ours.
+        A request that the leader had accepted and lost is submitted again. `offset_ms` converts the
+        leader's times to this process's clock.
         """
         stale = self._term is not None and batch.leader < self._term
         if batch.gateway != self._process or stale:
@@ -246,11 +252,11 @@ class Owner:
         return self._take_actions()
 
     def leader_changed(self, leading: Term | None) -> list[Action]:
-        """Take in which term leads, by what living schedulers claim; called with each heartbeat.
+        """Handle the current leader term, from the schedulers' heartbeats.
 
-        A new one gets every request, in case it is needed. It may be lower than the one before: a
-        leader that was cut off may have missed the other, and a forged term is followed no longer
-        than it is claimed.
+        All requests are submitted to a new leader, which may lack them. Its term may be lower: a
+        leader that was partitioned may have missed the other one, and a forged term is followed
+        only while it is claimed.
         """
         if leading != self._term:
             self._term = leading
@@ -283,10 +289,10 @@ class Owner:
         return self._take_actions()
 
     def final_open_list(self) -> OpenList:
-        """The whole list once more, for the last message of a process."""
+        """The full list, for the last message of a process."""
         return self._open_list.whole()
 
-    # Submitting.
+    # Submission.
 
     def _submit(self, request: OwnedRequest) -> None:
         request.submitting = True
@@ -294,7 +300,7 @@ class Owner:
         self._actions.append(Submit(request.submission(self._clock.now())))
 
     def _submit_due(self, request: OwnedRequest) -> None:
-        """Submit again: no leader was found, or none was heard of the request for long."""
+        """Submit again: no leader was found, or the request made no progress for long."""
         now = self._clock.now()
         if request.accepted and request.term == self._term and request.tries == 0:
             quiet_until = request.last_event_at + request.silence_s
@@ -310,18 +316,18 @@ class Owner:
         request.tries = 0
         request.term = term
         if self._term is None:
-            self._term = term  # until a heartbeat says which one leads
+            self._term = term  # until a heartbeat names the leader
         pause_s = request.silence_s if term == self._term else rules.STALE_LEADER_S
         self._timers.set(("submit", request.id), self._clock.now() + pause_s)
 
     def _submit_soon(self, requests: Iterable[OwnedRequest]) -> None:
-        """Submit these again, whatever was heard of them meanwhile, one after the other."""
+        """Submit these again one by one, regardless of progress since."""
         for number, request in enumerate(requests):
             request.tries = max(request.tries, 1)
             self._timers.set(("submit", request.id), self._clock.now() + number * rules.PACE_S)
 
     def _mark_accepted(self, request: OwnedRequest) -> None:
-        """Note that a leader has the request: it said so, or text came."""
+        """Record that a leader has the request: it replied so, or text arrived."""
         if not request.accepted:
             request.accepted = True
             request.silence_s = rules.QUEUED_SILENCE_S
@@ -330,7 +336,7 @@ class Owner:
     def _retry(self, request: OwnedRequest, error: EngineError) -> None:
         now = self._clock.now()
         if not request.accepted and now - request.opened_at >= rules.SUBMIT_TIMEOUT_S:
-            # It may yet sit in a queue whose answer was lost, so the leader is told.
+            # It may still be queued if the reply was lost, so the leader is notified.
             self._end_and_cancel(request, rules.no_scheduler_error(error))
             return
         least_s = rules.SILENCE_S if request.accepted else rules.retry_delay_s(request.tries)
@@ -343,7 +349,7 @@ class Owner:
     def _apply_row_isolated(
         self, request: OwnedRequest, row: TextRow, detokenizer: Process
     ) -> None:
-        """Show a row. One that fails ends its own request: the rows beside it are of others."""
+        """Deliver a row. A failure ends only its own request, not those of other rows."""
         try:
             self._apply_row(request, row, detokenizer)
         except Exception:
@@ -380,7 +386,7 @@ class Owner:
             self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
 
     def _check_unread(self, request: OwnedRequest) -> None:
-        """Look whether the client reads what was told of the prompt."""
+        """Check that the client reads its prompt's token outputs."""
         if request.unread.is_stalled(self._limits.unread_bytes_max):
             self._end_slow_client(request)
         elif request.unread.has_prompt:
@@ -391,27 +397,27 @@ class Owner:
         self._end_and_cancel(request, rules.slow_client_error(request.unread.size_bytes, bytes_max))
 
     def _resume_if_needed(self, detokenizer: Process) -> None:
-        """Ask for what is missing; while that is under way, look again afterwards."""
+        """Fetch missing text; check again when the fetch is done."""
         key: _ResumeTimer = ("feed", detokenizer)
         if not self._gaps.resuming(detokenizer) and not self._timers.armed(key):
             self._fetch_missing_text(detokenizer)
 
     def _fetch_missing_text(self, detokenizer: Process) -> None:
-        said = [r for r in self._requests.values() if r.detokenizer == detokenizer]
-        if not self._gaps.has_gap(detokenizer) and not any(r.has_gap for r in said):
+        affected = [r for r in self._requests.values() if r.detokenizer == detokenizer]
+        if not self._gaps.has_gap(detokenizer) and not any(r.has_gap for r in affected):
             return
         self._gaps.begin_resume(detokenizer)
         message = ResumeText(
             detokenizer=detokenizer,
             gateway=self._process,
-            places=tuple(place for request in said for place in request.resume_offsets()),
+            places=tuple(place for request in affected for place in request.resume_offsets()),
         )
         self._actions.append(FetchText(detokenizer, message))
 
-    # The end.
+    # Ending.
 
     def _end_and_cancel(self, request: OwnedRequest, error: EngineError | None) -> None:
-        """End a request that others may still work on: the leader is told to stop."""
+        """End a request that may still be running: the leader is asked to cancel it."""
         message = CancelRequest(
             request_id=request.id,
             owner=self._process,
@@ -424,7 +430,10 @@ class Owner:
         self._actions.append(Cancel(message))
 
     def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
-        """Write the one terminal. Whoever still works on it sees it missing from the open list."""
+        """Deliver the terminal event.
+
+        Processes that still work on it see it missing from the open list.
+        """
         del self._requests[request.id]
         self._timers.drop(("deadline", request.id))
         self._timers.drop(("submit", request.id))

@@ -1,4 +1,4 @@
-"""The open list: what this gateway owns, whole or as changes, each with the next version."""
+"""The open list: requests of this gateway, in full or as changes, with a version each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import OpenRequest
 
 _LISTS_VALID = 3
-"""A list that is this many intervals late says nothing any more."""
+"""A list this many intervals old is no longer valid."""
 
 
 class OpenListBuilder:
-    """Collects changes until they are announced. Pure.
+    """Collects changes until they are published. Pure.
 
-    The lines are kept: each whole list has them all, and a request is far from the processor's
-    cache that has waited for half a second.
+    The entries are kept between full lists: by then the requests themselves have left the CPU
+    cache.
     """
 
     def __init__(self, owner: Process, model: ModelName, clock: Clock, interval_s: float) -> None:
@@ -37,23 +37,23 @@ class OpenListBuilder:
         self._closed: list[RequestId] = []
 
     def add(self, request: OwnedRequest) -> None:
-        """The request is new, or follows another attempt."""
+        """Add a request that is new, or that follows another attempt."""
         self._open[request.id] = self._changed[request.id] = request.open_list_entry()
 
     def close(self, request: OwnedRequest) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         del self._open[request.id]
         self._changed.pop(request.id, None)
         self._closed.append(request.id)
 
     def changes(self) -> OpenList | None:
-        """Take what has changed since the last list, if anything has."""
+        """Return the changes since the last list, if there are any."""
         if not self._changed and not self._closed:
             return None
         return self._list(self._changed.values(), tuple(self._closed), whole=False)
 
     def whole(self) -> OpenList:
-        """List everything that is open; this covers all changes so far."""
+        """Return all open requests; includes all changes so far."""
         return self._list(self._open.values(), (), whole=True)
 
     def _list(

@@ -1,4 +1,4 @@
-"""One open request as its owner sees it: which attempt it follows, and what text it has."""
+"""One open request as its owner sees it: the attempt it follows, and the text it has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OwnedChoice:
-    """How much of one choice has been shown; places text by its byte offset, details by token."""
+    """Delivery state of one choice: places text by byte offset, token outputs by token."""
 
     def __init__(self, first_token: int = 0) -> None:
         self.bytes_shown = 0
@@ -38,31 +38,31 @@ class OwnedChoice:
 
     @property
     def started(self) -> bool:
-        """Whether the client has seen anything of it."""
+        """Whether any output was delivered."""
         return bool(self.bytes_shown) or self.finished or self.tokens_shown > self._first_token
 
     @property
     def has_gap(self) -> bool:
-        """Whether something beyond a hole has been seen."""
+        """Whether output beyond a gap has arrived."""
         beyond = self._bytes_known > self.bytes_shown or self._tokens_known > self.tokens_shown
         return beyond and not self.finished
 
     def reset_gaps(self) -> None:
-        """What was seen beyond a hole was another attempt's."""
+        """Forget output beyond a gap, which was of another attempt."""
         self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
 
     def is_contiguous(self, row: TextRow) -> bool:
-        """Whether nothing is missing before a row."""
+        """Whether no output is missing before a row."""
         token_offset = self.tokens_shown if row.details is None else row.details.offset
         self._bytes_known = max(self._bytes_known, row.text_offset)
         self._tokens_known = max(self._tokens_known, token_offset)
         return row.text_offset <= self.bytes_shown and token_offset <= self.tokens_shown
 
     def append_text(self, offset: int, text: str) -> str:
-        """Return what is new in `text`, which joins what was shown.
+        """Return the new part of `text`, which must join the delivered text.
 
         Raises:
-            Internal: It does not after all: two generations were mixed.
+            Internal: It does not join: two attempts were mixed.
         """
         if offset < self.bytes_shown:
             text = _cut(text, self.bytes_shown - offset)
@@ -70,7 +70,7 @@ class OwnedChoice:
         return text
 
     def append_outputs(self, piece: TokenOutputsChunk | None) -> TokenOutputsChunk | None:
-        """Return what is new in a piece that joins what was shown, if anything is."""
+        """Return the new part of a piece of token outputs that joins the delivered ones, if any."""
         if piece is None or piece.end <= self.tokens_shown:
             return None
         piece = piece.beyond(self.tokens_shown)
@@ -79,17 +79,17 @@ class OwnedChoice:
 
 
 class OwnedRequest:
-    """Follows one attempt at a time and never splices two generations. Pure.
+    """Follows one attempt at a time and never mixes two. Pure.
 
     Attributes:
-        attempt: The attempt whose text is followed, if any has come.
-        detokenizer: The life of the detokenizer that says it.
+        attempt: The attempt that is followed, if any text has arrived.
+        detokenizer: Incarnation of the detokenizer that sends it.
         accepted: Whether a leader has, or had, the request.
-        term: The leader that accepted it last.
-        asking: Whether a submit is under way.
-        tries: Submits in a row that found no leader.
-        quiet_s: How long nothing may be heard before the leader is asked again.
-        unread: What its client has not taken.
+        term: Term of the leader that accepted it last.
+        submitting: Whether a submit is in flight.
+        tries: Consecutive submits that found no leader.
+        silence_s: How long a request may make no progress before it is submitted again.
+        unread: Bytes that the client has not read.
     """
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
@@ -110,12 +110,12 @@ class OwnedRequest:
 
     @property
     def id(self) -> RequestId:
-        """The request's name in the cluster."""
+        """The cluster's request id."""
         return self.submit.request_id
 
     @property
     def has_output(self) -> bool:
-        """Whether the client has seen anything of the followed attempt."""
+        """Whether output of the followed attempt was delivered."""
         return any(choice.started for choice in self._choices)
 
     @property
@@ -125,16 +125,16 @@ class OwnedRequest:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a leader has it, for all that we know, and no submit is due or under way."""
+        """Whether a leader has the request as far as known, and no submit is due or in flight."""
         return self.accepted and not self.submitting and not self.tries
 
     @property
     def has_gap(self) -> bool:
-        """Whether something was said beyond a hole."""
+        """Whether output beyond a gap has arrived."""
         return any(choice.has_gap for choice in self._choices)
 
     def submission(self, now: float) -> SubmitRequest:
-        """The submit to send now: one that is sent again names the attempt that was shown."""
+        """The submit to send now; a repeated one names the delivered attempt."""
         return msgspec.structs.replace(
             self.submit,
             attempt_floor=self.attempt if self.has_output else None,
@@ -142,7 +142,7 @@ class OwnedRequest:
         )
 
     def open_list_entry(self) -> OpenRequest:
-        """This request's line of an open list, as things stand."""
+        """The current entry of this request in an open list."""
         return OpenRequest(
             request_id=self.id,
             deadline_unix_ms=self.submit.deadline_unix_ms,
@@ -150,7 +150,7 @@ class OwnedRequest:
         )
 
     def resume_offsets(self) -> Iterator[ChoiceCursor]:
-        """How much of each choice has been shown, for the detokenizer to go on from."""
+        """Delivered length of each choice, from which the detokenizer resumes."""
         for index, choice in enumerate(self._choices):
             yield ChoiceCursor(
                 request_id=self.id,
@@ -160,16 +160,16 @@ class OwnedRequest:
             )
 
     def is_past(self, attempt: Attempt | None) -> bool:
-        """Whether a later attempt than this one is followed; every one is later than none."""
+        """Whether a later attempt than this is followed; any attempt is later than none."""
         return self.attempt is not None and (attempt is None or self.attempt > attempt)
 
     def follow(self, row: TextRow, detokenizer: Process) -> bool:
-        """Decide whether a row's attempt is the one to show, moving on to it where it may be.
+        """Decide whether to deliver a row's attempt, switching to it if allowed.
 
-        A higher attempt is followed if it continues the followed one, or if nothing was shown.
+        A higher attempt is followed if it continues the current one, or if nothing was delivered.
         """
         if row.attempt == self.attempt:
-            # The next life of its detokenizer lacks what the last one has ended at the worker.
+            # A new incarnation of the detokenizer lacks choices that the worker finished before.
             return detokenizer == self.detokenizer
         if self.attempt is not None:
             if row.attempt < self.attempt:
@@ -183,19 +183,19 @@ class OwnedRequest:
         return True
 
     def apply(self, row: TextRow) -> Iterator[TextDelta | Finished]:
-        """Place one row of the followed attempt and yield what the client may see of it.
+        """Apply a row of the followed attempt and yield the new events for the client.
 
         Raises:
             Internal: The row does not fit the request.
         """
         if not 0 <= row.choice < len(self._choices):
-            raise Internal(f"text of choice {row.choice}, which was not asked for")
+            raise Internal(f"text of choice {row.choice}, which was not requested")
         choice = self._choices[row.choice]
         if choice.finished:
             return
         if not choice.is_contiguous(row):
             return
-        offset = choice.bytes_shown  # where what is new begins, whatever was said again before it
+        offset = choice.bytes_shown  # offset of the new text, whatever was repeated before it
         text = choice.append_text(row.text_offset, row.text)
         details = choice.append_outputs(row.details)
         if row.usage is not None:
@@ -214,7 +214,7 @@ class OwnedRequest:
             )
 
     def abort(self) -> Iterator[Finished]:
-        """Finish each choice that goes on."""
+        """Finish each running choice with `abort`."""
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 choice.finished = True
@@ -223,7 +223,7 @@ class OwnedRequest:
 
 
 def is_failure(row: TextRow) -> bool:
-    """Whether a row ends its request with an error, whatever text came before it."""
+    """Whether a row ends its request with an error, whatever text came before."""
     return row.error is not None or row.finish_reason is FinishReason.ERROR
 
 
@@ -234,4 +234,4 @@ def _cut(text: str, size: int) -> str:
     try:
         return text.encode()[size:].decode()
     except UnicodeDecodeError as error:
-        raise Internal("text does not join what was shown before") from error
+        raise Internal("text does not join what was delivered before") from error

@@ -1,4 +1,4 @@
-"""Which detokenizers' text is incomplete, by sequence numbers; recovery is the owner's."""
+"""Detects missing text of detokenizers by sequence numbers; recovery is the owner's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StreamGaps:
-    """Notes losses until they have been asked for. Pure."""
+    """Records losses until they have been fetched. Pure."""
 
     def __init__(self, receiver: InstanceId) -> None:
         self._receiver = receiver
@@ -24,36 +24,36 @@ class StreamGaps:
         self._resuming: set[Process] = set()
 
     def has_gap(self, sender: Process) -> bool:
-        """Whether a batch is missing that was not asked for yet."""
+        """Whether a batch is missing that was not fetched yet."""
         return sender in self._incomplete
 
     def resuming(self, sender: Process) -> bool:
-        """Whether the sender is being asked."""
+        """Whether a fetch from the sender is in flight."""
         return sender in self._resuming
 
     def on_batch(self, sender: Process, seq: int) -> None:
-        """Note a batch. One that comes late or twice is no loss: text is placed by its offset."""
+        """Record a batch. A late or repeated one is no loss: text is placed by offset."""
         if self._seqs.accept(sender, seq) is Arrival.GAP:
             self._incomplete.add(sender)
 
     def on_heartbeat(self, sender: Process, streams: Iterable[StreamSeq]) -> None:
-        """Note how much was sent, from a heartbeat: the loss of a tail shows only there."""
+        """Record the sent count of a heartbeat: the loss of the last batch shows only there."""
         if self._seqs.tail_lost(sender, self._receiver, streams):
             self._incomplete.add(sender)
 
     def begin_resume(self, sender: Process) -> None:
-        """Everything missing so far is being asked for."""
+        """Record that all missing batches are being fetched."""
         self._incomplete.discard(sender)
         self._resuming.add(sender)
 
     def end_resume(self, sender: Process, *, answered: bool) -> None:
-        """Note how the asking went; one that failed leaves the loss."""
+        """Record the outcome of a fetch; after a failure the loss remains."""
         self._resuming.discard(sender)
         if not answered:
             self._incomplete.add(sender)
 
     def forget(self, sender: Process) -> None:
-        """Drop a life that has ended."""
+        """Remove an incarnation that has ended."""
         self._seqs.forget(sender)
         self._incomplete.discard(sender)
         self._resuming.discard(sender)

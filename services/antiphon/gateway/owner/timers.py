@@ -1,4 +1,4 @@
-"""Named times to wake at, earliest first. Pure: it is told the time."""
+"""Named timers, earliest first. Pure: the time is passed in."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ K = TypeVar("K")
 
 
 _STALE_LEAST = 64
-"""Stale entries that are not worth a sweep."""
+"""Number of stale entries below which they are not swept."""
 
 
 class Timers(Generic[K]):
-    """At most one time a key. Setting and dropping are cheap; a stale entry is skipped later.
+    """At most one time per key. Setting and dropping are cheap; stale entries are skipped later.
 
-    Deadlines are minutes away and requests end in a moment, so most entries get stale long before
-    their time. They are swept out when they are the greater part: that costs O(1) a `set`.
+    Deadlines are minutes away while requests end soon, so most entries become stale long before
+    their time. They are swept when they are the majority, which costs amortized O(1) per `set`.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Timers(Generic[K]):
         self._count = 0  # breaks ties, so that keys are never compared
 
     def set(self, key: K, at: float) -> None:
-        """Wake `key` at a time, and not at the one that it had."""
+        """Set the time of `key`, replacing an earlier one."""
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
@@ -34,21 +34,21 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Do not wake `key`."""
+        """Remove `key`."""
         self._at.pop(key, None)
 
     def armed(self, key: K) -> bool:
-        """Whether `key` will be woken."""
+        """Whether `key` is set."""
         return key in self._at
 
     def next_at(self) -> float | None:
-        """The earliest time, if anything waits."""
+        """The earliest time, if there is one."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> K | None:
-        """Take one key whose time has come."""
+        """Remove and return one key whose time has come."""
         at = self.next_at()
         if at is None or at > now:
             return None

@@ -1,1 +1,1 @@
-"""Answers taken apart: content, reasoning and calls of tools, as the text comes in."""
+"""Parsers of model output: content, reasoning and tool calls, incrementally."""

@@ -1,19 +1,19 @@
-"""The parser of one answer: its thinking first, then its calls. What other code uses is here.
+"""Parser of one output: reasoning first, then tool calls. The entry point of this package.
 
 ```python
 parser = AnswerParser(
-    tools=tool_format("hermes"),          # None: the answer has no calls
-    offer=Offer(schemas={"f": {...}}),    # what may be called
-    reasoning=reasoning_format("qwen3"),  # None: thinking stays in the content
+    tools=tool_format("hermes"),          # None: the output has no tool calls
+    offer=OfferedTools(schemas={"f": {...}}),  # available tools
+    reasoning=reasoning_format("qwen3"),  # None: reasoning stays in the content
     inside=...,                           # ReasoningFormat.begins_inside(...)
 )
 for text in pieces:
     for event in parser.feed(text): ...   # Content, Reasoning, CallBegin, CallArguments, CallEnd
-for event in parser.end(): ...            # a call that is cut off ends here, with complete=False
+for event in parser.end(): ...            # a truncated call ends here, with complete=False
 ```
 
-One parser a choice. Nothing here raises for what a model said. The events do not depend on how the
-text was cut but for the cuts in them: the texts of one kind, put together, are always the same.
+One parser per choice. No output of a model raises an error. The events depend on how the text was
+split only in their boundaries: the concatenated texts of one kind are always the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_OFFER = OfferedTools()
 
 
 class AnswerParser:
-    """Takes one answer apart while it comes in."""
+    """Parses one output incrementally."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class AnswerParser:
         reasoning: ReasoningFormat | None = None,
         inside: bool = False,
     ) -> None:
-        """Nothing was read yet.
+        """Create a parser.
 
         Args:
-            tools: How calls are written; None: nothing is a call.
-            offer: Which calls count.
-            reasoning: How thinking is marked; None: nothing is thinking.
-            inside: Whether the answer begins as thinking: see `ReasoningFormat.begins_inside`.
+            tools: Tool call format; None if the output has no tool calls.
+            offer: Available tools.
+            reasoning: Reasoning format; None if the output has no reasoning.
+            inside: Whether the output starts in reasoning: see `ReasoningFormat.begins_inside`.
         """
         channels = reasoning.channels if reasoning else None
         self._tools = tools or channels
-        # Where the two are one format, its reader of calls tells the thinking, too.
+        # If both are one format, its tool call reader emits the reasoning, too.
         self._reasoning = None if channels else reasoning
         self._inside = inside
         call_id = tools.call_id if tools else random_id
@@ -66,23 +66,23 @@ class AnswerParser:
 
     @property
     def held(self) -> int:
-        """Characters that wait for the text that decides what they are."""
+        """Number of characters held back until later text decides what they are."""
         return self._calls.held + (self._thinking.held if self._thinking else 0)
 
     def feed(self, text: str) -> list[Event]:
-        """Take the next piece of the answer; return what is certain now."""
+        """Parse the next piece; return the events that are certain."""
         (self._thinking or self._calls).feed(text)
         return self._out.drain()
 
     def end(self) -> list[Event]:
-        """Return what is left: the answer is over."""
+        """Return the remaining events at the end of the output."""
         if self._thinking:
             self._thinking.end()
         self._calls.end()
         return self._out.drain()
 
     def _read_thinking(self, reader: Reader) -> Steps[None]:
-        assert self._reasoning is not None, "only what marks its thinking is read so"
+        assert self._reasoning is not None, "the reasoning format has delimiters"
         return thinking(
             reader,
             self._out,
@@ -99,7 +99,7 @@ class AnswerParser:
 
 
 def parse(parser: AnswerParser, pieces: Sequence[str]) -> Parsed:
-    """Take a whole answer apart."""
+    """Parse a complete output."""
     collector = Collector()
     for piece in pieces:
         for event in parser.feed(piece):

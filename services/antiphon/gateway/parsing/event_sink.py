@@ -1,4 +1,4 @@
-"""Where a format says what it has read."""
+"""Receives the events that a format reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 _BETWEEN = " \t\r\n,;"
-"""What may stand between two calls of one frame."""
+"""Characters that may separate two calls of one frame."""
 
 
 class EventSink:
-    """The events of one answer, and the rules of which calls count."""
+    """Collects the events of one output, and applies the rules of which calls count."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class EventSink:
         """See `OfferedTools` for the rules.
 
         Args:
-            offer: The tools that may be called.
-            call_id: Makes the id of a call from its name and its number in the conversation.
-            separate_reasoning: Whether thinking is told apart from the content.
+            offer: Available tools.
+            call_id: Creates the id of a call from its name and its index in the conversation.
+            separate_reasoning: Whether to separate reasoning from content.
         """
         self._offer = offer
         self._call_id = call_id
@@ -52,28 +52,28 @@ class EventSink:
         self._shows_frame = True
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a tool."""
+        """Whether a tool with this name is available."""
         return self._offer.schema(name) is not None
 
     def schema(self, name: str) -> Json:
-        """The schema of a tool's arguments; an empty one if it is not known."""
+        """The schema of a tool's arguments; empty if it is unknown."""
         return self._offer.schema(name) or {}
 
     def content(self, text: str) -> None:
-        """Tell text for the reader."""
+        """Emit content."""
         if text:
             self._events.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Tell a piece of thinking."""
+        """Emit reasoning."""
         if text:
             self._events.append(Reasoning(text) if self._separate_reasoning else Content(text))
 
     def begin(self, reader: Reader, name: str) -> Emit:
-        """Begin a call whose name was read; return what takes its arguments.
+        """Begin a call after its name; return the function that receives its arguments.
 
-        A call of a tool that was not offered is content, as the model wrote it: what the reader
-        has kept, and what it reads until the call ends. One call too many is dropped.
+        A call of an unavailable tool is content, as generated: what the reader has kept, and what
+        it reads until the call ends. A call beyond the limit is dropped.
         """
         assert not self._open, "one call at a time"
         offer = self._offer
@@ -96,7 +96,7 @@ class EventSink:
         return self._add_arguments
 
     def end(self, reader: Reader, *, complete: bool) -> None:
-        """End the call. What follows a complete one is kept until it is known what it is."""
+        """End the call. Text after a complete call is held until its role is known."""
         if self._open:
             self._events.append(CallEnd(self._calls - 1, complete))
             self._open = False
@@ -104,10 +104,10 @@ class EventSink:
             reader.keep()
 
     def settle(self, reader: Reader) -> bool:
-        """End a frame of calls; return whether what stands before its end mark is content, too.
+        """End a frame of calls; return whether the text before its end delimiter is content, too.
 
-        It is if the frame has no call, begins with one of a tool that was not offered, as whose
-        frame it counts, or has broken off in such a call.
+        It is if the frame has no call, if its first call is of an unavailable tool, which makes the
+        frame content, or if it broke off in such a call.
         """
         shown = self._shows_frame or reader.shows
         text = reader.kept()
@@ -117,7 +117,7 @@ class EventSink:
         return shown
 
     def drain(self) -> list[Event]:
-        """Return what was told since the last time."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

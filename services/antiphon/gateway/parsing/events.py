@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which it was written."""
+"""Parts of an output, in the order in which they were generated."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Text for the reader."""
+    """Text of the output."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Text of the model's thinking."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class CallBegin(msgspec.Struct, frozen=True):
-    """A call of a tool. Calls come one after another, `index` counts them from 0."""
+    """Start of a tool call. Calls are consecutive; `index` counts them from 0."""
 
     index: int
     id: str
@@ -26,9 +26,9 @@ class CallBegin(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """The next piece of a call's arguments, which together are a JSON text.
+    """A piece of a call's arguments, which together are JSON text.
 
-    They are what the model said: JSON only if the model wrote JSON.
+    They are as generated: valid JSON only if the model generated valid JSON.
     """
 
     index: int
@@ -36,7 +36,7 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """The call is over. `complete` is False if it was broken or cut off."""
+    """End of a call. `complete` is False if it was malformed or truncated."""
 
     index: int
     complete: bool
@@ -46,7 +46,7 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class ParsedToolCall(msgspec.Struct, frozen=True):
-    """A whole call; `arguments` is a JSON text if the model wrote one."""
+    """A complete call. `arguments` is JSON text if the model generated JSON."""
 
     index: int
     id: str
@@ -56,7 +56,7 @@ class ParsedToolCall(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A whole answer, taken apart. `content` and `reasoning` are empty where there is none."""
+    """A complete output. `content` and `reasoning` are empty if there is none."""
 
     content: str = ""
     reasoning: str = ""
@@ -64,7 +64,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Puts the events of one answer together."""
+    """Collects the events of one output."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -74,7 +74,7 @@ class Collector:
         self._complete: list[bool] = []
 
     def add(self, event: Event) -> None:
-        """Take the next event."""
+        """Add an event."""
         match event:
             case Content(text):
                 self._content.append(text)
@@ -90,7 +90,7 @@ class Collector:
                 self._complete[index] = complete
 
     def parsed(self) -> Parsed:
-        """What came so far."""
+        """Return the output so far."""
         rows = zip(self._begins, self._arguments, self._complete, strict=True)
         return Parsed(
             content="".join(self._content),

@@ -1,4 +1,4 @@
-"""Which formats answers have: what the operator said, or what the chat template shows."""
+"""Selects the formats of a model: configured, or detected from its chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import EncodeReply
 
 PATIENCE_S = 5.0
-"""How long the first request waits for a tokenizer to say what the template shows."""
+"""How long the first request waits for a tokenizer to describe the template."""
 
 
 class Formats(NamedTuple):
-    """How calls and thinking are written; None: not known, or not to be told apart."""
+    """Formats of tool calls and reasoning; None if unknown, or not to be parsed."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -36,17 +36,18 @@ async def formats_of(
     card: Callable[[float], Awaitable[EncodeReply]],
     writes: Callable[[str], Awaitable[bool]],
 ) -> Formats:
-    """Choose the formats.
+    """Select the formats.
 
-    A form whose marks this model has as special tokens is left out: no grammar writes them.
+    A grammar form whose delimiters are special tokens of this model is removed, since grammars
+    cannot produce them.
 
     Args:
-        config: What the operator said.
-        card: What the tokenizers say of the model; asked only where it is left to the template.
-        writes: Whether a mark is written as text, by the tokenizers; asked where that matters.
+        config: The configuration.
+        card: Returns the model's metadata; called only if a format is detected from the template.
+        writes: Whether the tokenizers decode a delimiter as text; called only if that matters.
 
     Raises:
-        EngineError: No tokenizer is there to say what the template shows.
+        EngineError: No tokenizer is available to describe the template.
     """
     gen_requests = (
         config.tool_call_parser == ToolParser.AUTO
@@ -67,11 +68,11 @@ async def _formed(format_: ToolFormat, writes: Callable[[str], Awaitable[bool]])
 
 
 def parsers_of(config: GatewayConfig, shown: EncodeReply | None) -> tuple[str | None, str | None]:
-    """The names of the formats of calls and of thinking, as far as they are known.
+    """Names of the tool call and reasoning formats, as far as they are known.
 
     Args:
-        config: What the operator said.
-        shown: What the tokenizers say of the model, if they were asked.
+        config: The configuration.
+        shown: The tokenizers' description of the template, if it was requested.
     """
     tools: str | None = config.tool_call_parser
     reasoning: str | None = config.reasoning_parser

@@ -1,4 +1,4 @@
-"""Runs a reader of answers, a piece of text at a time."""
+"""Runs a reader on text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class IncrementalReader:
-    """A reader and the text that it waits for."""
+    """A reader and its pending text."""
 
     def __init__(self, read: Callable[[Reader], Steps[None]]) -> None:
         self._reader = Reader()
@@ -22,20 +22,20 @@ class IncrementalReader:
 
     @property
     def held(self) -> int:
-        """Characters that wait for what decides what they are."""
+        """Number of characters held back until later text decides what they are."""
         return self._reader.held
 
     def feed(self, text: str) -> None:
-        """Let it read the next piece."""
+        """Read the next piece."""
         self._reader.push(text)
         self._run()
 
     def end(self) -> None:
-        """Let it read what is left: no more will come."""
+        """Read the rest: no more text will arrive."""
         self._reader.close()
         self._run()
-        assert self._done, "a reader waits for text that will not come"
-        assert self._reader.ended, "a reader leaves text unread"
+        assert self._done, "a reader waits for text that will not arrive"
+        assert self._reader.ended, "a reader left text unread"
 
     def _run(self) -> None:
         if not self._done:

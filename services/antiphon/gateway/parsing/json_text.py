@@ -1,7 +1,7 @@
-"""JSON read from a text that comes in pieces: values passed on as they are written.
+"""Incremental JSON: values are emitted as they arrive.
 
-Brackets and quotes are followed, and nothing else is checked: whoever reads the arguments of a call
-checks them anyway, and sees what the model wrote.
+Only brackets and quotes are tracked. Nothing else is validated: the consumer of a call's arguments
+validates them anyway, and sees what the model generated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.reader import Reader
 
 NAME_MAX = 256
-"""Longest name of a tool or key that is read, in characters as they are written."""
+"""Maximum length of a tool name or key, in characters as written."""
 
 _CLOSERS = {"{": "}", "[": "]"}
 _PLAIN = re.compile(r"[\s\w+\-.,:]*")
@@ -26,9 +26,9 @@ _NULL_MAX = 5
 
 
 def value(reader: Reader, emit: Emit) -> Steps[bool]:
-    """Emit the JSON value that comes next; False if it is broken or cut off.
+    """Emit the next JSON value; return False if it is malformed or truncated.
 
-    What is broken has been emitted up to there, and the rest is not read.
+    A malformed value is emitted up to the error; the rest is not read.
     """
     closers: list[str] = []
     while True:
@@ -54,7 +54,7 @@ def value(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def string(reader: Reader, emit: Emit) -> Steps[bool]:
-    """Emit a string with its quotes; False if it is cut off. A quote comes next."""
+    """Emit a string with its quotes; return False if it is truncated. A quote comes next."""
     emit((yield from reader.take(1)))
     while True:
         yield from reader.run(_LETTERS, emit)
@@ -68,7 +68,7 @@ def string(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def text(reader: Reader) -> Steps[str | None]:
-    """Read a string and return its text; None if no sound string of bearable length comes next."""
+    """Read a string and return its text; None if no valid string of that length comes next."""
     if (yield from reader.peek()) != '"':
         return None
     parts: list[str] = []
@@ -87,7 +87,7 @@ def arguments(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def decoded(written: str) -> str | None:
-    """The text of a string's JSON; None if it is not sound, or is no Unicode."""
+    """Decode a JSON string; None if it is invalid JSON or Unicode."""
     try:
         decoded: object = json.loads(written, strict=False)
         if not isinstance(decoded, str):
@@ -111,7 +111,7 @@ def _scalar(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def _up_to(parts: list[str], most: int) -> Emit:
-    """Collect text, and of what is longer only so much that it is not sound any more."""
+    """Collect text; a longer text is cut so that it is no longer valid."""
     left = most + 2
 
     def collect(part: str) -> None:

@@ -1,4 +1,4 @@
-"""A grammar of any kind as a part of a structural tag."""
+"""Converts any grammar to a part of a structural tag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def node_of(grammar: Grammar) -> Json:
-    """Write the grammar as a format of structural tags."""
+    """Convert a grammar to a structural tag format."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
@@ -28,7 +28,7 @@ def node_of(grammar: Grammar) -> Json:
 
 
 def _decoded(text: str) -> Json:
-    """A text that is not JSON stays one: what compiles the grammar refuses it, and says why."""
+    """Decode JSON; other text stays text, which the grammar compiler rejects with a reason."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Python literals read from a text that comes in pieces, and told as JSON."""
+"""Incremental Python literals, emitted as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.reader import Emit, Reader, Steps
 
 DEPTH_MAX = 64
-"""Deepest nesting of values that is read."""
+"""Maximum nesting depth of values."""
 
 _WORD = re.compile(r"[\w+\-.]*")
 _WORD_MAX = 64
@@ -30,7 +30,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def literal(reader: Reader, emit: Emit, depth: int = 0) -> Steps[bool]:
-    """Tell the value that comes next; False if it is broken or cut off."""
+    """Emit the next value; return False if it is malformed or truncated."""
     character = yield from reader.peek()
     if depth > DEPTH_MAX:
         return False
@@ -89,7 +89,7 @@ def _dict(reader: Reader, emit: Emit, depth: int) -> Steps[bool]:
 
 
 def _key(reader: Reader, emit: Emit) -> Steps[bool]:
-    """Tell a key as a string, which keys are in JSON."""
+    """Emit a key as a string, since JSON keys are strings."""
     if (yield from reader.peek()) in _LETTERS:
         return (yield from _string(reader, emit))
     word = yield from reader.word(_WORD, _WORD_MAX)
@@ -113,14 +113,14 @@ def _string(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def _escape(reader: Reader, emit: Emit) -> Steps[bool]:
-    """Tell what stands after a backslash; what has no meaning keeps the backslash."""
+    """Emit an escape sequence; one without a meaning keeps its backslash."""
     character = yield from reader.take(1)
     if character in _HEX_DIGITS:
         digits = yield from reader.take(_HEX_DIGITS[character])
         if len(digits) < _HEX_DIGITS[character] or not re.fullmatch(r"[0-9a-fA-F]+", digits):
             return False
         code = int(digits, 16)
-        # JSON writes the halves of a character apart, as Python's short form does.
+        # JSON writes surrogate pairs separately, as Python's short form does.
         emit(f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(min(code, 0x10FFFF))))
         return True
     emit(escaped(_ESCAPES.get(character, "\\" + character)))
@@ -128,7 +128,7 @@ def _escape(reader: Reader, emit: Emit) -> Steps[bool]:
 
 
 def _number(word: str) -> str:
-    """The JSON of a number; nothing if it is none."""
+    """Convert a number to JSON; empty if it is not one."""
     if not word.isascii() or not any(letter.isdigit() for letter in word):
         return ""
     try:

@@ -1,10 +1,10 @@
-"""Text that comes in pieces, read as if it were all there.
+"""Reads text that arrives in pieces as if it were complete.
 
 A format is a generator: it reads by `yield from` the methods of a `Reader`, which wait (`yield`)
-where the text at hand does not decide what comes next. No method looks at where a piece ends for
-any other purpose, so what a format makes of a text cannot depend on how the text was cut.
+while the available text does not decide what comes next. No method uses piece boundaries otherwise,
+so the output of a format cannot depend on how the text was split.
 
-The reader forgets what was read: what it holds is what is undecided.
+The reader discards what was read: it holds only the undecided text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Steps = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 TRIM_MAX = 16
-"""Most white space that is dropped before a mark, and so the most that waits for one."""
+"""Maximum white space dropped before a delimiter, and so the most that is held for one."""
 
 _WHITE = " \t\r\n"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -31,10 +31,10 @@ def drop(_: str) -> None:
 
 
 class Marks:
-    """Strings to be found in a text: the earliest counts.
+    """Strings to search for: the earliest match counts.
 
-    None may stand inside another one except as its end, or which one is found would depend on how
-    much of the text is there.
+    None may occur inside another one except at its end, or the match would depend on how much of
+    the text has arrived.
     """
 
     def __init__(self, *marks: str, trim: bool = False, trim_end: bool = False) -> None:
@@ -42,12 +42,12 @@ class Marks:
 
         Args:
             marks: The strings.
-            trim: Whether white space before a mark belongs to it.
-            trim_end: Whether the end of the text counts as a mark in this.
+            trim: Whether white space before a match belongs to it.
+            trim_end: Whether the end of the text counts as a match for trimming.
         """
         for mark in marks:
             inner = [other for other in marks if other != mark and other in mark[:-1]]
-            assert not inner, f"{mark!r} holds {inner}"
+            assert not inner, f"{mark!r} contains {inner}"
         trim = trim or trim_end
         self.trim = trim
         self.trim_end = trim_end
@@ -58,45 +58,45 @@ class Marks:
         self._held_max = max(map(len, marks), default=0) + (TRIM_MAX if trim else 0)
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
-        """Find the first mark from there on."""
+        """Find the first match from a position."""
         return self._found.search(text, at) if self._found else None
 
     def held_from(self, text: str, at: int) -> int:
-        """The place from which on the text may be, or become, a part of a mark."""
+        """Position from which the text may be, or become, part of a match."""
         held = self._held.search(text, max(at, len(text) - self._held_max))
         assert held is not None, "the empty end always matches"
         return held.start()
 
 
 AFTER_CALLS = Marks(trim_end=True)
-"""No mark at all; white space at the end is dropped."""
+"""No strings: only white space at the end is dropped."""
 
 
 class Reader:
-    """The text of one answer, as far as it has come and has not been read."""
+    """The part of one output that has arrived and was not read."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._ended = False
         self.trimmed = ""
-        """The white space that was dropped before the last mark."""
+        """White space dropped before the last match."""
         self._kept: list[str] | None = None
         self._kept_from = 0
         self._show: Emit | None = None
 
     @property
     def held(self) -> int:
-        """Characters that came and were not read yet."""
+        """Number of unread characters."""
         return len(self._text) - self._at
 
     @property
     def ended(self) -> bool:
-        """Whether everything was read and no more will come."""
+        """Whether everything was read and no more will arrive."""
         return self._ended and self._at == len(self._text)
 
     def push(self, text: str) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         if self._kept is not None:
             self._kept.append(self._text[self._kept_from : self._at])
         self.flush()
@@ -105,28 +105,28 @@ class Reader:
         self._at = 0
 
     def close(self) -> None:
-        """Say that no more will come."""
+        """Signal that no more text will arrive."""
         self._ended = True
 
     def keep(self, read: str = "") -> None:
-        """Remember what is read from here on, and before it what was `read` just now."""
+        """Record what is read from here on, after `read`, which was read just now."""
         self.forget()
         self._kept = [read]
         self._kept_from = self._at
 
     def kept(self) -> str:
-        """Return what was read since `keep`, and forget it; empty where nothing is kept."""
+        """Return the recorded text and stop recording; empty if nothing is recorded."""
         parts = [*self._kept, self._text[self._kept_from : self._at]] if self._kept else []
         self.forget()
         return "".join(parts)
 
     def forget(self) -> None:
-        """Remember nothing any more, and copy nothing."""
+        """Stop recording and copying."""
         self.flush()
         self._kept = self._show = None
 
     def show(self, emit: Emit) -> None:
-        """Copy what is read from here on, as it is, until `keep`, `kept` or `forget`."""
+        """Copy what is read from here on, unchanged, until `keep`, `kept` or `forget`."""
         self.forget()
         self._show = emit
         self._kept_from = self._at
@@ -137,13 +137,16 @@ class Reader:
         return self._show is not None
 
     def flush(self) -> None:
-        """Copy what was read, if it is copied."""
+        """Copy what was read, if copying is on."""
         if self._show is not None and self._at > self._kept_from:
             self._show(self._text[self._kept_from : self._at])
             self._kept_from = self._at
 
     def until(self, marks: Marks, emit: Emit) -> Steps[str | None]:
-        """Emit text up to a mark and read the mark, too. None: the text ended without one."""
+        """Emit text up to a match and read the match.
+
+        Returns None if the text ended without one.
+        """
         while True:
             found = marks.search(self._text, self._at)
             if found is not None:
@@ -168,7 +171,7 @@ class Reader:
         self._emit_to(len(self._text), emit)
 
     def run(self, pattern: re.Pattern[str], emit: Emit = drop) -> Steps[None]:
-        """Emit characters as long as they match; `pattern` is of the form `[...]*`."""
+        """Emit characters while they match; `pattern` has the form `[...]*`."""
         while True:
             match = pattern.match(self._text, self._at)
             assert match is not None, "a run may be empty"
@@ -178,11 +181,11 @@ class Reader:
             yield
 
     def space(self) -> Steps[None]:
-        """Read white space, however much."""
+        """Read white space."""
         yield from self.run(_SPACE)
 
     def word(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
-        """Read characters as long as they match, at most so many; `pattern` is as in `run`."""
+        """Read up to `most` characters while they match; `pattern` is as in `run`."""
         while True:
             match = pattern.match(self._text, self._at, self._at + most)
             assert match is not None, "a word may be empty"
@@ -200,7 +203,7 @@ class Reader:
         return self._text[self._at]
 
     def take(self, count: int) -> Steps[str]:
-        """Read so many characters, or fewer where the text ends."""
+        """Read this many characters, or fewer at the end."""
         while len(self._text) - self._at < count and not self._ended:
             yield
         taken = self._text[self._at : self._at + count]
@@ -208,9 +211,9 @@ class Reader:
         return taken
 
     def starts(self, *literals: str) -> Steps[str | None]:
-        """Read one of these if it comes next; else read nothing.
+        """Read one of these strings if it comes next, else nothing.
 
-        None of them may begin with another one.
+        None may be a prefix of another one.
         """
         while True:
             for literal in literals:
@@ -223,7 +226,7 @@ class Reader:
             yield
 
     def _trimmed(self, end: int) -> int:
-        """Where the text up to there ends without its white space."""
+        """Position of the end without trailing white space."""
         least = max(self._at, end - TRIM_MAX)
         return least + len(self._text[least:end].rstrip(_WHITE))
 
@@ -235,7 +238,7 @@ class Reader:
 
 
 def _beginning(mark: str) -> str:
-    """A pattern of all beginnings of a mark but the whole of it, the longest first."""
+    """A pattern of all proper prefixes of a delimiter, the longest first."""
     pattern = ""
     for character in reversed(mark[:-1]):
         pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")

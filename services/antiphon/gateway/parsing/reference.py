@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAGE = Path("docs/tools.md")
 
-_HEAD = """# Tool calls and thinking
+_HEAD = """# Tool calls and reasoning
 
 <!-- Written by `python -m antiphon.gateway.parsing.reference`; change the text there. -->
 
@@ -46,7 +46,7 @@ content.
 * Text after a call is content.
 * With `parallel_tool_calls: false` only the first call is returned.
 
-## Which tool is called
+## Tool choice
 
 | `tool_choice` | tools in the prompt | constraint |
 |---|---|---|
@@ -87,7 +87,7 @@ def page() -> str:
     return "\n".join(
         [
             _HEAD,
-            "## Formats of tool calls\n",
+            "## Tool call formats\n",
             *tools,
             f"\nNot supported, and rejected by name: {_names(values()['--tool-call-parser'])}.\n",
             "## Formats of thinking\n",
@@ -104,7 +104,7 @@ def _tool(format_: ToolFormat) -> tuple[str, ...]:
     return (
         _names(format_.names),
         _code(format_.example),
-        _held(format_),
+        _constraint_cell(format_),
         f"`{shown}`" if ":" in shown else shown,
     )
 
@@ -113,18 +113,18 @@ def _reasoning(format_: ReasoningFormat) -> tuple[str, ...]:
     return (
         _names(format_.names),
         _code(f"{format_.begin}...{format_.end}"),
-        _beginning(format_),
+        _start_cell(format_),
         f"`{format_.switch}`" if format_.switch else "",
     )
 
 
-def _held(format_: ToolFormat) -> str:
+def _constraint_cell(format_: ToolFormat) -> str:
     if format_.form is not None and format_.form.marks:
         return "if its markers are text; else as JSON"
     return "yes" if format_.form or format_ is JSON_CALLS else "no: as JSON"
 
 
-def _beginning(format_: ReasoningFormat) -> str:
+def _start_cell(format_: ReasoningFormat) -> str:
     if format_.shown:
         return "as thinking, which stays in the content with its start marker"
     return "as thinking" if format_.inside else "with the start marker, if it thinks"

@@ -1,1 +1,1 @@
-"""Records of requests: a log, a file of metrics, and what a crash leaves behind."""
+"""Records of requests: a log, a metrics file, and crash dumps."""

@@ -1,4 +1,4 @@
-"""What a gateway leaves behind when it crashes or gets SIGQUIT: its requests, as JSON lines."""
+"""Crash dumps: the requests of a gateway that crashes or receives SIGQUIT, as JSON lines."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NAMES_MAX = 100
 class CrashDump:
     """Writes `<folder>/<host>/crash_dump_<time>.jsonl` once.
 
-    The first line counts what follows: unfinished requests, then finished ones, the latest first,
-    as many as the bound allows.
+    The first line has counts; unfinished requests follow, then finished ones, the latest first, up
+    to the size limit.
 
     Args:
-        folder: The operator's.
+        folder: The configured folder.
         instance: This gateway.
         bytes_max: Maximum size of the file.
-        unix_ms: The wall clock.
+        unix_ms: Wall clock.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CrashDump:
         self._written = False
 
     def write(self, reason: str, records: Sequence[RequestRecord]) -> None:
-        """Write the requests in their order, unless a dump was written. Blocks; never raises."""
+        """Write the requests in order, unless a dump was written. Blocks; never raises."""
         if self._written:
             return
         self._written = True
@@ -90,7 +90,7 @@ class CrashDump:
         return path
 
     def _open(self, now: int) -> tuple[Path, int]:
-        """Open a new file; two gateways of a host may crash in the same second."""
+        """Open a new file; two gateways on a host may crash in the same second."""
         moment = time.strftime("%Y%m%d_%H%M%S", time.gmtime(now / 1000))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         for number in range(_NAMES_MAX):
@@ -100,14 +100,14 @@ class CrashDump:
                 return path, os.open(path, flags, 0o600)
             except FileExistsError:
                 continue
-        raise FileExistsError(f"{_NAMES_MAX} crash dumps of {moment} are in {self._folder}")
+        raise FileExistsError(f"{self._folder} already has {_NAMES_MAX} crash dumps of {moment}")
 
 
 @contextmanager
 def dump_on_quit(dump: Callable[[str], None]) -> Generator[None]:
-    """Call `dump` at SIGQUIT, and end by the signal as without it.
+    """Call `dump` on SIGQUIT, then die by the signal as usual.
 
-    Does nothing outside the main thread, which alone gets signals.
+    Does nothing outside the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Records as lines: of the request log, of the file of metrics, and of a crash dump."""
+"""Formats records as lines of the request log, the metrics file, and crash dumps."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ if TYPE_CHECKING:
 
 RECEIVED, FINISHED, UNFINISHED = "request.received", "request.finished", "request.unfinished"
 PARAMETERS, TEXTS, EVERYTHING = 1, 2, 3
-"""From which level on sampling parameters are logged, texts are, and texts are not cut."""
+"""Levels from which sampling parameters are logged, texts are logged, and texts are complete."""
 
 _UNPRINTABLE = re.compile(
     r"[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )
-"""What JSON leaves as it is though it ends a line, or changes how a terminal shows one."""
+"""Characters that JSON leaves unescaped but that end a line or control a terminal."""
 
 
 def received(record: RequestRecord, level: int) -> dict[str, object]:
-    """The arrival of a request."""
-    return _head(RECEIVED, record.received_unix_ms, record) | _asked(record, level)
+    """Format the arrival of a request."""
+    return _head(RECEIVED, record.received_unix_ms, record) | _request_fields(record, level)
 
 
 def finished(record: RequestRecord, level: int) -> dict[str, object]:
-    """The end of a request, with all that was logged of its arrival."""
+    """Format the end of a request, with everything logged on arrival."""
     assert record.ended_unix_ms is not None
     line = _head(FINISHED, record.ended_unix_ms, record)
-    line |= _asked(record, level) | _end(record)
+    line |= _request_fields(record, level) | _end(record)
     if level >= PARAMETERS and record.error is not None:
-        line["error"] = record.error  # it may quote what the client sent
+        line["error"] = record.error  # it may quote the client's input
     return line | (_output(record, level) if level >= TEXTS else {})
 
 
 def exported(record: RequestRecord, model: str) -> dict[str, object]:
-    """The numbers of a finished request."""
+    """Format the metrics of a finished request."""
     assert record.ended_unix_ms is not None
     head = _head(FINISHED, record.ended_unix_ms, record)
     return {"timestamp": head["timestamp"], "model_name": model} | _named(record) | _end(record)
 
 
 def dumped(record: RequestRecord, unix_ms: int) -> dict[str, object]:
-    """All that is known of a request, finished or not."""
+    """Format a complete request, finished or not."""
     if record.ended_unix_ms is not None:
         return finished(record, EVERYTHING)
-    line = _head(UNFINISHED, unix_ms, record) | _asked(record, EVERYTHING)
+    line = _head(UNFINISHED, unix_ms, record) | _request_fields(record, EVERYTHING)
     return line | _output(record, EVERYTHING)
 
 
 def as_json(line: Mapping[str, object]) -> bytes:
-    """Write a line as a JSON object."""
+    """Format a line as a JSON object."""
     return _json(line).encode() + b"\n"
 
 
 def as_text(line: Mapping[str, object]) -> bytes:
-    """Write a line as a time, an event and `name=value` words; values with blanks are JSON."""
+    """Format a line as time, event and `name=value` words; values with spaces are JSON."""
     rest = dict(line)
     words = [str(rest.pop("timestamp")), str(rest.pop("event"))]
     words += [f"{name}={_word(value)}" for name, value in rest.items()]
@@ -69,7 +69,7 @@ def as_text(line: Mapping[str, object]) -> bytes:
 
 
 def stamp(unix_ms: int) -> str:
-    """Write a time as `2026-11-20T15:46:01.123Z`."""
+    """Format a time as `2026-11-20T15:46:01.123Z`."""
     seconds, milliseconds = divmod(unix_ms, 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{milliseconds:03d}Z"
@@ -91,7 +91,7 @@ def _named(record: RequestRecord) -> dict[str, object]:
     return found if record.priority is None else found | {"priority": record.priority}
 
 
-def _asked(record: RequestRecord, level: int) -> dict[str, object]:
+def _request_fields(record: RequestRecord, level: int) -> dict[str, object]:
     found: dict[str, object] = {}
     if level >= PARAMETERS and record.sampling is not None:
         found["sampling_params"] = record.sampling
@@ -109,7 +109,7 @@ def _output(record: RequestRecord, level: int) -> dict[str, object]:
     if level < EVERYTHING:
         texts = [str(TextTruncator().value(text)) for text in texts]
     found: dict[str, object] = {"output": texts}
-    # Below, a text that was cut ends in dots.
+    # A truncated text below this ends with an ellipsis.
     return found | {"cut": True} if record.cut and level >= EVERYTHING else found
 
 
@@ -131,7 +131,7 @@ def _end(record: RequestRecord) -> dict[str, object]:
 
 
 def _throughput(record: RequestRecord) -> float | None:
-    """Tokens a second after the first one."""
+    """Tokens per second after the first one."""
     tokens = record.usage.completion_tokens - 1
     return None if not record.decode_s or tokens < 1 else tokens / record.decode_s
 

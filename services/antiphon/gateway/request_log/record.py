@@ -1,7 +1,7 @@
-"""What is known of one request: kept by the request log from its arrival until some time after it.
+"""The record of one request, from its arrival until some time after its end.
 
-The loop fills a record until the request has ended; from then on it does not change, so that the
-writer's thread may read it.
+The event loop updates a record until the request has ended; then it no longer changes, so that the
+writer thread may read it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import RequestId
 
 CUT_CHARACTERS = 2048
-"""How much of an input or an output is logged at level 2, and of a parameter at level 1."""
+"""Maximum characters of an input or output logged at level 2, and of a parameter at level 1."""
 _BASE_BYTES = 1024
-"""What a record counts for without its texts."""
+"""Size of a record without its texts."""
 _ID_BYTES = 8
 _NAMES = {
     "tokens_min": "min_new_tokens",
     "seed": "sampling_seed",
     "processors": "custom_logit_processor",
 }
-"""SGLang's names of sampling parameters that have another one here."""
+"""SGLang's names of sampling parameters that differ."""
 _NO_SAMPLING = frozenset({"details"})
 _MORE = "..."
 
 
 class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request was sent with. It refers to the texts of the request and copies none."""
+    """The input of a request. It references the request's texts without copying."""
 
     messages: tuple[ChatMessage, ...] | None = None
     text: str | None = None
@@ -52,7 +52,7 @@ class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(
             messages=gen_request.messages,
             text=gen_request.prompt,
-            pair=gen_request.pair,
+            pair=gen_request.text_pair,
             suffix=gen_request.suffix,
             input_ids=gen_request.prompt_ids,
             tools=gen_request.template.tools,
@@ -61,7 +61,7 @@ class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory its texts take."""
+        """Approximate memory size of its texts."""
         texts = (self.text, self.pair, self.suffix, self.tools, self.chat_template_kwargs)
         size = sum(len(text) for text in texts if text is not None)
         size += _ID_BYTES * len(self.input_ids or ())
@@ -71,20 +71,20 @@ class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def cut(self) -> Mapping[str, object]:
-        """Write the first `CUT_CHARACTERS` of it."""
+        """Return its first `CUT_CHARACTERS`."""
         cut = TextTruncator()
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: cut.value(value) for name, value in fields.items() if value is not None}
 
 
 class TextTruncator:
-    """Cuts a value after so many characters of text in it; goes no further into it than that."""
+    """Truncates a value after a number of text characters, without visiting the rest."""
 
     def __init__(self, characters: int = CUT_CHARACTERS) -> None:
         self._left = characters
 
     def value(self, value: object) -> object:
-        """Return as much of it as there is room for."""
+        """Return as much of it as fits."""
         match value:
             case str():
                 taken = value[: max(0, self._left)]
@@ -124,22 +124,22 @@ class TextTruncator:
 
 
 class RequestRecord:
-    """One request.
+    """The record of one request.
 
     Attributes:
-        request_id: Its id in the cluster, and `rid` what the client calls it, or else the same.
-        api: By which API it came.
-        received_unix_ms: When it came.
-        sampling: The sampling parameters that it names, where these are logged.
-        content: Its input, where that is logged or dumped; cut already, or `RecordedInput`.
-        room: How many more characters of each output are kept.
-        held_bytes: What it counts for among the texts that are held.
-        texts: The output of each choice, in pieces; empty where outputs are not kept.
-        cut: Whether a text is longer than what is kept of it.
+        request_id: The cluster's request id; `rid` is the client's, or the same.
+        api: API of the request.
+        received_unix_ms: Time of arrival.
+        sampling: Its sampling parameters, if they are logged.
+        content: Its input, if it is logged or dumped: truncated, or a `RecordedInput`.
+        room: Characters of each output that may still be recorded.
+        held_bytes: Size of its texts.
+        texts: Output of each choice, in pieces; empty if outputs are not recorded.
+        cut: Whether a text was truncated.
         logged: Whether its arrival was logged.
-        private: Whether the client wants it left out of logs and dumps.
-        finish_reasons: Why each choice ended; None: it has not.
-        outcome: How it ended: the reason of its last choice, or the code of an error.
+        private: Whether it is excluded from logs and dumps.
+        finish_reasons: Finish reason of each choice; None while it is running.
+        outcome: Finish reason of the last choice, or an error code.
     """
 
     __slots__ = (
@@ -175,7 +175,7 @@ class RequestRecord:
         self.request_id = request_id
         self.rid = str(request_id if gen_request.key is None else gen_request.key)
         self.tenant = gen_request.tenant
-        self.api = gen_request.door
+        self.api = gen_request.api
         self.priority = gen_request.priority
         self.choices = gen_request.choices
         self.received_unix_ms = received_unix_ms
@@ -198,7 +198,7 @@ class RequestRecord:
         self.decode_s: float | None = None
 
     def keep(self, choice: int, text: str) -> int:
-        """Keep as much of a piece of output as there is room for; return its characters."""
+        """Record as much of an output piece as fits; return its number of characters."""
         if len(text) > self.room[choice]:
             self.cut = True
             text = text[: self.room[choice]]
@@ -208,12 +208,12 @@ class RequestRecord:
         return len(text)
 
     def finish(self, event: Finished) -> None:
-        """A choice has ended."""
+        """A choice has finished."""
         self.finish_reasons[event.choice] = str(event.reason)
 
 
 def sampling_of(gen_request: GenerationRequest) -> dict[str, object]:
-    """The sampling parameters that a request names, under SGLang's names; long ones are cut."""
+    """Return the request's sampling parameters by SGLang's names; long ones are truncated."""
     found: dict[str, object] = {}
     for name, field in zip(
         gen_request.sampling.__struct_fields__,
@@ -228,7 +228,7 @@ def sampling_of(gen_request: GenerationRequest) -> dict[str, object]:
         "n": gen_request.choices if gen_request.choices > 1 else None,
         "stop": gen_request.stop.strings or None,
         "stop_regex": gen_request.stop.patterns or None,
-        "dimensions": None if gen_request.pool is None else gen_request.pool.dimensions,
+        "dimensions": None if gen_request.pooling is None else gen_request.pooling.dimensions,
     }
     return found | {
         name: TextTruncator().value(one) for name, one in named.items() if one is not None

@@ -1,7 +1,7 @@
-"""Follows every request from its arrival to its end, and has written what is switched on.
+"""Records every request from its arrival to its end, and logs what is enabled.
 
-The entrance begins a record, the request's stream feeds it, and its terminal ends it: no endpoint
-takes part. With nothing switched on there are no records, and a stream does not know of them.
+Submission starts a record, the request's stream updates it, and its terminal event ends it; no
+endpoint takes part. With nothing enabled there are no records, and no overhead in streams.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINISHED_S = 300.0
-"""How long a finished request is held for a crash dump."""
+"""How long a finished request is kept for a crash dump."""
 _ALL_CHARACTERS = 2**62
 _QUEUED_BYTES = 2048
-"""What a queued record counts for beside its texts."""
+"""Size of a queued record without its texts."""
 
 
 class LogTarget(Protocol):
-    """Where lines go."""
+    """Destination of lines."""
 
     def write(self, line: bytes, unix_s: float) -> None:
         """Write a line. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Release what is open; another line opens it again."""
+        """Release open files; the next line opens them again."""
         ...
 
 
 class LoggingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What of requests is logged, and where: changed while the gateway runs."""
+    """What to log of requests, and where. Can be changed at run time."""
 
     enabled: bool
     level: LogLevel
@@ -77,11 +77,11 @@ class LoggingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLog:
-    """One a gateway.
+    """One per gateway.
 
     Attributes:
-        logging: What is logged now.
-        folders: Those that the settings name for the log.
+        logging: Current settings.
+        folders: Folders named by the settings.
     """
 
     def __init__(self, runtime: Runtime, model: str) -> None:
@@ -129,10 +129,10 @@ class RequestLog:
         self._open_targets()
 
     def check_folders(self) -> None:
-        """Make the folders that the settings name, where they are used.
+        """Create the configured folders that are in use.
 
         Raises:
-            ConfigError: One cannot be made or written to.
+            ConfigError: One cannot be created or is not writable.
         """
         config = self._config
         named = [config.crash_dump_folder, config.export_folder if config.export_metrics else ""]
@@ -144,9 +144,9 @@ class RequestLog:
                     raise ConfigError(f"request_log: the folder {name}: {error}") from error
 
     def begin(self, gen_request: GenerationRequest, request_id: RequestId) -> RequestRecord | None:
-        """Begin the record of a request, if any is kept."""
+        """Start the record of a request, if records are enabled."""
         active = self.logging.enabled or self._exported is not None or self.crash_dump is not None
-        if not active or gen_request.door == PROBE_API:
+        if not active or gen_request.api == PROBE_API:
             return None
         record = RequestRecord(gen_request, request_id, self._clock.unix_ms())
         if not record.private:
@@ -159,7 +159,7 @@ class RequestLog:
         return record
 
     def refuse(self, record: RequestRecord, error: BaseException, began_at: float) -> None:
-        """End the record of a request that was refused before it was open."""
+        """End the record of a request that was rejected before it was open."""
         record.e2e_s = self._clock.now() - began_at
         if isinstance(error, EngineError):
             record.outcome, record.error = error.code, error.message
@@ -168,10 +168,10 @@ class RequestLog:
         self._end(record)
 
     def follow(self, record: RequestRecord, event: StreamEvent) -> None:
-        """Take what a request said."""
+        """Update the record from an event."""
         match event:
             case TextDelta() if event.text and record.room[event.choice]:
-                self._keep(record, event.choice, event.text)
+                self._record_text(record, event.choice, event.text)
             case Finished():
                 record.finish(event)
             case _:
@@ -190,12 +190,12 @@ class RequestLog:
         self._end(record)
 
     def configure(self, wanted: LoggingOptions) -> None:
-        """Log otherwise from here on."""
+        """Change the settings."""
         self.logging = wanted
         self._open_targets()
 
     def dump(self, reason: str) -> None:
-        """Leave a crash dump, if there is a folder for it and none was written. Never raises."""
+        """Write a crash dump, if a folder is set and none was written. Never raises."""
         if self.crash_dump is not None:
             self._forget_old()
             held = (*self._open.values(), *reversed(self._finished))
@@ -206,7 +206,7 @@ class RequestLog:
         await self._writer.close()
 
     def _take_input(self, record: RequestRecord, gen_request: GenerationRequest) -> None:
-        """Keep of the input, and prepare to keep of the output, what will be written of it."""
+        """Record the parts of the input that may be written, and set the limit for the output."""
         level = self.logging.level if self.logging.enabled else -1
         whole = self.crash_dump is not None or level >= lines.EVERYTHING
         if whole or level >= lines.PARAMETERS:
@@ -227,7 +227,7 @@ class RequestLog:
             record.room = [CUT_CHARACTERS + 1] * record.choices
             record.held_bytes += CUT_CHARACTERS
 
-    def _keep(self, record: RequestRecord, choice: int, text: str) -> None:
+    def _record_text(self, record: RequestRecord, choice: int, text: str) -> None:
         if not self._make_room(len(text)):
             record.room, record.cut = [0] * record.choices, True
             return
@@ -236,7 +236,7 @@ class RequestLog:
         self._held_bytes += size
 
     def _make_room(self, size: int) -> bool:
-        """Forget finished requests until a text fits; say whether it does."""
+        """Discard finished requests until a text fits; return whether it does."""
         while self._held_bytes + size > self._config.held_bytes_max and self._finished:
             self._held_bytes -= self._finished.popleft().held_bytes
         return self._held_bytes + size <= self._config.held_bytes_max
@@ -293,7 +293,7 @@ class RequestLog:
         self._writer.put(size, run)
 
     def _open_targets(self) -> None:
-        """Keep the files of targets that stay, and close the others in the writer's thread."""
+        """Keep open files of unchanged targets, and close the others in the writer thread."""
         kept, before = {}, self._targets
         for name in self.logging.target if self.logging.enabled else ():
             kept[name] = before.get(name) or self._target(name)
@@ -309,7 +309,7 @@ class RequestLog:
 
 
 class RecordedStream(RequestStream):
-    """A stream whose events are recorded as well."""
+    """A stream whose events are also recorded."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class RecordedStream(RequestStream):
         self._request_log = request_log
 
     def put(self, event: StreamEvent, now: float) -> None:
-        """Add an event, wake the reader and record it."""
+        """Add an event, wake the reader, and record the event."""
         super().put(event, now)
         try:
             if self.ended is None:
@@ -338,5 +338,5 @@ class RecordedStream(RequestStream):
             else:
                 self._request_log.end(self._record, self, self.ended)
         except Exception:
-            # The request goes on: whether it is recorded is not its client's concern.
+            # The request continues: a failure to record must not affect its client.
             log.exception("event not recorded", extra={"request_id": self.submit.request_id})

@@ -1,8 +1,8 @@
-"""The one background writer of request records: bounded in bytes, and the event loop never waits.
+"""Background writer of request records: bounded in bytes, never blocks the event loop.
 
-Formatting and writing happen in its thread, which starts with the first record. A record that finds
-the queue full is dropped and counted; so is one that the disk does not take, which is logged once a
-minute.
+Formatting and writing happen in its thread, which starts with the first record. A record that does
+not fit into the queue is dropped and counted; so is one that cannot be written, which is logged
+once a minute.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.5
-"""How long a process that stops waits for what is queued."""
+"""How long a stopping process waits for queued records."""
 QUIET_S = 60.0
-"""Pause between two log lines about records that could not be written."""
+"""Minimum interval between log messages about records that could not be written."""
 _STDOUT = 1
 
 
@@ -34,9 +34,9 @@ class RecordWriter:
     """Runs writes in order, in one thread.
 
     Args:
-        bytes_max: Maximum size of what waits.
-        dropped: Counts records that are not written, by reason.
-        now: The clock of this process.
+        bytes_max: Maximum size of the queue.
+        dropped: Counts records that were not written, by reason.
+        now: Clock of this process.
     """
 
     def __init__(self, bytes_max: int, dropped: Counter, now: Callable[[], float]) -> None:
@@ -50,7 +50,7 @@ class RecordWriter:
         self._failed_at: float | None = None
 
     def put(self, size: int, write: Callable[[], None]) -> None:
-        """Have a record of about `size` bytes written, or drop it."""
+        """Queue a record of about `size` bytes, or drop it."""
         with self._lock:
             fits = self._queued_bytes + size <= self._bytes_max
             self._queued_bytes += size if fits else 0
@@ -92,9 +92,9 @@ class RecordWriter:
 
 
 class HourlyFile:
-    """Lines in a file an hour (UTC): `<folder>/<stem>_<YYYYMMDD>_<HH><suffix>`, mode 600.
+    """One file per hour (UTC): `<folder>/<stem>_<YYYYMMDD>_<HH><suffix>`, mode 600.
 
-    Used by the writer's thread only. A file that was removed is made again.
+    Used by the writer thread only. A deleted file is created again.
     """
 
     def __init__(self, folder: Path, stem: str, suffix: str) -> None:
@@ -103,7 +103,7 @@ class HourlyFile:
         self._suffix = suffix
         self._hour = ""
         self._descriptor: int | None = None
-        self._torn = False  # whether the file ends within a line: the disk took only a part of it
+        self._torn = False  # whether the file ends within a line, after a partial write
 
     def write(self, line: bytes, unix_s: float) -> None:
         """Append a line to the file of this time.
@@ -134,7 +134,7 @@ class HourlyFile:
 
 
 class StandardOutput:
-    """Lines on the standard output of the process."""
+    """Standard output of the process."""
 
     def write(self, line: bytes, unix_s: float) -> None:
         """Write a line.
@@ -146,27 +146,27 @@ class StandardOutput:
         write_all(_STDOUT, line)
 
     def close(self) -> None:
-        """It stays open."""
+        """Do nothing."""
 
 
 def folder_of(name: str) -> Path:
-    """The folder that a setting names."""
+    """Return the folder that a setting names."""
     return Path(name).expanduser()
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that only its owner reads, unless it is there.
+    """Create a folder that only its owner can read, unless it exists.
 
     Raises:
-        OSError: It cannot be made, or not be written to.
+        OSError: It cannot be created, or is not writable.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written to")
+        raise PermissionError(f"{folder} is not writable")
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, in as many pieces as that takes.
+    """Write all data, in as many pieces as needed.
 
     Raises:
         OSError: It cannot be written.

@@ -1,4 +1,4 @@
-"""What a client asks for, whichever door it came through; checked, and not yet encoded."""
+"""A request of any API: validated, and not yet tokenized."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from antiphon.wire.sampling import PoolParams, StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 PROBE_API = "health"
-"""The door of the one request that shows whether the model answers."""
+"""API name of the request that checks whether the model generates."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client said of sampling; unset fields take defaults. `top_k` -1 is off."""
+    """Sampling options of the client. Unset fields take defaults; `top_k` -1 disables it."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,23 +40,23 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model that thinks before its answer is met.
+    """How to handle the reasoning of a model.
 
     Attributes:
-        format: How it marks its thinking.
-        switched: What the request says of it; None: nothing.
-        end_id: The token that ends it, if it is one token.
-        call_marks: With these calls begin, which end it too.
+        format: Reasoning format of the model.
+        enabled: Whether the request enables reasoning; None if it does not set it.
+        end_id: Token that ends reasoning, if it is a single token.
+        call_marks: Delimiters that start a tool call, which also end reasoning.
     """
 
     format: ReasoningFormat
-    switched: bool | None = None
+    enabled: bool | None = None
     end_id: int | None = None
     call_marks: tuple[str, ...] = ()
 
 
 class TokenOutputFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client calls what it may be told of tokens."""
+    """The API's names of the token output fields, for error messages."""
 
     ids: str = "details.ids"
     logprobs: str = "details.logprobs"
@@ -70,37 +70,38 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
     Attributes:
-        door: The API it came by, for logs.
-        template: What the chat template gets beside the messages.
-        prompt_field: What the client called its prompt, where its API has another name for it.
-        fields: What it called other fields, where its API has other names for them.
-        pair: A second text, which is read together with `prompt`.
-        suffix: What comes after the gap to fill behind `prompt`.
-        special_tokens: Whether a prompt of text gets those of the tokenizer.
-        model: None takes the one that is served.
-        tokens_max: What the client said; `tokens_field` is what it called that.
-        grammar_field: What the client called the form of its answer.
-        tokens_default: In place of what it did not say; None fills the context.
-        choices: How many answers.
-        detail_fields: What the client calls what is told of tokens.
-        model_defaults: Whether the model's generation config comes before OpenAI's defaults.
-        thinking: How the model thinks; its answer's form begins behind that.
-        pool: The prompt becomes a vector, and nothing else is asked for.
-        priority: None takes the tenant's.
-        cache_salt: Who may share its cached prefixes, by `wire.digests.cache_salt`.
-        timeout_s: None takes the configured one.
-        private: Whether request logs and crash dumps leave it out.
-        auto_truncate: Whether `gateway.allow_auto_truncate` concerns it: not where the end of the
-            prompt is what is asked about, nor where the request itself says what happens.
+        api: API of the request, for logs.
+        template: Arguments of the chat template besides the messages.
+        prompt_field: The API's name of the prompt field, if it differs.
+        fields: The API's names of other fields, if they differ.
+        text_pair: Second text of a text pair, whose first is `prompt`.
+        suffix: Text after the insertion point that follows `prompt`.
+        special_tokens: Whether to add the tokenizer's special tokens to a text prompt.
+        model: Model name; None for the served model.
+        tokens_max: Output token limit of the client; `tokens_field` is the API's name of it.
+        grammar_field: The API's name of the output constraint.
+        tokens_default: Limit if `tokens_max` is unset; None fills the context.
+        choices: Number of choices.
+        detail_fields: The API's names of the token output fields.
+        model_defaults: Whether the model's generation config takes precedence over OpenAI's
+            defaults.
+        reasoning: How to handle reasoning; the output constraint applies after it.
+        pooling: Pooling parameters, if the prompt is pooled to a vector and nothing is generated.
+        priority: Scheduling priority; None for the tenant's.
+        cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
+        timeout_s: Timeout; None for the configured one.
+        private: Whether to exclude it from request logs and crash dumps.
+        auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
+            prompt matters (scoring), or if the request sets its own truncation.
     """
 
-    door: str
+    api: str
     model: str | None
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
     prompt_field: str | None = None
     fields: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
-    pair: str | None = None
+    text_pair: str | None = None
     suffix: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     continue_final_message: bool = False
@@ -115,8 +116,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     detail_fields: TokenOutputFields = TokenOutputFields()
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
-    thinking: ReasoningParams | None = None
-    pool: PoolParams | None = None
+    reasoning: ReasoningParams | None = None
+    pooling: PoolParams | None = None
     priority: int | None = None
     cache_salt: bytes = b""
     tenant: TenantId = DEFAULT_TENANT
@@ -128,7 +129,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_request(gen_request: GenerationRequest) -> None:
-    """Refuse what cannot be served whatever the model, for every door alike.
+    """Reject requests that no model can serve, for all APIs alike.
 
     Raises:
         InvalidRequest: Names the field.
@@ -137,7 +138,7 @@ def validate_request(gen_request: GenerationRequest) -> None:
         last = gen_request.messages[-1] if gen_request.messages else None
         if last is None or last.role != "assistant":
             raise InvalidRequest(
-                "continue_final_message needs a last message of the assistant",
+                "continue_final_message requires a final assistant message",
                 param="continue_final_message",
             )
     check_patterns(gen_request.stop.patterns, gen_request.choices)

@@ -1,4 +1,4 @@
-"""Whether a call to a queue of services may have got lost with the one that took it."""
+"""Detects calls to a queue group that may have been lost with the process that received them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Role
 
 STALE_S = 30.0
-"""How long a broker may give calls to who has fallen silent: as long as it takes to find out."""
+"""How long the broker may deliver calls to a dead process: the time to detect its death."""
 
 
 class LostCalls:
-    """Watches the processes of a role. Nobody knows which one took a call, so each counts."""
+    """Tracks the processes of a role. The receiver of a call is unknown, so every one counts."""
 
     def __init__(self, runtime: Runtime, role: Role) -> None:
         self._peers = runtime.peers
@@ -30,28 +30,28 @@ class LostCalls:
 
     @property
     def live_count(self) -> int:
-        """Processes that take work."""
+        """Number of processes that accept work."""
         return len(self._peers.accepting_work(self._role))
 
-    def may_be_lost(self, asked_at: float) -> bool:
-        """Whether a call that was made then may have gone to one that is silent or gone.
+    def may_be_lost(self, called_at: float) -> bool:
+        """Whether a call sent at `called_at` may have gone to a process that is stale or gone.
 
-        While none is alive, those that are silent are as likely busy, and there is no other to
-        call; where none is left at all, the broker says so.
+        While no process is alive, stale ones may merely be busy and there is no other to call. If
+        no process is left at all, the broker reports it.
         """
         if not self.live_count:
             return False
         silent = any(
             peer.liveness is not Liveness.ALIVE for peer in self._peers.with_role(self._role)
         )
-        return silent or asked_at <= self._until
+        return silent or called_at <= self._until
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
-        """Note who died. One that drained had answered its calls."""
+        """Record a death. A process that drained has answered its calls."""
         if change is not PeerChange.DIED or peer.heartbeat.role != self._role:
             return
         if peer.heartbeat.state is ProcessState.DRAINING:
             return
-        # The earlier life of one that came back took with it what it had, and takes no more.
+        # The previous incarnation of a restarted process lost its calls and receives no more.
         came_back = self._peers.age_s(peer) < self._silence_s
         self._until = max(self._until, self._clock.now() + (0.0 if came_back else STALE_S))

@@ -1,4 +1,4 @@
-"""Texts in, vectors or scores out: what every door that has them made shares."""
+"""Requests for vectors or scores, shared by all APIs that return them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import PoolingCard
 
 OPEN_MAX = 64
-"""Most of them that are under way at once; the others wait here for nobody but them."""
+"""Maximum number of pooling requests of one body in flight; the rest wait in the gateway."""
 
 Prompt = str | tuple[int, ...]
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a text became: float32, little-endian; `weights` names those that computed it."""
+    """Output of a pooling request: little-endian float32. `weights` is the weight version."""
 
     id: str
     vector: bytes
@@ -32,32 +32,32 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> list[float]:
-        """The vector, or the scores."""
+        """The values of the vector or the scores."""
         return list(unpack_floats(self.vector))
 
 
 def pool_params(card: PoolingCard, dimensions: int | None) -> PoolParams:
-    """Check how much of a vector is wanted.
+    """Check the requested number of dimensions.
 
     Raises:
-        InvalidRequest: There is not so much of it, or the model was not made to be cut there.
+        InvalidRequest: It exceeds the model's width, or the model does not support truncation.
     """
     if dimensions is None or dimensions == card.width:
         return PoolParams()
     text = None
     if dimensions > card.width:
-        text = f"dimensions: the vectors of this model have {card.width}"
+        text = f"dimensions: must be at most {card.width}, the width of this model's vectors"
     elif not card.matryoshka:
-        text = "dimensions: this model's vectors cannot be cut, or its config.json does not say so"
+        text = "dimensions: this model's vectors cannot be truncated, according to its config.json"
     elif card.cuts and dimensions not in card.cuts:
-        text = f"dimensions: this model has {', '.join(map(str, card.cuts))}"
+        text = f"dimensions: this model supports {', '.join(map(str, card.cuts))}"
     if text is not None:
         raise InvalidRequest(text, param="dimensions")
     return PoolParams(dimensions=dimensions)
 
 
 def pooled_vector(answer: CollectedResponse) -> Pooled:
-    """What the text of an answer became.
+    """Return the output of a collected response.
 
     Raises:
         Cancelled: The request was aborted.
@@ -67,7 +67,7 @@ def pooled_vector(answer: CollectedResponse) -> Pooled:
 
 
 def pooled_outputs(answer: CollectedResponse) -> TokenOutputs:
-    """What is told in place of an answer.
+    """Return the pooled output of a collected response.
 
     Raises:
         Cancelled: The request was aborted.

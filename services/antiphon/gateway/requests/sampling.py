@@ -1,4 +1,4 @@
-"""How long an answer may get, and what its tokens are drawn from: said, recommended, default."""
+"""Resolves sampling parameters: the request's, the operator's, the model's, then defaults."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ T = TypeVar("T")
 SEED_BITS = 63
 
 _TOP_K_ALL = 2**30
-"""SGLang's way to say: the whole vocabulary."""
+"""SGLang's value of top_k for the whole vocabulary."""
 
 
 NOTHING = SamplingDefaults()
 
 
 class Seeds:
-    """Seeds of the requests that name none.
+    """Seeds of requests without a seed.
 
-    With `model.random_seed` they are the sequence of one generator: requests that come in the same
-    order get the same seeds in every run, and no two requests share one. Deterministic inference
-    gives that very number to each, as SGLang does: there a result must not depend on what came
-    before.
+    With `model.random_seed` they come from one generator: requests that arrive in the same order
+    get the same seeds in every run, and no two requests share one. With deterministic inference
+    every request gets `random_seed` itself, as in SGLang, since results must not depend on earlier
+    requests.
     """
 
     def __init__(self, generator: random.Random, fixed: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Seeds:
 
     @classmethod
     def of(cls, settings: Settings, instance: InstanceId) -> Self:
-        """Read the settings. Two gateways with one `random_seed` draw two sequences."""
+        """Create from settings. Gateways with the same `random_seed` get different sequences."""
         seed = settings.model.random_seed
         if seed < 0:
             return cls(random.SystemRandom())
@@ -56,7 +56,7 @@ class Seeds:
         return cls(generator, seed if settings.model.deterministic else None)
 
     def fill(self, sampling: SamplingOptions) -> SamplingOptions:
-        """Give a seed to a request that names none; greedy sampling needs none."""
+        """Set the seed of a request without one; greedy sampling needs none."""
         if sampling.seed is not None or sampling.temperature == 0:
             return sampling
         seed = self._fixed
@@ -73,21 +73,21 @@ def answer_tokens(
     preferred: int | None = None,
     truncate: bool = False,
 ) -> int:
-    """Return how many tokens the answer may have.
+    """Return the maximum number of output tokens.
 
-    What the client does not bound is bounded by every worker that holds the prompt: the answer is
-    as long whoever runs it, and so everybody may.
+    A request without a limit is bounded by the smallest context length of the workers, so that the
+    result does not depend on the worker that runs it.
 
     Args:
         gen_request: The request.
-        prompt_tokens: Of its prompt.
-        contexts: The longest context of each worker.
-        preferred: The operator's limit for requests without one.
-        truncate: Whether the client gets what the context leaves if it wants more.
+        prompt_tokens: Length of its prompt.
+        contexts: Context length of each worker.
+        preferred: The operator's default for requests without a limit.
+        truncate: Whether a limit that is too large is reduced to what the context leaves.
 
     Raises:
         PromptTooLong: The prompt fills the context.
-        InvalidRequest: It is empty, or the client wants more than the context leaves.
+        InvalidRequest: The prompt is empty, or the limit exceeds what the context leaves.
     """
     context_tokens = max(contexts)
     if prompt_tokens == 0:
@@ -97,13 +97,13 @@ def answer_tokens(
             prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(gen_request)
         )
     if gen_request.tokens_max is None:
-        room = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
+        space = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
         limit = gen_request.tokens_default if preferred is None else preferred
-        return room if limit is None else min(limit, room)
+        return space if limit is None else min(limit, space)
     if gen_request.tokens_max > context_tokens - prompt_tokens:
         if truncate:
             return context_tokens - prompt_tokens
-        raise _too_many(gen_request, gen_request.tokens_max, prompt_tokens, context_tokens)
+        raise _context_exceeded(gen_request, gen_request.tokens_max, prompt_tokens, context_tokens)
     return gen_request.tokens_max
 
 
@@ -115,55 +115,59 @@ def sampling_params(
     vocabulary_size: int,
     preferred: SamplingDefaults = NOTHING,
 ) -> SamplingParams:
-    """Fill in what the client left open, but for the seed: see `Seeds`.
+    """Fill in all parameters that the request leaves unset, except the seed (see `Seeds`).
 
-    What the operator prefers goes before what the model recommends.
+    The operator's defaults take precedence over the model's recommendations.
 
     Raises:
-        InvalidRequest: A token is not in the vocabulary, or a number is out of its range.
+        InvalidRequest: A token is not in the vocabulary, or a number is out of range.
     """
-    said = gen_request.sampling
+    options = gen_request.sampling
     model = _over(preferred, recommended if gen_request.model_defaults else NOTHING)
-    for name, ids in _named_ids(said):
+    for name, ids in _named_ids(options):
         if max(ids, default=0) >= vocabulary_size:
-            text = f"{name} holds {max(ids)}; the vocabulary ends at {vocabulary_size - 1}"
+            text = (
+                f"{name}: token id {max(ids)} is out of range; the vocabulary ends at "
+                f"{vocabulary_size - 1}"
+            )
             raise InvalidRequest(text, param=name)
-    for processor in said.processors:
+    for processor in options.processors:
         if isinstance(processor, AllowRange) and processor.first > processor.last:
-            text = f"processors: first is {processor.first}, beyond last"
+            text = f"processors: first ({processor.first}) must not be greater than last"
             raise InvalidRequest(text, param="processors")
-    if gen_request.tokens_max is not None and said.tokens_min > gen_request.tokens_max:
-        text = f"min_tokens is {said.tokens_min}, more than {gen_request.tokens_field}"
+    if gen_request.tokens_max is not None and options.tokens_min > gen_request.tokens_max:
+        text = f"min_tokens is {options.tokens_min}, more than {gen_request.tokens_field}"
         raise InvalidRequest(text, param="min_tokens")
     return SamplingParams(
         max_new_tokens=tokens_max,
-        temperature=_first(said.temperature, model.temperature, 1.0),
-        top_p=_first(said.top_p, model.top_p, 1.0),
-        top_k=_top_k(_first(said.top_k, model.top_k, -1)),
-        min_p=_first(said.min_p, model.min_p, 0.0),
-        frequency_penalty=said.frequency_penalty,
-        presence_penalty=said.presence_penalty,
-        repetition_penalty=_first(said.repetition_penalty, model.repetition_penalty, 1.0),
-        min_new_tokens=min(said.tokens_min, tokens_max),
-        logit_bias=_bias(said.logit_bias),
-        processors=said.processors,
-        grammar=said.grammar,
-        seed=said.seed or 0,
-        stop_token_ids=said.stop_token_ids,
-        ignore_eos=said.ignore_eos,
-        details=_details(said.details),
+        temperature=_first(options.temperature, model.temperature, 1.0),
+        top_p=_first(options.top_p, model.top_p, 1.0),
+        top_k=_top_k(_first(options.top_k, model.top_k, -1)),
+        min_p=_first(options.min_p, model.min_p, 0.0),
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
+        repetition_penalty=_first(options.repetition_penalty, model.repetition_penalty, 1.0),
+        min_new_tokens=min(options.tokens_min, tokens_max),
+        logit_bias=_bias(options.logit_bias),
+        processors=options.processors,
+        grammar=options.grammar,
+        seed=options.seed or 0,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        details=_requested_outputs(options.details),
     )
 
 
-def _too_many(
+def _context_exceeded(
     gen_request: GenerationRequest, wanted: int, prompt_tokens: int, context_tokens: int
 ) -> InvalidRequest:
-    """An answer that does not fit: beside this prompt, or in any context."""
-    room = context_tokens - prompt_tokens
+    """The error for a limit that exceeds the context, with this prompt or with any."""
+    space = context_tokens - prompt_tokens
     if wanted > context_tokens:
         return InvalidRequest(
             f"{gen_request.tokens_field} is too large: {wanted}. The model's context of "
-            f"{context_tokens} tokens leaves at most {room} tokens for the completion of an "
+            f"{context_tokens} tokens leaves at most {space} tokens for the completion of "
+            "an "
             f"input of {prompt_tokens} tokens.",
             param=gen_request.tokens_field,
             details={OPENAI_CODE: "invalid_value"},
@@ -172,57 +176,65 @@ def _too_many(
         "Requested token count exceeds the model's maximum context length of "
         f"{context_tokens} tokens. You requested a total of {prompt_tokens + wanted} "
         f"tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens "
-        f"for the completion. With this input {gen_request.tokens_field} is at most {room}.",
+        f"for the completion. With this input {gen_request.tokens_field} is at most {space}.",
         param=gen_request.tokens_field,
         details={OPENAI_CODE: "context_length_exceeded"},
     )
 
 
-def _named_ids(said: SamplingOptions) -> Iterator[tuple[str, Collection[int]]]:
-    yield "stop_token_ids", said.stop_token_ids
-    yield "logit_bias", said.logit_bias
-    yield "details.named_ids", said.details.named_ids if said.details else ()
-    for processor in said.processors:
+def _named_ids(options: SamplingOptions) -> Iterator[tuple[str, Collection[int]]]:
+    yield "stop_token_ids", options.stop_token_ids
+    yield "logit_bias", options.logit_bias
+    yield "details.named_ids", options.details.named_ids if options.details else ()
+    for processor in options.processors:
         yield "processors", named_ids(processor)
-    yield "grammar.begins_after", said.grammar.begins_after if said.grammar else ()
+    yield "grammar.begins_after", options.grammar.begins_after if options.grammar else ()
 
 
-def _bias(said: Mapping[int, float]) -> LogitBias | None:
-    if not said:
+def _bias(biases: Mapping[int, float]) -> LogitBias | None:
+    if not biases:
         return None
-    if not all(abs(value) <= BIAS_MAX for value in said.values()):
-        raise InvalidRequest(f"a value is beyond {BIAS_MAX:g} either way", param="logit_bias")
-    return LogitBias(token_ids=pack_ids(said), values=pack_floats(said.values()))
+    if not all(abs(value) <= BIAS_MAX for value in biases.values()):
+        raise InvalidRequest(
+            f"logit_bias: values must be between {-BIAS_MAX:g} and {BIAS_MAX:g}", param="logit_bias"
+        )
+    return LogitBias(token_ids=pack_ids(biases), values=pack_floats(biases.values()))
 
 
-def _details(said: TokenOutputParams | None) -> TokenOutputParams | None:
-    """What is wanted; None where that is nothing."""
-    if said is None:
+def _requested_outputs(requested: TokenOutputParams | None) -> TokenOutputParams | None:
+    """Requested token outputs, or None if there are none."""
+    if requested is None:
         return None
-    wanted = said.ids or said.logprobs or said.top or said.named_ids or said.hidden
-    return said if wanted else None
+    wanted = (
+        requested.ids
+        or requested.logprobs
+        or requested.top
+        or requested.named_ids
+        or requested.hidden
+    )
+    return requested if wanted else None
 
 
 def _prompt_field(gen_request: GenerationRequest) -> str:
     return "prompt" if gen_request.messages is None else "messages"
 
 
-def _first(said: T | None, recommended: T | None, default: T) -> T:
-    if said is not None:
-        return said
+def _first(requested: T | None, recommended: T | None, default: T) -> T:
+    if requested is not None:
+        return requested
     return default if recommended is None else recommended
 
 
 def _top_k(top_k: int) -> int:
-    """0, which keeps every token, for all the ways to say so."""
+    """Normalize all values that disable top_k to 0."""
     return 0 if top_k < 0 or top_k >= _TOP_K_ALL else top_k
 
 
 def _over(above: SamplingDefaults, below: SamplingDefaults) -> SamplingDefaults:
-    """The fields of `above`, and of `below` those that it leaves open."""
-    said = {
+    """Return the fields of `above`, with unset ones taken from `below`."""
+    overrides = {
         name: value
         for name in above.__struct_fields__
         if (value := getattr(above, name)) is not None
     }
-    return msgspec.structs.replace(below, **said)
+    return msgspec.structs.replace(below, **overrides)

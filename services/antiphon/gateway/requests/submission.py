@@ -1,4 +1,4 @@
-"""From a checked request to an open one: the same way in, whichever door it came through."""
+"""Submission of a validated request, the same for all APIs."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RESERVED_OUTPUT_TOKENS = 6
-"""Tokens of the context that a truncated prompt leaves to its answer, as in SGLang."""
+"""Context tokens that truncation leaves for the output, as in SGLang."""
 
 
 class Submission:
-    """Encodes, opens, and holds the names of live requests."""
+    """Tokenizes and opens requests, and keeps the ids of running ones."""
 
     def __init__(
         self,
@@ -89,28 +89,29 @@ class Submission:
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
     def token_output_budget(self) -> TokenOutputBudget:
-        """Room for what is told of the tokens of one body's prompts."""
+        """Create the token output budget of one body."""
         return TokenOutputBudget(self._runtime.settings.gateway.details_bytes_max)
 
     async def submit(
-        self, gen_request: GenerationRequest, room: TokenOutputBudget
+        self, gen_request: GenerationRequest, budget: TokenOutputBudget
     ) -> RequestStream:
-        """Open a request; from here on the caller reads its stream, or leaves it.
+        """Open a request. The caller then reads its stream, or releases it.
 
         Args:
             gen_request: The request.
-            room: For what is told of its tokens, and of those of its body's other prompts.
+            budget: Token output budget, shared by all prompts of the body.
 
         Raises:
-            UnknownModel: It is not served here.
-            Forbidden: The tenant may not use it.
-            RateLimited: The tenant has used up one of its limits.
-            DuplicateRequest: A live request of this tenant and gateway has the same key.
-            Overloaded: As many requests are open as may be.
-            Unavailable: This process leaves, or no tokenizer is there.
-            InvalidRequest: The prompt or a limit does not fit the model or the tenant, or there is
-                not so much room.
-            Unsupported: An answer is wanted of a model that makes vectors, or the other way round.
+            UnknownModel: The model is not served.
+            Forbidden: The tenant may not use the model.
+            RateLimited: The tenant has reached one of its limits.
+            DuplicateRequest: A running request of this tenant and gateway has the same id.
+            Overloaded: The limit of open requests is reached.
+            Unavailable: This process is draining, or no tokenizer is available.
+            InvalidRequest: The prompt or a limit does not fit the model or the tenant, or the token
+                output budget is exceeded.
+            Unsupported: Generation was requested of a pooling model, or pooling of a generation
+                model.
         """
         with self._metrics.count_rejections(gen_request.tenant):
             if gen_request.model is not None and gen_request.model not in self._served:
@@ -118,30 +119,30 @@ class Submission:
             validate_request(gen_request)
             self._check_capacity(gen_request)
             with self._reserve_name(gen_request):
-                return await self._submit_with_reservation(gen_request, room)
+                return await self._submit_with_reservation(gen_request, budget)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
-        """Check that a tenant may have so many prompts answered together.
+        """Check that a tenant's concurrency limit allows this many prompts at once.
 
         Raises:
-            InvalidRequest: It never may.
+            InvalidRequest: It never does.
         """
         with self._metrics.count_rejections(tenant):
             self._access.check_concurrency(tenant, prompts)
 
     def max_concurrent(self, tenant: TenantId, most: int) -> int:
-        """How many prompts of one body may be under way at once, of at most so many."""
+        """Number of prompts of one body that may run at once, at most `most`."""
         return self._access.max_concurrent(tenant, most)
 
     @property
     def idle(self) -> bool:
-        """Whether it holds nothing: no request that enters, and no name."""
+        """Whether no request is being submitted or running."""
         return not (self._submitting or self._names)
 
     def abort(self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False) -> None:
-        """End every request whose name, or else its id, begins so, or is so: as aborted.
+        """Abort every request whose id (the client's, else the cluster's) has this prefix or is it.
 
-        With a `tenant` only its own.
+        With a `tenant`, only its requests.
         """
         for stream in self._driver.streams():
             if tenant is not None and stream.submit.tenant != tenant:
@@ -151,7 +152,7 @@ class Submission:
                 self._driver.abort(stream)
 
     def release(self, stream: RequestStream) -> None:
-        """Free the request's name, and cancel it unless it has ended."""
+        """Free the request's id; cancel the request if it has not ended."""
         if stream.name is not None:
             self._names.discard(stream.name)
         self._probes -= stream.api == PROBE_API
@@ -159,9 +160,9 @@ class Submission:
 
     @contextmanager
     def _reserve_name(self, gen_request: GenerationRequest) -> Generator[None]:
-        """Count a request that is not open yet, and take its name; keep it if all goes well."""
+        """Count a request being submitted and reserve its id, which is kept on success."""
         name = _name(gen_request)
-        probes = gen_request.door == PROBE_API
+        probes = gen_request.api == PROBE_API
         if name is not None:
             if name in self._names:
                 text = f"a request with the rid '{gen_request.key}' is running"
@@ -184,53 +185,55 @@ class Submission:
             text = f"this gateway is {self._runtime.health.state}"
             raise Unavailable(text, retry_after_s=1.0)
         most = self._runtime.settings.gateway.requests_max
-        if gen_request.door == PROBE_API:
-            return  # it has a place of its own: tenants neither lose one to it, nor take it
+        if gen_request.api == PROBE_API:
+            return  # health checks have a slot of their own
         if self._driver.open_count + self._submitting - self._probes >= most:
-            raise Overloaded(f"{most} requests are open, the limit", retry_after_s=1.0)
+            raise Overloaded(
+                f"too many open requests: the limit is {most}; retry later", retry_after_s=1.0
+            )
 
     async def _submit_with_reservation(
-        self, gen_request: GenerationRequest, room: TokenOutputBudget
+        self, gen_request: GenerationRequest, budget: TokenOutputBudget
     ) -> RequestStream:
-        """Hold a part of the tenant's limits: until the request's end, or until it fails here."""
-        hold = self._access.admit(gen_request, self._model)
-        # The seed is drawn before the first wait: in the order in which requests come.
+        """Reserve the tenant's quota until the request ends, or until submission fails."""
+        reservation = self._access.admit(gen_request, self._model)
+        # The seed is set before the first await, so that seeds follow the order of arrival.
         sampling = (
             gen_request.sampling
-            if gen_request.pool is not None
+            if gen_request.pooling is not None
             else self._seeds.fill(gen_request.sampling)
         )
-        priority = hold.tenant.priority(gen_request.priority)
+        priority = reservation.tenant.priority(gen_request.priority)
         salt = self._access.cache_salt(gen_request)
         gen_request = msgspec.structs.replace(
             gen_request, priority=priority, sampling=sampling, cache_salt=salt
         )
         try:
-            return await self._encode_and_open(gen_request, new_request_id(), hold, room)
+            return await self._encode_and_open(gen_request, new_request_id(), reservation, budget)
         except BaseException:
-            hold.end(0)
+            reservation.end(0)
             raise
 
     async def _encode_and_open(
         self,
         gen_request: GenerationRequest,
         request_id: RequestId,
-        hold: QuotaReservation,
-        room: TokenOutputBudget,
+        reservation: QuotaReservation,
+        budget: TokenOutputBudget,
     ) -> RequestStream:
         clock = self._runtime.clock
         came_at = clock.now()
         timeout_s = gen_request.timeout_s or self._runtime.settings.gateway.request_timeout_s
         deadline_unix_ms = deadline_in(timeout_s, clock)
         record = self._request_log.begin(gen_request, request_id)
-        whole = span(
-            f"gateway.{gen_request.door}",
+        trace = span(
+            f"gateway.{gen_request.api}",
             gen_request.traceparent,
             request_id=request_id,
             tenant=gen_request.tenant,
         ).start()
         try:
-            with request_context(request_id), span("gateway.encode", whole.traceparent) as here:
+            with request_context(request_id), span("gateway.encode", trace.traceparent) as here:
                 encoded = await self._tokenizers.encode(
                     gen_request,
                     request_id,
@@ -242,15 +245,15 @@ class Submission:
             with request_context(request_id):
                 encoded = self._truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))
-            gen_request = self._tokenizers.template_defaults.switched(gen_request)
+            gen_request = self._tokenizers.template_defaults.with_reasoning_default(gen_request)
             gen_request, inside = _apply_reasoning(gen_request, encoded.text_end)
-            tokens_max = self._reserve(gen_request, encoded, hold)
+            tokens_max = self._reserve(gen_request, encoded, reservation)
             submit = self._build_submit_request(
-                gen_request, encoded, tokens_max, request_id, deadline_unix_ms, whole.traceparent
+                gen_request, encoded, tokens_max, request_id, deadline_unix_ms, trace.traceparent
             )
-            room.reserve(submit, gen_request.detail_fields, hidden_size=encoded.hidden_size)
+            budget.reserve(submit, gen_request.detail_fields, hidden_size=encoded.hidden_size)
         except BaseException as error:
-            whole.end(error)
+            trace.end(error)
             if record is not None:
                 self._request_log.refuse(record, error, came_at)
             raise
@@ -258,7 +261,12 @@ class Submission:
             RequestStream if record is None else partial(RecordedStream, record, self._request_log)
         )
         stream = kind(
-            submit, whole, hold, api=gen_request.door, received_at=came_at, submitted_at=clock.now()
+            submit,
+            trace,
+            reservation,
+            api=gen_request.api,
+            received_at=came_at,
+            submitted_at=clock.now(),
         )
         stream.starts_in_reasoning = inside
         stream.truncated = encoded.untruncated_tokens is not None
@@ -268,24 +276,26 @@ class Submission:
         return stream
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
-        """Whether a request may get less than it asks for: of its prompt, and of its answer."""
+        """Whether the prompt or the token limit may be reduced to fit."""
         allowed = self._runtime.settings.gateway.allow_auto_truncate
-        # Without its end, a prompt with a gap would have neither the suffix nor the mark of it.
+        # A truncated fill-in-the-middle prompt would lose the suffix and its special token.
         return allowed and gen_request.auto_truncate and gen_request.suffix is None
 
     def _truncate_to_context(
         self, gen_request: GenerationRequest, encoded: EncodeReply
     ) -> EncodeReply:
-        """Truncate a prompt that leaves no room for its answer in any worker, if it may be."""
+        """Truncate a prompt that leaves no space for output in any worker, if allowed."""
         context_tokens = max(self._context_lengths(encoded))
         answers = gen_request.tokens_max != 0
         if (
             self._may_truncate(gen_request)
             and id_count(encoded.token_ids) + answers > context_tokens
         ):
-            kept = max(1, context_tokens - RESERVED_OUTPUT_TOKENS) if answers else context_tokens
-            if gen_request.pair is None or kept > (encoded.second_from or kept):
-                encoded = truncated(encoded, kept)
+            remaining = (
+                max(1, context_tokens - RESERVED_OUTPUT_TOKENS) if answers else context_tokens
+            )
+            if gen_request.text_pair is None or remaining > (encoded.second_from or remaining):
+                encoded = truncated(encoded, remaining)
         if encoded.untruncated_tokens is not None:
             log.warning(
                 "prompt truncated",
@@ -298,9 +308,9 @@ class Submission:
         return encoded
 
     def _reserve(
-        self, gen_request: GenerationRequest, encoded: EncodeReply, hold: QuotaReservation
+        self, gen_request: GenerationRequest, encoded: EncodeReply, reservation: QuotaReservation
     ) -> int:
-        """Charge all that a request may need; return how many tokens each answer may have."""
+        """Charge the maximum cost of a request; return the output token limit of each choice."""
         prompt_tokens = id_count(encoded.token_ids)
         tokens_max = answer_tokens(
             gen_request,
@@ -310,7 +320,7 @@ class Submission:
             truncate=self._may_truncate(gen_request),
         )
         return self._access.reserve(
-            hold, gen_request, prompt_tokens=prompt_tokens, tokens_max=tokens_max
+            reservation, gen_request, prompt_tokens=prompt_tokens, tokens_max=tokens_max
         )
 
     def _build_submit_request(
@@ -344,8 +354,8 @@ class Submission:
     def _sampling(
         self, gen_request: GenerationRequest, encoded: EncodeReply, tokens_max: int
     ) -> SamplingParams:
-        if gen_request.pool is not None:
-            pool = msgspec.structs.replace(gen_request.pool, second_from=encoded.second_from)
+        if gen_request.pooling is not None:
+            pool = msgspec.structs.replace(gen_request.pooling, second_from=encoded.second_from)
             return SamplingParams(max_new_tokens=0, pool=pool)
         return sampling_params(
             gen_request,
@@ -356,7 +366,7 @@ class Submission:
         )
 
     def _context_lengths(self, encoded: EncodeReply) -> set[int]:
-        """The longest context of each worker: its cache may hold less than the model takes."""
+        """Context length of each worker: its cache may be smaller than the model's context."""
         beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
         contexts = {
             min(encoded.context_tokens, beat.worker.context_tokens)
@@ -371,31 +381,31 @@ def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
 
 
 def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
-    """Refuse what the model does not do: it generates, or makes vectors of texts."""
-    if gen_request.pool is None and encoded.pooling is not None:
-        does = "scores labels" if encoded.pooling.scores else "embeds"
-        raise Unsupported(f"this model does not generate: it {does}", param="model")
-    if gen_request.pool is not None and encoded.pooling is None:
-        raise Unsupported("this model does not embed: it generates text", param="model")
+    """Reject generation of a pooling model, and pooling of a generation model."""
+    if gen_request.pooling is None and encoded.pooling is not None:
+        kind = "a classification model" if encoded.pooling.scores else "an embedding model"
+        raise Unsupported(f"this model does not generate text: it is {kind}", param="model")
+    if gen_request.pooling is not None and encoded.pooling is None:
+        raise Unsupported("this model does not embed: it is a text generation model", param="model")
 
 
 def _apply_reasoning(
     gen_request: GenerationRequest, text_end: str
 ) -> tuple[GenerationRequest, bool]:
-    """Put the form of an answer behind its thinking; say whether the answer begins as that.
+    """Apply the output constraint after reasoning; return whether the output starts in reasoning.
 
-    Its marks go along, for whoever counts the tokens of it.
+    The reasoning delimiters are included, for the worker's reasoning token count.
     """
-    thinks, grammar = gen_request.thinking, gen_request.sampling.grammar
-    if thinks is None:
+    reasoning, grammar = gen_request.reasoning, gen_request.sampling.grammar
+    if reasoning is None:
         return gen_request, False
-    inside = thinks.format.begins_inside(text_end or None, thinking=thinks.switched)
-    marks = thinks.format.marks(inside=inside, call_marks=thinks.call_marks)
+    inside = reasoning.format.begins_inside(text_end or None, thinking=reasoning.enabled)
+    marks = reasoning.format.marks(inside=inside, call_marks=reasoning.call_marks)
     gen_request = msgspec.structs.replace(
         gen_request, stop=msgspec.structs.replace(gen_request.stop, thinking=marks)
     )
-    if grammar is None or thinks.switched is False:
+    if grammar is None or reasoning.enabled is False:
         return gen_request, inside
-    behind = after_thinking(grammar, thinks.format, inside=inside, end_id=thinks.end_id)
+    behind = after_thinking(grammar, reasoning.format, inside=inside, end_id=reasoning.end_id)
     sampling = msgspec.structs.replace(gen_request.sampling, grammar=behind)
     return msgspec.structs.replace(gen_request, sampling=sampling), inside

@@ -1,4 +1,4 @@
-"""Variables of the chat template that the operator sets for requests that do not."""
+"""Operator defaults for chat template variables."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ if TYPE_CHECKING:
 
 
 class TemplateDefaults:
-    """Fills in what a conversation's request leaves open; its own variables win key by key.
+    """Fills in variables that a request does not set; the request's take precedence key by key.
 
     Args:
-        text: The JSON object of `gateway.chat_template_kwargs`.
+        text: JSON object of `gateway.chat_template_kwargs`.
     """
 
     def __init__(self, text: str) -> None:
         self._kwargs = read_template_kwargs(text)
 
     def filled(self, gen_request: GenerationRequest) -> GenerationRequest:
-        """Add the defaults to the template's variables, for a request of any API."""
-        said = self._said(gen_request)
-        if said is None:
+        """Add the defaults to the template variables of a request."""
+        variables = self._own_variables(gen_request)
+        if variables is None:
             return gen_request
-        options = msgspec.json.encode(self._kwargs | said).decode()
+        options = msgspec.json.encode(self._kwargs | variables).decode()
         template = msgspec.structs.replace(gen_request.template, options=options)
         return msgspec.structs.replace(gen_request, template=template)
 
-    def switched(self, gen_request: GenerationRequest) -> GenerationRequest:
-        """Let a default that turns thinking on or off count as if the request had set it."""
-        thinks, said = gen_request.thinking, self._said(gen_request)
-        if thinks is None or said is None or thinks.switched is not None:
+    def with_reasoning_default(self, gen_request: GenerationRequest) -> GenerationRequest:
+        """Apply a default that turns reasoning on or off as if the request had set it."""
+        reasoning, variables = gen_request.reasoning, self._own_variables(gen_request)
+        if reasoning is None or variables is None or reasoning.enabled is not None:
             return gen_request
-        switch = thinks.format.switch
-        default = None if switch is None or switch in said else self._kwargs.get(switch)
+        switch = reasoning.format.switch
+        default = None if switch is None or switch in variables else self._kwargs.get(switch)
         if not isinstance(default, bool):
             return gen_request
         return msgspec.structs.replace(
-            gen_request, thinking=msgspec.structs.replace(thinks, switched=default)
+            gen_request, reasoning=msgspec.structs.replace(reasoning, enabled=default)
         )
 
-    def _said(self, gen_request: GenerationRequest) -> dict[str, msgspec.Raw] | None:
-        """The request's own variables; None where no default can apply."""
+    def _own_variables(self, gen_request: GenerationRequest) -> dict[str, msgspec.Raw] | None:
+        """Return the request's variables, or None if no default can apply."""
         if not self._kwargs or gen_request.messages is None:
             return None
         try:
@@ -53,4 +53,4 @@ class TemplateDefaults:
                 gen_request.template.options or "{}", type=dict[str, msgspec.Raw]
             )
         except msgspec.DecodeError:
-            return None  # the tokenizer refuses it, and names the field
+            return None  # the tokenizer rejects it and names the field

@@ -1,4 +1,4 @@
-"""How much may be told of tokens beside their text: refused before anything runs, not midway."""
+"""Limits the size of token outputs (logprobs, hidden states) before a request runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 TEXT_BYTES = 16
-"""About a token's text and its bytes, with its id, in a message."""
+"""Approximate message bytes of a token's text, bytes and id."""
 
 
 def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> None:
-    """Check that the prompt reaches to where log-probabilities of it are to begin.
+    """Check that logprobs do not start after the end of the prompt.
 
     Raises:
-        InvalidRequest: It is shorter.
+        InvalidRequest: They do.
     """
     wanted = gen_request.sampling.details
     if wanted is not None and wanted.prompt_start > prompt_tokens:
@@ -36,7 +36,7 @@ def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> N
 
 
 class TokenOutputBudget:
-    """Room for what is told of the tokens of all prompts of one body."""
+    """Byte budget for the token outputs of all prompts of one body."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -45,16 +45,15 @@ class TokenOutputBudget:
     def reserve(
         self, submit: SubmitRequest, fields: TokenOutputFields, *, hidden_size: int
     ) -> None:
-        """Count what a request may be told, if it comes to its longest.
+        """Reserve the maximum size of a request's token outputs.
 
         Args:
             submit: The request.
-            fields: What its client calls the things that are told.
-            hidden_size: Numbers of a hidden state.
+            fields: The API's names of the token output fields.
+            hidden_size: Size of a hidden state.
 
         Raises:
-            InvalidRequest: With what was counted before it is too much; names the field that wants
-                the most.
+            InvalidRequest: The budget is exceeded; names the field with the largest share.
         """
         columns = _bytes_per_token(submit, hidden_size)
         tokens = _reported_tokens(submit)
@@ -63,21 +62,23 @@ class TokenOutputBudget:
             return
         field = str(msgspec.structs.asdict(fields)[max(columns, key=lambda name: columns[name])])
         text = (
-            f"{field}: what is told of the tokens may take {self._bytes} bytes, "
-            f"{sum(columns.values())} for each of {tokens}; at most {self._bytes_max} "
-            "(gateway.details_bytes_max). Ask for fewer answers, or shorter ones, or for less"
+            f"{field}: token outputs may take {self._bytes} bytes ({sum(columns.values())}"
+            " per token "
+            f"for {tokens} tokens); the limit is {self._bytes_max} bytes "
+            "(gateway.details_bytes_max). "
+            "Request fewer choices, fewer tokens or fewer outputs"
         )
         raise InvalidRequest(text, param=field)
 
 
 def _reported_tokens(submit: SubmitRequest) -> int:
-    """Of how many tokens is told; a request of no new tokens is told what would come next."""
+    """Number of tokens with outputs. A request for no new tokens has one for the next position."""
     first = submit.sampling.details_from(id_count(submit.prompt_ids)) or 0
     return submit.choices * (max(1, submit.sampling.max_new_tokens) - first)
 
 
 def _bytes_per_token(submit: SubmitRequest, hidden_size: int) -> Mapping[str, int]:
-    """Bytes of one token, by what is told."""
+    """Bytes per token, by kind of output."""
     wanted = submit.sampling.details
     if wanted is None:
         return {"ids": 0}

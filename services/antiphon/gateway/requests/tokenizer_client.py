@@ -1,4 +1,4 @@
-"""Prompts to ids: asks a tokenizer; a second one if the first is slow, more if it may be gone."""
+"""Client of the tokenizer service; retries slow and lost calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CARD_TIMEOUT_S = 5.0
-"""How long a request waits for any tokenizer to be there."""
+"""Maximum time a request waits for a tokenizer to be available."""
 _WAIT_MAX_S = 30.0
 _CARD_WAIT_S = 5.0
 _DECODE_S = 10.0
@@ -57,7 +57,7 @@ _PAUSE_MAX_S = 2.0
 
 
 class TokenizerClient:
-    """Calls tokenizers. They hold nothing, so asking twice is harmless."""
+    """Calls tokenizers. They are stateless, so repeating a call is harmless."""
 
     def __init__(self, runtime: Runtime, model: ModelName) -> None:
         self._runtime = runtime
@@ -80,19 +80,19 @@ class TokenizerClient:
         *,
         truncate: bool = False,
     ) -> EncodeReply:
-        """Return the prompt's ids and what goes with them.
+        """Tokenize a prompt.
 
         Args:
             gen_request: The request.
             request_id: Its id.
-            deadline_unix_ms: When it ends.
-            traceparent: The span that this is a part of.
-            truncate: Whether a prompt longer than the context loses its end; else it is refused,
-                as is in any case a text that is too long to be encoded.
+            deadline_unix_ms: Its deadline.
+            traceparent: Parent span.
+            truncate: Whether to truncate a prompt longer than the context instead of rejecting it.
+                A text too long to be tokenized is rejected in any case.
 
         Raises:
-            InvalidRequest: The prompt cannot be encoded, or an id is not in the vocabulary.
-            EngineError: No tokenizer answered in time.
+            InvalidRequest: The prompt cannot be tokenized, or an id is not in the vocabulary.
+            EngineError: No tokenizer replied in time.
         """
         if self._card is not None:
             _check_length(gen_request, self._card, truncate=truncate)
@@ -108,7 +108,7 @@ class TokenizerClient:
             tenant=gen_request.tenant,
             messages=gen_request.messages,
             prompt=gen_request.prompt,
-            pair=gen_request.pair,
+            pair=gen_request.text_pair,
             suffix=gen_request.suffix,
             continue_final_message=gen_request.continue_final_message,
             template=gen_request.template,
@@ -124,11 +124,11 @@ class TokenizerClient:
     async def decode(
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> tuple[str, ...]:
-        """Write each row of ids as text.
+        """Decode each row of ids to text.
 
         Raises:
             InvalidRequest: An id is not in the vocabulary.
-            EngineError: No tokenizer answered in time.
+            EngineError: No tokenizer replied in time.
         """
         request = DecodeRequest(
             request_id=new_request_id(),
@@ -147,10 +147,10 @@ class TokenizerClient:
         return reply.texts
 
     async def token_id_of(self, mark: str) -> int | None:
-        """Return the id of a mark of the model's, if that is one token.
+        """Return the token id of a delimiter, if it is a single token.
 
         Raises:
-            EngineError: No tokenizer answered in time.
+            EngineError: No tokenizer replied in time.
         """
         if mark not in self._marks:
             request = EncodeRequest(
@@ -165,10 +165,10 @@ class TokenizerClient:
         return self._marks[mark]
 
     async def is_text(self, mark: str) -> bool:
-        """Whether a mark of the model's is text: special tokens write none.
+        """Whether a delimiter is plain text, as opposed to a special token.
 
         Raises:
-            EngineError: No tokenizer answered in time.
+            EngineError: No tokenizer replied in time.
         """
         if mark not in self._is_text:
             token = await self.token_id_of(mark)
@@ -177,10 +177,10 @@ class TokenizerClient:
         return self._is_text[mark]
 
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
-        """Return what the tokenizers say of the model, whatever was encoded with it.
+        """Return the model's metadata, from any earlier reply or a new call.
 
         Raises:
-            EngineError: None has ever answered, and none answers now.
+            EngineError: No tokenizer has ever replied, and none replies now.
         """
         if self._card is None:
             self._card = await self._hedged(
@@ -213,8 +213,8 @@ class TokenizerClient:
             prompt_ids = prompt_ids[: card.context_tokens]
         if max(prompt_ids, default=0) >= card.vocabulary_size:
             raise InvalidRequest(
-                f"prompt has the id {max(prompt_ids)}; the vocabulary ends at "
-                f"{card.vocabulary_size - 1}",
+                f"prompt: token id {max(prompt_ids)} is out of range; the vocabulary ends "
+                f"at {card.vocabulary_size - 1}",
                 param="prompt",
             )
         ids = pack_ids(prompt_ids)
@@ -243,22 +243,22 @@ class TokenizerClient:
     async def _call_until_answered(
         self, request: EncodeRequest, patience_s: float
     ) -> EncodeReply | EngineError:
-        """Ask until one answers, with pauses that grow.
+        """Call until a tokenizer replies, with increasing pauses.
 
-        Again after an error; once beside a call that is merely slow, if there is another tokenizer;
-        and as often as calls may have been lost. A tokenizer that died took its calls along, and
-        its successor is there in a moment.
+        Calls again after an error; once in parallel to a slow call, if there is another tokenizer;
+        and whenever calls may have been lost: a tokenizer that died took its calls along, and a new
+        one is available soon.
         """
         now = self._runtime.clock.now
-        give_up_at, asked_at = now() + patience_s, now()
+        give_up_at, called_at = now() + patience_s, now()
         pause_s, hedged = self._hedge_s, False
         calls = set[asyncio.Task[EncodeReply | EngineError]]()
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
                     hedges = bool(calls) and not hedged and self._lost_calls.live_count > 1
-                    if hedges or not calls or self._lost_calls.may_be_lost(asked_at):
-                        hedged, asked_at = hedged or hedges, now()
+                    if hedges or not calls or self._lost_calls.may_be_lost(called_at):
+                        hedged, called_at = hedged or hedges, now()
                         calls.add(group.create_task(self._call(request)))
                     done, calls = await asyncio.wait(
                         calls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
@@ -278,12 +278,12 @@ class TokenizerClient:
                     self._cancel(request.request_id)
 
     def _cancel(self, request_id: RequestId) -> None:
-        """Have tokenizers stop work for a request whose caller left, or has a reply."""
+        """Cancel the work of tokenizers for a request that was aborted or has its reply."""
         try:
             self._runtime.bus.publish(
                 CANCEL_ENCODE, CancelEncode(request_id=request_id), model=self._model
             )
-        except Unavailable as error:  # the text is encoded in vain, which hurts no other
+        except Unavailable as error:  # the text is tokenized in vain, which is harmless
             log.info("tokenizers not reached", extra={"code": error.code})
 
     async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
@@ -298,7 +298,7 @@ class TokenizerClient:
 
 
 def truncated(encoded: EncodeReply, tokens: int) -> EncodeReply:
-    """Keep the first tokens of a prompt, and of the rest of the reply what is true of these."""
+    """Keep the first tokens of a prompt, and the other fields of the reply that still apply."""
     return msgspec.structs.replace(
         encoded,
         token_ids=encoded.token_ids[: tokens * TOKEN_BYTES],
@@ -309,8 +309,8 @@ def truncated(encoded: EncodeReply, tokens: int) -> EncodeReply:
 
 
 def _check_length(gen_request: GenerationRequest, card: EncodeReply, *, truncate: bool) -> None:
-    """Refuse a text that no tokens of the vocabulary make short enough: no tokenizer is called."""
-    texts = (gen_request.prompt, gen_request.pair, gen_request.suffix)
+    """Reject a text that cannot fit the context however it is tokenized, without a call."""
+    texts = (gen_request.prompt, gen_request.text_pair, gen_request.suffix)
     length = sum(len(text) for text in texts if text is not None)
     length += sum(len(message.content) for message in gen_request.messages or ())
     most = characters_max(card.context_tokens, card.token_characters, truncate=truncate)
@@ -329,9 +329,9 @@ def _is_retryable(outcome: EncodeReply | EngineError) -> bool:
 
 
 def _public_error(error: EngineError) -> EngineError:
-    """Say what failed without naming the parts of the bus."""
+    """Describe the failure without naming internals of the bus."""
     if isinstance(error, DeadlineExceeded):
-        return Unavailable("no tokenizer answered in time", retry_after_s=1.0)
+        return Unavailable("no tokenizer replied in time", retry_after_s=1.0)
     if isinstance(error, Unavailable):
         return Unavailable("no tokenizer is available", retry_after_s=error.retry_after_s or 1.0)
     return error

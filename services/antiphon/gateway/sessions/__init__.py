@@ -1,1 +1,1 @@
-"""Sessions: what was said before, so that a request may go on from it, at any gateway."""
+"""Sessions: stored context that later requests continue from, at any gateway."""

@@ -1,7 +1,7 @@
-"""One session as a value: which requests are in it, and how they stand to each other. Pure.
+"""One session as a value: its requests and how they relate. Pure.
 
-A session is a tree: each request that has ended is a node under the one that it went on from. The
-value says how much each holds, and who runs it; what was said lies beside it, request by request.
+A session is a tree: each ended request is a node below the request it continued from. The value has
+the size and owner of each; their tokens are stored separately, per request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SessionPosition:
-    """Where in a session a request stands, as the client says it."""
+    """Position of a request in a session, as sent by the client."""
 
     session: str
     rid: str | None = None
@@ -33,10 +33,10 @@ class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request of a session.
 
     Attributes:
-        characters: Of what was new in it, and of its answer.
-        above: The request that it went on from.
-        owner: The gateway that runs it; None: it has ended.
-        until_unix_ms: When the owner ends it, if not before.
+        characters: Size of its new prompt part and its output.
+        above: The request it continued from.
+        owner: The gateway that runs it; None if it has ended.
+        until_unix_ms: When the owner ends it at the latest.
     """
 
     characters: int
@@ -46,13 +46,13 @@ class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one client keeps. `characters_max` 0 sets no bound.
+    """The session of one client. `characters_max` 0 sets no limit.
 
     Attributes:
-        idle_s: How long it is kept after its last use.
-        nodes: Requests that run or have ended, by name.
-        entering: Requests that are not accepted yet: they change nothing of the tree.
-        closed: Nothing is in it any more. It stands there so that who was changing it sees that.
+        idle_s: Idle timeout.
+        nodes: Accepted and ended requests, by name.
+        entering: Requests that are not accepted yet; they are not in the tree.
+        closed: Whether it was closed. The value remains so that concurrent changes see it.
     """
 
     characters_max: int
@@ -64,48 +64,48 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def characters(self) -> int:
-        """Characters of all that it holds."""
-        held = (*self.nodes.values(), *self.entering.values())
-        return sum(node.characters for node in held)
+        """Total size of its requests."""
+        requests = (*self.nodes.values(), *self.entering.values())
+        return sum(node.characters for node in requests)
 
     def is_expired(self, unix_ms: int) -> bool:
-        """Whether it was closed, or has rested for too long."""
+        """Whether it was closed or its idle timeout has passed."""
         return self.closed or unix_ms - self.used_at_unix_ms > self.idle_s * 1000
 
     def close(self) -> Mapping[str, SessionNode]:
-        """Have no requests any more; return those that were accepted."""
+        """Remove all requests; return those that were accepted."""
         held, self.nodes, self.entering, self.closed = self.nodes, {}, {}, True
         return held
 
     def check_ended(self, rid: str) -> None:
-        """Check that a request may be gone on from.
+        """Check that a request can be continued.
 
         Raises:
-            InvalidRequest: It is not known, or has not ended.
+            InvalidRequest: It is unknown, or has not ended.
         """
         node = self.nodes.get(rid)
         if node is None or node.owner is not None:
-            raise unknown_request(rid, "is not known" if node is None else "has not ended")
+            raise unknown_request(rid, "is unknown" if node is None else "has not ended")
 
     def begin(self, place: SessionPosition, rid: str, node: SessionNode) -> None:
-        """Keep room for a request, until it is accepted or has ended.
+        """Reserve space for a request, until it is accepted or has ended.
 
         Raises:
-            InvalidRequest: The session is full, or has a request of this name.
+            InvalidRequest: The session is full, or has a request with this name.
         """
         replaced = self._replaced(place)
         if rid in self.entering or rid in self.nodes.keys() - replaced:
-            raise InvalidRequest(f"the session has a request '{rid}'", param="rid")
+            raise InvalidRequest(f"the session already has a request '{rid}'", param="rid")
         freed = sum(self.nodes[each].characters for each in replaced)
         most = self.characters_max
         if most and self.characters - freed + node.characters > most:
-            text = f"the session has room for {most} characters"
+            text = f"the session is full: its capacity is {most} characters"
             raise InvalidRequest(text, param="session_params")
         node.above = place.rid
         self.entering[rid] = node
 
     def accept(self, place: SessionPosition, rid: str) -> Mapping[str, SessionNode]:
-        """Give a request its place in the tree, now that it runs; return what it replaces."""
+        """Add a running request to the tree; return the requests it replaces."""
         dropped = self._drop(self._replaced(place))
         node = self.entering.pop(rid)
         if node.above not in self.nodes:
@@ -114,13 +114,13 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         return dropped
 
     def end(self, rid: str, characters: int | None) -> Mapping[str, SessionNode]:
-        """Note how a request ended: with so much, or with nothing to go on from.
+        """Record the end of a request, with its size, or without output to continue from.
 
         Returns:
-            What goes with it.
+            The requests removed with it.
         """
         if self.entering.pop(rid, None) is not None:
-            return {}  # it was never accepted; another of its name may be in the tree
+            return {}  # it was never accepted; another request of its name may be in the tree
         node = self.nodes.get(rid)
         if node is None or characters is None:
             return self._drop(self._under([rid]))
@@ -129,14 +129,14 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {}
 
     def prune(self, abandoned: Callable[[Process, int], bool]) -> None:
-        """Drop requests whose gateway is gone: nobody will say how they ended."""
-        for held in (self.nodes, self.entering):
-            for rid, node in list(held.items()):
+        """Remove requests whose gateway is gone and cannot report their end."""
+        for requests in (self.nodes, self.entering):
+            for rid, node in list(requests.items()):
                 if node.owner is not None and abandoned(node.owner, node.until_unix_ms):
-                    del held[rid]
+                    del requests[rid]
 
     def _replaced(self, place: SessionPosition) -> set[str]:
-        """The requests that one at this place takes the place of, and all below them."""
+        """Return the requests that one at this position replaces, and all below them."""
         if not place.replace:
             return set()
         if place.rid is None:
@@ -144,7 +144,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self._under(self._below(place.rid))
 
     def _under(self, rids: Iterable[str]) -> set[str]:
-        """These requests, and all that went on from them."""
+        """Return these requests and all that continued from them."""
         found, pending = set[str](), list(rids)
         while pending:
             rid = pending.pop()
@@ -161,6 +161,6 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def unknown_request(rid: str, state: str) -> InvalidRequest:
-    """What is said of a request that cannot be gone on from."""
+    """Error for a request that cannot be continued."""
     text = f"request '{rid}' of the session {state}"
     return InvalidRequest(text, param="session_params.rid")

@@ -1,4 +1,4 @@
-"""Sessions as gateways keep them together: each change is one swap of a session's value."""
+"""Sessions shared by gateways: each change is a compare-and-swap of the session's value."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IDLE_S = 3600.0
-"""How long a session that names no time of its own is kept after its last request."""
+"""Default idle timeout."""
 SWAPS_MAX = 32
-"""How often a change is tried over while others change the same session."""
+"""Maximum number of retries of a change while others change the same session."""
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """What was said in a request that has ended; int32, little-endian.
+    """Tokens of an ended request; int32, little-endian.
 
     Attributes:
-        prompt_ids: All that it was asked, what came before it included.
-        output_ids: Its answer.
+        prompt_ids: Its prompt, earlier context included.
+        output_ids: Its output.
     """
 
     prompt_ids: bytes
@@ -43,10 +43,10 @@ class StoredTurn(msgspec.Struct, frozen=True):
 
 
 class Sessions:
-    """Every session of the cluster, whichever gateway asks; no tenant finds another's.
+    """All sessions of the cluster; tenants cannot access each other's.
 
-    Two gateways change a session by turns: who reads it, changes it, and finds that another has
-    written meanwhile, does so again. So what is refused is refused by what is there.
+    A gateway that reads a session, changes it and finds that another has written meanwhile starts
+    over, so limits are checked against the current value.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Sessions:
         keep_s: float,
         timeout_s: float,
     ) -> None:
-        """Nothing is read yet.
+        """Create without reading anything.
 
         Args:
-            store: Where sessions lie.
+            store: Storage of sessions.
             process: This gateway.
-            unix_ms: The time.
-            abandoned: Whether a gateway is gone, or has had all its time until then.
-            abort: Ends a request of a tenant by its name, which that gateway runs.
-            keep_s: How long the shelf keeps what was said.
-            timeout_s: How long a request may take.
+            unix_ms: Wall clock.
+            abandoned: Whether a gateway is gone, or its deadline has passed.
+            abort: Aborts a tenant's request by name at its gateway.
+            keep_s: How long values are stored.
+            timeout_s: Request timeout.
         """
         self._store = store
         self._process = process
@@ -82,15 +82,15 @@ class Sessions:
     async def open(
         self, tenant: TenantId, name: str | None, characters_max: int, idle_s: float | None
     ) -> str:
-        """Begin a session and return its name.
+        """Open a session and return its name.
 
         Raises:
-            InvalidRequest: There is one of this name, or it would rest for longer than is kept.
-            Unavailable: It cannot be kept now.
+            InvalidRequest: The name is taken, or the idle timeout exceeds the storage time.
+            Unavailable: It cannot be stored now.
         """
         name = name or secrets.token_hex(16)
         if idle_s is not None and idle_s > self._keep_s:
-            text = f"timeout: at most {self._keep_s:g} s (sessions.keep_s)"
+            text = f"timeout: must be at most {self._keep_s:g} s (sessions.keep_s)"
             raise InvalidRequest(text, param="timeout")
         session = Session(
             characters_max=characters_max,
@@ -99,29 +99,29 @@ class Sessions:
         )
         there, revision = await self._read(tenant, name)
         value = msgspec.msgpack.encode(session)
-        # What was said in one of this name before is not found: it is none of its requests.
+        # Requests of an earlier session with this name are not in its tree, so they are not found.
         if there is None and await self._store.swap(tenant, name, value=value, revision=revision):
             return name
-        raise InvalidRequest(f"session '{name}' is open", param="session_id")
+        raise InvalidRequest(f"session '{name}' is already open", param="session_id")
 
     async def close(self, tenant: TenantId, name: str) -> None:
-        """Forget a session, and abort what runs in it.
+        """Close a session and abort its running requests.
 
         Raises:
-            InvalidRequest: There is none.
-            Unavailable: It may still be kept.
+            InvalidRequest: It does not exist.
+            Unavailable: It may still be stored.
         """
-        # By a swap, too: a request that is being accepted is in it, or sees that it is closed.
+        # Also a swap: a request being accepted is in it, or sees that it is closed.
         held = await self._change(tenant, name, Session.close)
         if held is None:
             raise _none(name, "session_id")
         await self._drop(tenant, name, held)
 
     async def previous_ids(self, tenant: TenantId, place: SessionPosition) -> tuple[int, ...]:
-        """Return the ids that a new request goes on from.
+        """Return the token ids that a new request continues from.
 
         Raises:
-            InvalidRequest: There is no such session or request, or it has not ended.
+            InvalidRequest: The session or request does not exist, or has not ended.
             Unavailable: It cannot be read now.
         """
         session, _ = await self._read(tenant, place.session)
@@ -132,19 +132,19 @@ class Sessions:
         session.check_ended(place.rid)
         value = await self._store.get(tenant, place.session, place.rid)
         if value is None:
-            raise unknown_request(place.rid, "is kept no longer")
-        said = msgspec.msgpack.decode(value, type=StoredTurn)
-        ids = said.prompt_ids + (b"" if place.drop_previous_output else said.output_ids)
+            raise unknown_request(place.rid, "is no longer stored")
+        turn = msgspec.msgpack.decode(value, type=StoredTurn)
+        ids = turn.prompt_ids + (b"" if place.drop_previous_output else turn.output_ids)
         kept = unpack_ids(ids)
         return tuple(kept[: place.offset] if place.offset else kept)
 
     async def begin(
         self, tenant: TenantId, place: SessionPosition, rid: str, characters: int
     ) -> None:
-        """Keep room for a request that goes on from a place, until `end`.
+        """Reserve space for a request, until `end`.
 
         Raises:
-            InvalidRequest: The session is gone or full, or has a request of this name.
+            InvalidRequest: The session is closed or full, or has a request with this name.
             Unavailable: It cannot be changed now.
         """
         node = SessionNode(
@@ -161,7 +161,7 @@ class Sessions:
             raise _none(place.session, "session_params")
 
     async def accept(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
-        """Give a request its place in the tree, now that it runs; drop what it replaces.
+        """Add a running request to the tree; drop the requests it replaces.
 
         Raises:
             Unavailable: It cannot be changed now.
@@ -183,15 +183,15 @@ class Sessions:
         rid: str,
         answer: tuple[tuple[int, ...], tuple[int, ...], str] | None,
     ) -> None:
-        """Note how a request ended: with prompt, answer and its text, or with none to go on from.
+        """Record the end of a request, with its prompt, output and text if it can be continued.
 
         Raises:
-            Unavailable: It cannot be noted now. It counts as ended when its time is over.
+            Unavailable: It cannot be recorded now. It counts as ended after its deadline.
         """
         if answer is not None:
             prompt_ids, output_ids, _ = answer
-            said = StoredTurn(pack_ids(prompt_ids), pack_ids(output_ids))
-            value = msgspec.msgpack.encode(said)
+            turn = StoredTurn(pack_ids(prompt_ids), pack_ids(output_ids))
+            value = msgspec.msgpack.encode(turn)
             await self._store.put(tenant, place.session, rid, value=value)
 
         def end(session: Session) -> Mapping[str, SessionNode] | None:
@@ -201,14 +201,15 @@ class Sessions:
 
         dropped = await self._change(tenant, place.session, end)
         if dropped is None and answer is not None:
-            # It was closed or replaced meanwhile, and what was said belongs to nothing.
+            # It was closed or replaced meanwhile, so its tokens belong to no request.
             await self._store.forget(tenant, place.session, rid)
-        # By now another request may bear its name: only what went on from it is aborted.
+        # Another request may have its name by now: only requests that continued from it are
+        # aborted.
         below = {name: node for name, node in (dropped or {}).items() if name != rid}
         await self._drop(tenant, place.session, below)
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
-        """A session that is not over, and the revision of what is there."""
+        """Read an open session, and the revision of its value."""
         found = await self._store.read(tenant, name)
         if found is None:
             return None, 0
@@ -222,9 +223,9 @@ class Sessions:
     async def _change(
         self, tenant: TenantId, name: str, change: Callable[[Session], T | None]
     ) -> T | None:
-        """Change a session; None where there is none, or `change` has nothing to do.
+        """Change a session; None if it does not exist, or `change` returns None.
 
-        Only `begin` makes it larger, so that only a new request can be refused for its size.
+        Only `begin` makes it larger, so only a new request can be rejected for its size.
         """
         for _ in range(SWAPS_MAX):
             session, revision = await self._read(tenant, name)
@@ -234,14 +235,16 @@ class Sessions:
             session.used_at_unix_ms = self._unix_ms()
             value = msgspec.msgpack.encode(session)
             if len(value) > PART_BYTES:
-                text = f"the session has {len(session.nodes)} requests, and no room for another"
+                text = f"the session is full: it has {len(session.nodes)} requests"
                 raise InvalidRequest(text, param="session_params")
             if await self._store.swap(tenant, name, value=value, revision=revision):
                 return changed
-        raise Unavailable(f"session '{name}' changes all the time", retry_after_s=1.0)
+        raise Unavailable(
+            f"session '{name}' has too many concurrent changes; retry later", retry_after_s=1.0
+        )
 
     async def _drop(self, tenant: TenantId, name: str, nodes: Mapping[str, SessionNode]) -> None:
-        """Forget what requests have said, aborting what runs."""
+        """Delete the tokens of requests, and abort running ones."""
         for rid, node in nodes.items():
             if node.owner is None:
                 await self._store.forget(tenant, name, rid)
@@ -254,4 +257,4 @@ class Sessions:
 
 
 def _none(name: str, param: str) -> InvalidRequest:
-    return InvalidRequest(f"there is no session '{name}'", param=param)
+    return InvalidRequest(f"unknown session '{name}'", param=param)

@@ -1,4 +1,4 @@
-"""Where sessions lie: on the broker, or in the memory of one gateway."""
+"""Storage of sessions: on the broker, or in the memory of one gateway."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Key = tuple[str, ...]
 
 
 class SessionStore(Protocol):
-    """Values by key. All raise `Unavailable` where they cannot be reached."""
+    """Values by key. All methods raise `Unavailable` if the storage cannot be reached."""
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
-        """Return a value and its revision, for `swap`; None if there is none."""
+        """Return a value and its revision for `swap`, or None."""
         ...
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
-        """Write a value if nobody else has since that revision was read; 0: if there is none."""
+        """Write a value if it has not changed since that revision; 0 if it must not exist."""
         ...
 
     async def get(self, *key: str) -> bytes | None:
-        """Return a value; None if there is none."""
+        """Return a value, or None."""
         ...
 
     async def put(self, *key: str, value: bytes) -> None:
-        """Keep a value, however large."""
+        """Store a value of any size."""
         ...
 
     async def forget(self, *key: str) -> bool:
-        """Drop a value and all below its key; return whether there was one."""
+        """Delete a value and all below its key; return whether it existed."""
         ...
 
 
@@ -53,7 +53,7 @@ class MemorySessionStore:
         return self._values.get(key)
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
-        """Write a value unless another revision is there."""
+        """Write a value unless its revision differs."""
         _, there = self._values.get(key, (b"", 0))
         if there != revision:
             return False
@@ -66,7 +66,7 @@ class MemorySessionStore:
         return value
 
     async def put(self, *key: str, value: bytes) -> None:
-        """Keep a value, and as much of the others as there is room for."""
+        """Store a value, evicting others beyond the limit."""
         self._drop(key)
         self._revision += 1
         self._values[key] = (value, self._revision)
@@ -75,7 +75,7 @@ class MemorySessionStore:
             self._drop(next(iter(self._values)))
 
     async def forget(self, *key: str) -> bool:
-        """Drop a value and all below its key."""
+        """Delete a value and all below its key."""
         there = key in self._values
         for each in [each for each in self._values if each[: len(key)] == key]:
             self._drop(each)
@@ -87,7 +87,7 @@ class MemorySessionStore:
 
 
 def session_store(config: SessionsConfig, bus: Bus) -> SessionStore:
-    """Where sessions lie, as the operator says."""
+    """Return the configured storage."""
     if not config.store:
         return MemorySessionStore(config.bytes_max)
     limits = StoreLimits(keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas)

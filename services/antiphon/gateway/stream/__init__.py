@@ -1,1 +1,1 @@
-"""x."""
+"""Event streams from the owner to the response handlers."""

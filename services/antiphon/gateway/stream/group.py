@@ -1,4 +1,4 @@
-"""Several requests of one client that are answered together, heard as one."""
+"""Several requests of one client, read as one stream."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ if TYPE_CHECKING:
 
 
 ChoiceEvent = TextDelta | Finished
-"""What a client hears of a stream."""
+"""An event for the client."""
 
 
 class CollectedChoice(msgspec.Struct):
-    """A choice of an answer that is told in one piece, as it grows."""
+    """A choice of a non-streaming response."""
 
-    said: list[TextDelta] = msgspec.field(default_factory=list[TextDelta])
+    deltas: list[TextDelta] = msgspec.field(default_factory=list[TextDelta])
     finished: Finished | None = None
 
     @property
     def text(self) -> str:
-        """All of its text."""
-        return "".join(said.text for said in self.said)
+        """The generated text."""
+        return "".join(delta.text for delta in self.deltas)
 
     @property
     def details(self) -> TokenOutputsChunk | None:
-        """All that is told of its tokens."""
-        return join_chunks(said.details for said in self.said)
+        """The token outputs."""
+        return join_chunks(delta.details for delta in self.deltas)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where its tokens come from."""
+        """Origins of its tokens."""
         if self.finished is not None:
             return self.finished.origins
-        return self.said[-1].origins if self.said else ()
+        return self.deltas[-1].origins if self.deltas else ()
 
     @property
     def end(self) -> Finished:
-        """How it ended, once it has."""
-        assert self.finished is not None, "a request ends well when all its choices have ended"
+        """The finish event."""
+        assert self.finished is not None, "every choice of a successful request has finished"
         return self.finished
 
 
 class CollectedResponse:
-    """All that was said to one prompt."""
+    """The collected output for one prompt."""
 
     def __init__(self, stream: RequestStream) -> None:
         self.stream = stream
@@ -64,36 +64,36 @@ class CollectedResponse:
 
     @property
     def name(self) -> str:
-        """What the client calls it, or else its id."""
+        """The client's request id, or else the cluster's."""
         name = self.stream.name
         return str(self.stream.submit.request_id if name is None else name[1])
 
     @property
     def usage(self) -> Usage:
-        """Its tokens, once it has ended."""
+        """Token usage, after the end."""
         assert self.stream.ended is not None
         return self.stream.ended.usage
 
     @property
     def weight_version(self) -> str | None:
-        """What the weights are called that drew its last tokens, if a worker has said so."""
+        """Weight version that sampled the last tokens, if known."""
         names = [choice.origins[-1].weights for choice in self.choices if choice.origins]
         return names[-1] if names else None
 
     def add(self, event: StreamEvent) -> None:
-        """Keep what an event says."""
+        """Add an event."""
         if isinstance(event, TextDelta):
-            self.choices[event.choice].said.append(event)
+            self.choices[event.choice].deltas.append(event)
         elif isinstance(event, Finished):
             self.choices[event.choice].finished = event
 
 
 class StreamGroup:
-    """Reads the streams of a client's prompts, which are numbered in their order.
+    """Reads the streams of a client's prompts, indexed in their order.
 
     Attributes:
-        error: What one of them has ended with, once that was taken: it ends them all.
-        on_error: Called with it first, so that it names the field at fault as the client does.
+        error: Error of the first failed request, once read; it ends the group.
+        on_error: Called with the error first, to name the field as the API does.
     """
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
@@ -108,14 +108,13 @@ class StreamGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether every request has its terminal, and all before it was taken."""
+        """Whether every request has ended and all its events were read."""
         return not self._unended
 
     async def get(self) -> list[tuple[int, list[ChoiceEvent]]]:
-        """Wait for what a client hears; return all there is, by prompt.
+        """Wait for events and return all available ones, with their prompt index.
 
-        Nothing only if there was none before all have ended, or one of them with an error; or
-        after a `nudge`.
+        Returns nothing only if all requests had ended, one of them failed, or `wake` was called.
         """
         while True:
             taken = [
@@ -129,7 +128,7 @@ class StreamGroup:
             await self._wakeup.wait()
 
     def wake(self) -> None:
-        """Let `take` return though there is nothing."""
+        """Make `get` return without events."""
         self._woken = True
         self._wakeup.notify()
 

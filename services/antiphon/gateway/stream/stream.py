@@ -1,4 +1,4 @@
-"""The events of one request on their way to its client: put by the owner, taken by one reader."""
+"""The event queue of one request: written by the owner, read by one reader."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ if TYPE_CHECKING:
 
 
 class Wakeup:
-    """Rung when there is something to take; waited for by one reader, of one stream or more."""
+    """Wakes the reader of one or more streams."""
 
     def __init__(self) -> None:
         self._reader: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
-        """Wake the reader, if it waits."""
+        """Wake the reader, if it is waiting."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def wait(self) -> None:
-        """Wait until it rings. Needs no deadline: the owner ends each request at its own."""
+        """Wait for a notification.
+
+        Needs no timeout: the owner ends each request at its deadline.
+        """
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader
@@ -39,22 +42,22 @@ class Wakeup:
 
 
 class RequestStream:
-    """Bounded by the owner, which ends a request whose text is not read.
+    """Event queue of a request. The owner bounds it: it ends a request whose text is not read.
 
     Attributes:
-        trace: The span of the whole request; ends with it.
-        name: What the client calls it, unique among live requests.
-        door: By which API it came.
-        came_at: When, by the gateway's clock; so are `opened_at` (encoded and submitted),
-            `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
-        bell: Rung by each event; a reader of several streams gives them one.
-        inside: Whether the answer begins as thinking.
-        truncated: Whether its prompt is the beginning only of what the client sent.
-        labels: Values of the custom labels of its metrics.
-        hold: What it has of its tenant's limits, until its end.
-        ended: The terminal, once it was put.
-        reason: Why the last choice finished.
-        on_end: Called when the terminal is put, whether or not anybody reads.
+        trace: Span of the whole request, ended with it.
+        reservation: Quota of the tenant, held until the end.
+        name: The client's request id, unique among running requests.
+        api: API of the request.
+        received_at: Monotonic time of receipt, as are `submitted_at`, `accepted_at`,
+            `first_token_at`, `last_token_at` and `ended_at`.
+        wakeup: Notified on each event; the reader of several streams shares one.
+        starts_in_reasoning: Whether the output starts in reasoning.
+        truncated: Whether the prompt was truncated.
+        labels: Values of its custom metric labels.
+        ended: The terminal event.
+        finish_reason: Finish reason of the last choice.
+        on_end: Called on the terminal event, with or without a reader.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class RequestStream:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are events that nobody has taken."""
+        """Whether there are unread events."""
         return bool(self._events)
 
     def put(self, event: StreamEvent, now: float) -> None:
@@ -113,19 +116,19 @@ class RequestStream:
         self.wakeup.notify()
 
     async def get(self) -> list[StreamEvent]:
-        """Wait for events and take all there are, in order. The last one ever is `Ended`."""
+        """Wait for events and return all available ones in order. The last event is `Ended`."""
         while not self._events:
             await self.wakeup.wait()
         return self.get_nowait()
 
     def get_nowait(self) -> list[StreamEvent]:
-        """Take what there is."""
+        """Return the available events."""
         events, self._events = self._events, []
         return events
 
 
 def raise_if_failed(events: list[StreamEvent]) -> None:
-    """Raise the error of a request that ended before it said anything."""
+    """Raise the error of a request that failed before any output."""
     first = events[0]
     if isinstance(first, Ended) and first.error is not None:
         raise first.error

@@ -52,7 +52,7 @@ def access(
 
 
 def ask(**fields: object) -> GenerationRequest:
-    plain = GenerationRequest(door="test", model=None, prompt="x", tenant=ACME)
+    plain = GenerationRequest(api="test", model=None, prompt="x", tenant=ACME)
     return msgspec.structs.replace(plain, **fields)
 
 
@@ -132,7 +132,7 @@ def test_calls_are_counted_by_the_minute() -> None:
     door = access(tenants(requests_per_minute=30, requests_burst=2), clock)
     door.count_request(ACME)
     door.count_request(ACME)
-    with pytest.raises(RateLimited, match="30 requests a minute") as caught:
+    with pytest.raises(RateLimited, match="30 requests per minute") as caught:
         door.count_request(ACME)
     assert caught.value.retry_after_s == pytest.approx(2.0)
     assert caught.value.details == {"limit": "requests_per_minute"}
@@ -144,14 +144,14 @@ def test_calls_are_counted_by_the_minute() -> None:
 def test_places_are_freed_by_the_end_and_once() -> None:
     door = access(tenants(concurrency=2))
     first, _ = door.admit(ask(), MODEL), door.admit(ask(), MODEL)
-    with pytest.raises(RateLimited, match="2 requests at the same time"):
+    with pytest.raises(RateLimited, match="2 concurrent requests"):
         door.admit(ask(), MODEL)
     first.end(0)
     first.end(0)
     door.admit(ask(), MODEL)
     with pytest.raises(RateLimited):
         door.admit(ask(), MODEL)
-    with pytest.raises(InvalidRequest, match="may have 2 at a time"):
+    with pytest.raises(InvalidRequest, match="the limit of this key is 2"):
         door.check_concurrency(ACME, 3)
 
 
@@ -168,7 +168,7 @@ def test_tokens_are_reserved_whole_and_charged_as_used() -> None:
     wanted = ask(tokens_max=35, choices=2)
     assert door.reserve(hold, wanted, prompt_tokens=10, tokens_max=35) == 35
     other = door.admit(ask(), MODEL)
-    with pytest.raises(RateLimited, match="600 tokens a minute") as caught:
+    with pytest.raises(RateLimited, match="600 tokens per minute") as caught:
         door.reserve(other, ask(tokens_max=30), prompt_tokens=10, tokens_max=30)
     assert caught.value.retry_after_s == pytest.approx(2.0)
     other.end(0)
@@ -199,7 +199,7 @@ def test_what_no_full_bucket_holds_is_the_clients_mistake(
     door = access(tenants(tokens_per_minute=600, tokens_burst=100))
     hold = door.admit(wanted, MODEL)
     most = 4096 if wanted.tokens_max is None else wanted.tokens_max
-    with pytest.raises(InvalidRequest, match="may use 100 at once") as caught:
+    with pytest.raises(InvalidRequest, match="limit of this key is 100 tokens at once") as caught:
         door.reserve(hold, wanted, prompt_tokens=prompt_tokens, tokens_max=most)
     assert caught.value.param == param
 
@@ -208,7 +208,7 @@ def test_a_tenant_has_its_models_and_priorities() -> None:
     door = access(tenants(models=["toy"], priority=3, priority_max=5))
     assert door.admit(ask(), MODEL).tenant.priority(None) == 3
     assert door.admit(ask(priority=5), MODEL).tenant.priority(5) == 5
-    with pytest.raises(InvalidRequest, match="above 5") as caught:
+    with pytest.raises(InvalidRequest, match="exceeds 5") as caught:
         door.admit(ask(priority=6), MODEL)
     assert caught.value.param == "priority"
     with pytest.raises(Forbidden, match="other"):

@@ -29,54 +29,58 @@ TOOLS = read_tools([function("f"), function("g")])
 @pytest.mark.parametrize(
     ("tool", "param", "message"),
     [
-        ("f", "tools[0]", "a tool is an object"),
+        ("f", "tools[0]", "a tool must be an object"),
         ({"type": "web_search"}, "tools[0].type", "only tools of type 'function'"),
-        ({"type": "function"}, "tools[0].function", "needs a function"),
-        (function(None), "tools[0].function.name", "a name is 1 to 128"),
-        (function("two words"), "tools[0].function.name", "a name is 1 to 128"),
-        (function("x" * 129), "tools[0].function.name", "a name is 1 to 128"),
-        (function(description=3), "tools[0].function.description", "is text"),
-        (function(parameters=[]), "tools[0].function.parameters", "a JSON schema, an object"),
+        ({"type": "function"}, "tools[0].function", "must be an object"),
+        (function(None), "tools[0].function.name", "a name must have 1 to 128"),
+        (function("two words"), "tools[0].function.name", "a name must have 1 to 128"),
+        (function("x" * 129), "tools[0].function.name", "a name must have 1 to 128"),
+        (function(description=3), "tools[0].function.description", "must be a string"),
+        (
+            function(parameters=[]),
+            "tools[0].function.parameters",
+            "a JSON schema, which is an object",
+        ),
         (
             function(parameters={"type": "array"}),
             "tools[0].function.parameters",
-            r'parameters\.type: the schema is of an object: "type" has to be "object"',
+            r'parameters\.type: must be "object"',
         ),
         (
             function(parameters={"properties": []}),
             "tools[0].function.parameters",
-            r"parameters\.properties: an object is needed",
+            r"parameters\.properties: must be an object",
         ),
         (
             function(parameters={"properties": {"a": {"type": "strnig"}}}),
             "tools[0].function.parameters",
-            r"parameters\.properties\.a\.type: 'strnig' is no type; the types are array, boolean, "
-            "integer, null, number, object, string; the schema of function 'f' is invalid",
+            r"parameters\.properties\.a\.type: 'strnig' is not a type; the types are array, "
+            "boolean, integer, null, number, object, string; the schema of function 'f' is invalid",
         ),
         (
             function(parameters={"properties": {"a": {"anyOf": [3]}}}),
             "tools[0].function.parameters",
-            r"parameters\.properties\.a\.anyOf\.0: a schema is an object",
+            r"parameters\.properties\.a\.anyOf\.0: a schema must be an object",
         ),
         (
             function(parameters={"required": ["a", "a"]}),
             "tools[0].function.parameters",
-            r"parameters\.required: a list of different names",
+            r"parameters\.required: must be a list of distinct names",
         ),
         (
             function(parameters={"properties": {"a": {"minLength": -1}}}),
             "tools[0].function.parameters",
-            r"parameters\.properties\.a\.minLength: a whole number from 0",
+            r"parameters\.properties\.a\.minLength: must be a non-negative integer",
         ),
         (
             function(parameters={"properties": {"a": {"maximum": True}}}),
             "tools[0].function.parameters",
-            r"parameters\.properties\.a\.maximum: a number is needed",
+            r"parameters\.properties\.a\.maximum: must be a number",
         ),
         (
             function(parameters={"properties": {"a": {"pattern": 1}}}),
             "tools[0].function.parameters",
-            r"parameters\.properties\.a\.pattern: text is needed",
+            r"parameters\.properties\.a\.pattern: must be a string",
         ),
     ],
 )
@@ -88,7 +92,7 @@ def test_a_tool_that_is_none_is_refused_by_its_place(tool: Json, param: str, mes
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(InvalidRequest, match="two tools named 'f'") as caught:
+    with pytest.raises(InvalidRequest, match="another tool is also named 'f'") as caught:
         read_tools([function("f"), function("g"), function("f")])
     assert caught.value.param == "tools[2].function.name"
 
@@ -145,11 +149,11 @@ def test_without_tools_there_is_no_choice(choice: Json):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("any", "tool_choice is 'auto', 'none', 'required'"),
-        (3, "tool_choice is 'auto', 'none', 'required'"),
-        ({"type": "function"}, "tool_choice is 'auto', 'none', 'required'"),
-        ({"type": "custom", "name": "f"}, "tool_choice is 'auto', 'none', 'required'"),
-        (function("h"), "there is no tool named 'h'; the tools are 'f', 'g'"),
+        ("any", "tool_choice must be 'auto', 'none', 'required'"),
+        (3, "tool_choice must be 'auto', 'none', 'required'"),
+        ({"type": "function"}, "tool_choice must be 'auto', 'none', 'required'"),
+        ({"type": "custom", "name": "f"}, "tool_choice must be 'auto', 'none', 'required'"),
+        (function("h"), "unknown tool 'h'; available tools are 'f', 'g'"),
     ],
 )
 def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
@@ -159,18 +163,18 @@ def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
 
 
 def test_required_without_tools_is_refused():
-    with pytest.raises(InvalidRequest, match="there are no tools"):
+    with pytest.raises(InvalidRequest, match="requires tools"):
         read_choice("required", ())
 
 
 def test_unknown_choice_among_many_tools_names_the_first_of_them():
     many = read_tools([function(f"f{n}") for n in range(100)])
-    with pytest.raises(InvalidRequest, match=r"the tools are 'f0', .*'f15' and 84 more$"):
+    with pytest.raises(InvalidRequest, match=r"available tools are 'f0', .*'f15' and 84 more$"):
         read_choice(function("h"), many)
 
 
 def test_choice_of_a_tool_without_tools_is_refused():
-    with pytest.raises(InvalidRequest, match="there is no tool named 'h'; there are no tools"):
+    with pytest.raises(InvalidRequest, match="unknown tool 'h'; no tools are available"):
         read_choice(function("h"), ())
 
 
@@ -196,10 +200,12 @@ def test_a_strict_tool_is_held_or_refused_in_auto(format_: ToolFormat):
     if held:
         assert plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True).grammar
         return
-    with pytest.raises(Unsupported, match="no grammar writes") as refused:
+    with pytest.raises(Unsupported, match="no grammar can produce") as refused:
         plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True)
     assert refused.value.param == "tools[1].function.strict"
-    lenient = plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True, insists=False)
+    lenient = plan_tools(
+        strict, ToolChoice(Mode.AUTO), format_, parallel=True, requires_strict=False
+    )
     assert lenient.grammar is None
     assert plan_tools(strict, ToolChoice(Mode.REQUIRED), format_, parallel=True).grammar
     loose = plan_tools(strict[:1], ToolChoice(Mode.AUTO), format_, parallel=True)
@@ -243,5 +249,5 @@ def test_definitions_that_differ_are_refused_where_they_meet():
 
 
 def test_an_unknown_parser_is_refused_with_those_there_are():
-    with pytest.raises(InvalidRequest, match="there is no tool call parser 'x'; there are apertus"):
+    with pytest.raises(InvalidRequest, match="unknown tool call parser 'x'; available are apertus"):
         tool_format("x")

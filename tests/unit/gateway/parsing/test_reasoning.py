@@ -117,5 +117,5 @@ def test_where_an_answer_begins_is_seen_in_its_prompt(name, prompt_end, thinking
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(InvalidRequest, match="there is no reasoning parser 'x'; there are apertus"):
+    with pytest.raises(InvalidRequest, match="unknown reasoning parser 'x'; available are apertus"):
         reasoning_format("x")

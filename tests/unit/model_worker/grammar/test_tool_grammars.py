@@ -180,7 +180,7 @@ def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
 def test_form_of_an_answer_goes_with_calls(
     format_: ToolFormat, form: Grammar, compiled: Compile, vocabulary: TokenVocabulary
 ):
-    plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True, form=form)
+    plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True, constraint=form)
     only = plan_tools(TOOLS, read_choice("required", TOOLS), format_, parallel=True)
     assert plan.grammar is not None
     assert only.grammar is not None

@@ -1,1 +1,1 @@
-"""The Messages API: bodies to asks, answers to content blocks and their events."""
+"""Anthropic's Messages API."""

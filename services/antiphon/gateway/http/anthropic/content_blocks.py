@@ -1,4 +1,4 @@
-"""The content blocks of an answer, one after another: as events, or put together from them."""
+"""Builds content blocks from parsed output, as events or complete."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 
 
 class ThinkingDisplay(Enum):
-    """What is told of the thinking."""
+    """How to return reasoning."""
 
     WHOLE = "whole"
     OMITTED = "omitted"
-    """That there was some, and its signature."""
+    """A block without text, with its signature."""
     HIDDEN = "hidden"
 
 
 class ContentBlockBuilder:
-    """Opens, tells and closes block after block, as the events of one answer come."""
+    """Turns the output events of one message into events of its content blocks."""
 
     def __init__(self, display: ThinkingDisplay) -> None:
-        """Nothing was heard yet."""
+        """Create a builder without blocks."""
         self._display = display
         self._index = -1
         self._open: type[AnswerBlock] | None = None
         self._digest = hashlib.sha256()
 
     def add(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
-        """Tell what comes next."""
+        """Return the events of more output."""
         for event in events:
             match event:
                 case Content(text):
@@ -70,7 +70,7 @@ class ContentBlockBuilder:
                     yield from self.end()
 
     def end(self) -> Iterator[BlockEvent]:
-        """Close what is open."""
+        """Close the open block."""
         if self._open is None:
             return
         if self._open is ThinkingBlock:
@@ -88,7 +88,7 @@ class ContentBlockBuilder:
             yield self._delta(ThinkingDelta(text))
 
     def _ensure_block(self, block: TextBlock | ThinkingBlock) -> Iterator[BlockEvent]:
-        """Begin a block, unless one of its kind is open."""
+        """Start a block, unless one of its kind is open."""
         if self._open is not type(block):
             yield from self._begin(block)
 
@@ -106,7 +106,7 @@ class ContentBlockBuilder:
 
 
 def assemble_blocks(events: Iterable[BlockEvent]) -> list[AnswerBlock]:
-    """Put whole blocks together."""
+    """Assemble complete blocks."""
     blocks: list[AnswerBlock] = []
     pieces: list[str] = []
     signature = ""
@@ -137,7 +137,7 @@ def _append(block: AnswerBlock, text: str, signature: str) -> AnswerBlock:
 
 
 def _input(text: str) -> Json:
-    """The input of a call; none where the model wrote no object, or was cut off."""
+    """Return the input of a call; empty if the model's text is not an object or was cut off."""
     try:
         return msgspec.json.decode(text or "{}", type=Json)
     except (msgspec.DecodeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as chat templates read them."""
+"""Converts messages to the format of chat templates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.anthropic.schema import Block, MessageParam, PromptBody
 
 _BETWEEN = "\n"
-"""What stands between texts that came in pieces."""
+"""Separates the texts of blocks that are joined."""
 
 
 def conversation(body: PromptBody) -> tuple[ChatMessage, ...]:
-    """Read the system prompt and the messages. Neighbours of one role become one turn.
+    """Convert the system prompt and the messages. Consecutive messages of one role are merged.
 
     Raises:
-        InvalidRequest: `param` names the block that cannot be read, or does not belong there.
+        InvalidRequest: `param` names the block that is invalid or misplaced.
     """
     turns: list[ChatMessage] = []
     if body.system:
@@ -47,11 +47,11 @@ def conversation(body: PromptBody) -> tuple[ChatMessage, ...]:
 def continues_last_turn(
     turns: Sequence[ChatMessage], at: str
 ) -> tuple[tuple[ChatMessage, ...], bool]:
-    """Tell whether the last turn begins the answer; one that says nothing is left out.
+    """Return whether the last turn is to be continued; an empty one is dropped.
 
     Args:
         turns: The conversation.
-        at: Where its last message stands, for errors.
+        at: Path of its last message, for errors.
 
     Raises:
         InvalidRequest: It cannot be continued.
@@ -60,16 +60,16 @@ def continues_last_turn(
     if last.role != "assistant":
         return tuple(turns), False
     if last.tool_calls:
-        raise InvalidRequest("a tool_use needs its tool_result in a message after it", param=at)
+        raise InvalidRequest("a tool_use requires its tool_result in a later message", param=at)
     if last.content != last.content.rstrip():
-        text = "what the assistant has begun to say must not end in white space"
+        text = "the final assistant message must not end in white space"
         raise InvalidRequest(text, param=at)
     if last.content:
         return tuple(turns), True
     if last.reasoning_content:
-        raise InvalidRequest("thinking alone cannot be continued", param=at)
+        raise InvalidRequest("a message with only thinking cannot be continued", param=at)
     if len(turns) == 1:
-        raise InvalidRequest("the conversation says nothing", param=at)
+        raise InvalidRequest("the conversation is empty", param=at)
     return tuple(turns[:-1]), False
 
 
@@ -81,7 +81,7 @@ def _add(turns: list[ChatMessage], turn: ChatMessage) -> None:
 
 
 def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMessage]:
-    """The turns of a message; `calls` has the names of the tools called so far, by id."""
+    """Convert a message; `calls` has the names of earlier tool calls by id."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     if message.role == "assistant":
@@ -89,14 +89,14 @@ def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMe
         calls.update((call.id, call.name) for call in turn.tool_calls)
         return [turn]
     if not message.content:
-        raise InvalidRequest("a message needs content", param=at)
+        raise InvalidRequest("a message requires content", param=at)
     if message.role == "system":
         return [ChatMessage(role="system", content=_text(message.content, at))]
     return _user_turns(message.content, at, calls)
 
 
 def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
-    """A turn of the assistant."""
+    """Convert an assistant message."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[MessageToolCall] = []
@@ -122,7 +122,7 @@ def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
 
 
 def _user_turns(blocks: Sequence[Block], at: str, calls: dict[str, str]) -> list[ChatMessage]:
-    """What the user says, and what tools have answered: a turn each, in their order."""
+    """Convert a user message: its text and tool results become one turn each, in order."""
     turns: list[ChatMessage] = []
     for index, block in enumerate(blocks):
         where = f"{at}[{index}]"
@@ -144,10 +144,10 @@ def _call(block: ToolUseBlock, at: str) -> MessageToolCall:
 
 def _result(block: ToolResultBlock, at: str, calls: dict[str, str]) -> ChatMessage:
     if block.tool_use_id not in calls:
-        text = f"no tool_use before it has the id '{block.tool_use_id}'"
+        text = f"no earlier tool_use has the id '{block.tool_use_id}'"
         raise InvalidRequest(text, param=f"{at}.tool_use_id")
-    said = block.content or ""
-    text = said if isinstance(said, str) else _text(said, f"{at}.content")
+    content = block.content or ""
+    text = content if isinstance(content, str) else _text(content, f"{at}.content")
     return ChatMessage(
         role="tool",
         content=f"Error: {text}" if block.is_error else text,
@@ -157,7 +157,7 @@ def _result(block: ToolResultBlock, at: str, calls: dict[str, str]) -> ChatMessa
 
 
 def _text(blocks: Iterable[Block], at: str) -> str:
-    """The text of blocks where nothing else may stand."""
+    """Return the text of blocks of which only text is allowed."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
         if not isinstance(block, TextBlock):
@@ -170,12 +170,12 @@ def _misplaced(block: Block, role: str, at: str) -> NoReturn:
     kind = str(type(block).__struct_config__.tag)
     if isinstance(block, Unread):
         raise Unsupported(f"content of type '{kind}' is not supported", param=f"{at}.type")
-    where = f"in a message of the {role}" if role else "here"
-    raise InvalidRequest(f"there is no {kind} {where}", param=f"{at}.type")
+    where = f"in a message of role {role}" if role else "here"
+    raise InvalidRequest(f"{kind} is not allowed {where}", param=f"{at}.type")
 
 
 def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    """Two turns of one role as one."""
+    """Merge two turns of one role."""
 
     def both(one: str | None, other: str | None) -> str:
         return _BETWEEN.join(text for text in (one, other) if text)

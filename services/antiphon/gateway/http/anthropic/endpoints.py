@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""/v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _VERSION_HEADER = "anthropic-version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
-"""They differ in what Anthropic's own models refuse. How tokens are drawn may be said in both."""
+"""They differ in what Anthropic's models reject. Sampling parameters are accepted in both."""
 _COUNT_S = 30.0
 
 _ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -50,7 +50,7 @@ _FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 
 class MessagesEndpoints:
-    """Reads, and gives each answer its voice; counts what would be read."""
+    """Handlers of messages and of token counting."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class MessagesEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Answers, and the size of what they would answer to."""
+        """Return the operations."""
         return [
             Operation(
                 method="POST",
                 path="/v1/messages",
                 handler=self._answer,
-                summary="The assistant's answer to a conversation, as Anthropic's API has it.",
+                summary="Create a message.",
                 body=MessagesBody,
                 reply=MessageReply,
                 unsupported=refused.MESSAGES,
@@ -86,7 +86,7 @@ class MessagesEndpoints:
                 method="POST",
                 path="/v1/messages/count_tokens",
                 handler=self._count,
-                summary="How many tokens a conversation has.",
+                summary="Count the input tokens of a message.",
                 body=CountBody,
                 reply=CountReply,
                 unsupported=refused.COUNT,
@@ -110,7 +110,7 @@ class MessagesEndpoints:
             gen_request = await with_thinking_budget(
                 gen_request,
                 parsed.budget,
-                gen_request.thinking.format if gen_request.thinking else None,
+                gen_request.reasoning.format if gen_request.reasoning else None,
                 self._tokenizers,
                 param="thinking.budget_tokens",
             )
@@ -150,7 +150,7 @@ class MessagesEndpoints:
 
 
 def _check_version(request: web.Request) -> None:
-    said = request.headers.get(_VERSION_HEADER)
-    if said is not None and said not in _VERSIONS:
-        text = f"'{said}' is not served; {' and '.join(_VERSIONS)} are"
+    version = request.headers.get(_VERSION_HEADER)
+    if version is not None and version not in _VERSIONS:
+        text = f"'{version}' is not supported; use {' or '.join(_VERSIONS)}"
         raise InvalidRequest(text, param=_VERSION_HEADER)

@@ -1,4 +1,4 @@
-"""Bodies of messages, checked into asks."""
+"""Parses bodies of messages into requests."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What chat templates call the setting that turns thinking on and off."""
+"""Names of the template variable that turns reasoning on and off."""
 
 
 class MessagesResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer is told.
+    """Response options.
 
     Attributes:
-        tokens_max: How long it may get for all the client cares.
-        hearing: How it is taken apart.
-        display: What is told of its thinking.
+        tokens_max: The client's token limit.
+        parser_options: How to parse the output.
+        display: How to return reasoning.
     """
 
     tokens_max: int
@@ -67,11 +67,11 @@ class MessagesResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was read: the request in it, and how its answer is told.
+    """A parsed body: its request, and the options of the response.
 
     Attributes:
-        budget: After how many tokens the thinking is ended; None: never.
-        warnings: What of the body is ignored.
+        budget: Reasoning budget in tokens; None without a limit.
+        warnings: Warnings about ignored parts of the body.
     """
 
     gen_request: GenerationRequest
@@ -82,25 +82,26 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> ParsedMessagesRequest:
-    """Read the body of a message.
+    """Parse the body of a message.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
-    # First: what goes on from a thread brings only what is new, and that by itself is malformed.
+    # Checked first: a request that continues a thread has only new messages, which alone are
+    # invalid.
     warnings = ignored_field_warnings(body)
-    plan, form = _plan(body, formats), _form(body)
+    plan, constraint = _plan(body, formats), _output_constraint(body)
     gen_request = msgspec.structs.replace(
-        _prompt(body, plan, formats.reasoning, door="messages"),
-        # No limit, and this in place of one: what the context leaves is enough.
+        _prompt(body, plan, formats.reasoning, api="messages"),
+        # Not a hard limit: a context that leaves less is accepted.
         tokens_default=body.max_tokens,
         sampling=SamplingOptions(
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
-            grammar=form.grammar if form else None,
+            grammar=constraint.grammar if constraint else None,
         ),
-        grammar_field=form.field if form else "output_config.format",
+        grammar_field=constraint.field if constraint else "output_config.format",
         stop=StopStrings(strings=tuple(body.stop_sequences or ())),
     )
     parser_options = OutputParserOptions(
@@ -122,43 +123,41 @@ def parse_messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> ParsedM
 
 
 def parse_count(body: PromptBody, formats: Formats = NO_FORMATS) -> GenerationRequest:
-    """Read what is counted.
+    """Parse the body of a token count.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
-    return _prompt(body, _plan(body, formats), formats.reasoning, door="count_tokens")
+    return _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
 
 
 def _prompt(
-    body: PromptBody, plan: ToolPlan, reasoning: ReasoningFormat | None, *, door: str
+    body: PromptBody, plan: ToolPlan, reasoning: ReasoningFormat | None, *, api: str
 ) -> GenerationRequest:
     at = f"messages[{len(body.messages) - 1}].content"
     turns, continued = continues_last_turn(conversation(body), at)
-    switched = _switched(body.thinking, reasoning)
+    enabled = _reasoning_enabled(body.thinking, reasoning)
     return GenerationRequest(
-        door=door,
+        api=api,
         model=model_of(body.model),
         messages=turns,
         continue_final_message=continued,
-        template=TemplateParams(options=_options(body, switched), tools=template_tools(plan)),
-        thinking=None
-        if reasoning is None
-        else ReasoningParams(format=reasoning, switched=switched),
+        template=TemplateParams(options=_options(body, enabled), tools=template_tools(plan)),
+        reasoning=None if reasoning is None else ReasoningParams(format=reasoning, enabled=enabled),
         model_defaults=True,
     )
 
 
 def ignored_field_warnings(body: PromptBody) -> list[str]:
-    """Warnings of fields of Anthropic's betas that change nothing here.
+    """Return warnings about ignored beta fields.
 
     Raises:
-        InvalidRequest: The conversation goes on from one that would have to be held here.
-        Unsupported: It is to be summarised.
+        InvalidRequest: The request continues a stored conversation.
+        Unsupported: It requests compaction.
     """
     if body.thread is not None and body.thread.type == "continue":
         raise InvalidRequest(
-            "conversations are not held here: send all of the messages",
+            "conversations are not stored; send all messages",
             param="thread.previous_message_id",
             details={"error_code": "thread_not_found"},
         )
@@ -167,70 +166,79 @@ def ignored_field_warnings(body: PromptBody) -> list[str]:
         kind = to_json(edit.get("type"), f"context_management.edits[{index}].type")
         if not isinstance(kind, str) or not kind.startswith("clear_"):
             at = f"context_management.edits[{index}].type"
-            raise Unsupported("conversations are not summarised here", param=at)
-    kept = all(to_json(edit.get("keep"), "context_management") == "all" for edit in edits)
+            raise Unsupported("compaction of conversations is not supported", param=at)
+    keeps_all = all(to_json(edit.get("keep"), "context_management") == "all" for edit in edits)
     return [
         f"{field} is ignored: {why}"
         for field, applies, why in (
-            ("thread", body.thread is not None, "nothing is held; send all of the messages"),
-            ("context_management", not kept, "the conversation is used as it is sent"),
+            ("thread", body.thread is not None, "conversations are not stored; send all messages"),
+            ("context_management", not keeps_all, "the conversation is used as it is sent"),
             ("speed", body.speed == "fast", "there is one speed"),
             ("billing_policy", bool(body.billing_policy), "nothing is billed"),
-            ("diagnostics", bool(body.diagnostics), "earlier requests are not kept"),
+            ("diagnostics", bool(body.diagnostics), "earlier requests are not stored"),
             ("fallbacks", bool(body.fallbacks), "one model is served"),
             ("fallback_credit_token", bool(body.fallback_credit_token), "one model is served"),
-            ("user_profile_id", bool(body.user_profile_id), "it is a label"),
+            ("user_profile_id", bool(body.user_profile_id), "it has no effect"),
         )
         if applies
     ]
 
 
-def _options(body: PromptBody, switched: bool | None) -> str | None:
-    """The variables of the chat template, as JSON."""
+def _options(body: PromptBody, enabled: bool | None) -> str | None:
+    """Return the chat template variables as JSON."""
     options: dict[str, object] = {}
     if body.output_config and body.output_config.effort:
         options["reasoning_effort"] = body.output_config.effort
-    if switched is not None:
-        options |= dict.fromkeys(_SWITCHES, switched)
+    if enabled is not None:
+        options |= dict.fromkeys(_SWITCHES, enabled)
     return msgspec.json.encode(options).decode() if options else None
 
 
-def _switched(said: ThinkingBody | None, reasoning: ReasoningFormat | None) -> bool | None:
-    """Whether thinking is turned on, or off."""
-    if said is None or said.type == "adaptive":
+def _reasoning_enabled(
+    thinking: ThinkingBody | None, reasoning: ReasoningFormat | None
+) -> bool | None:
+    """Whether reasoning is turned on or off."""
+    if thinking is None or thinking.type == "adaptive":
         return None
-    if said.type == "between_tools":
-        text = "a model thinks at the beginning of its answer, or not at all"
+    if thinking.type == "between_tools":
+        text = "thinking cannot be enabled when the final assistant message is continued"
         raise Unsupported(text, param="thinking.type")
-    if said.type == "enabled" and reasoning is None:
-        text = "it is not known how this model thinks: set gateway.reasoning_parser"
+    if thinking.type == "enabled" and reasoning is None:
+        text = (
+            "the reasoning format of this model is unknown; set gateway.reasoning_parser "
+            "(--reasoning-parser)"
+        )
         raise Unsupported(text, param="thinking.type")
-    return said.type == "enabled"
+    return thinking.type == "enabled"
 
 
-def _display(said: ThinkingBody | None) -> ThinkingDisplay:
-    if said is None:
+def _display(thinking: ThinkingBody | None) -> ThinkingDisplay:
+    if thinking is None:
         return ThinkingDisplay.WHOLE
-    if said.type == "disabled":
-        return ThinkingDisplay.HIDDEN  # some models cannot be told
-    return ThinkingDisplay.OMITTED if said.display == "omitted" else ThinkingDisplay.WHOLE
+    if thinking.type == "disabled":
+        return ThinkingDisplay.HIDDEN  # some models have no switch
+    return ThinkingDisplay.OMITTED if thinking.display == "omitted" else ThinkingDisplay.WHOLE
 
 
-def _budget(said: ThinkingBody | None, tokens_max: int) -> int | None:
-    if said is None or said.type != "enabled":
+def _budget(thinking: ThinkingBody | None, tokens_max: int) -> int | None:
+    if thinking is None or thinking.type != "enabled":
         return None
-    if said.budget_tokens is None:
-        raise InvalidRequest("enabled thinking has a budget", param="thinking.budget_tokens")
-    if said.budget_tokens >= tokens_max:
-        text = f"{said.budget_tokens} tokens of thinking leave nothing of {tokens_max} max_tokens"
+    if thinking.budget_tokens is None:
+        raise InvalidRequest(
+            "budget_tokens is required when thinking is enabled", param="thinking.budget_tokens"
+        )
+    if thinking.budget_tokens >= tokens_max:
+        text = (
+            f"budget_tokens ({thinking.budget_tokens}) must be less than max_tokens ({tokens_max})"
+        )
         raise InvalidRequest(text, param="thinking.budget_tokens")
-    return said.budget_tokens
+    return thinking.budget_tokens
 
 
-def _form(body: PromptBody) -> RequestedGrammar | None:
+def _output_constraint(body: PromptBody) -> RequestedGrammar | None:
     config = body.output_config or OutputConfig()
     if config.task_budget:
-        raise Unsupported("say max_tokens", param="output_config.task_budget")
+        raise Unsupported("use max_tokens", param="output_config.task_budget")
     return single_grammar(
         {
             "output_config.format": _grammar(config.format),
@@ -248,59 +256,59 @@ def _grammar(given: OutputFormat | None) -> Grammar | None:
 
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     tools = _tools(body.tools or [])
-    said = body.tool_choice
-    choice, formed = _choice(body, tools), _form(body)
-    form = None if formed is None else formed.grammar
-    parallel = not (said and said.disable_parallel_tool_use)
+    tool_choice = body.tool_choice
+    choice, requested = _choice(body, tools), _output_constraint(body)
+    constraint = None if requested is None else requested.grammar
+    parallel = not (tool_choice and tool_choice.disable_parallel_tool_use)
     try:
-        return tool_plan(tools, choice, formats.tools, parallel=parallel, form=form)
+        return tool_plan(tools, choice, formats.tools, parallel=parallel, constraint=constraint)
     except Unsupported as error:
         raise Unsupported(
-            _is_supported_tool(error.message), param=_is_supported_tool(error.param or "tools")
+            _to_anthropic_path(error.message), param=_to_anthropic_path(error.param or "tools")
         ) from error
 
 
 def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
-    said = body.tool_choice
-    if said is None or said.type == "none":
-        return ToolChoice(Mode.AUTO if tools and said is None else Mode.NONE)
+    tool_choice = body.tool_choice
+    if tool_choice is None or tool_choice.type == "none":
+        return ToolChoice(Mode.AUTO if tools and tool_choice is None else Mode.NONE)
     if not tools:
-        raise InvalidRequest("there are no tools to choose from", param="tool_choice")
-    if said.type == "auto":
+        raise InvalidRequest("tools are required", param="tool_choice")
+    if tool_choice.type == "auto":
         return ToolChoice(Mode.AUTO)
-    if said.type == "any":
+    if tool_choice.type == "any":
         return ToolChoice(Mode.REQUIRED)
-    if all(tool.name != said.name for tool in tools):
-        raise InvalidRequest(not_offered(said.name or "", tools), param="tool_choice.name")
-    return ToolChoice(Mode.REQUIRED, said.name)
+    if all(tool.name != tool_choice.name for tool in tools):
+        raise InvalidRequest(not_offered(tool_choice.name or "", tools), param="tool_choice.name")
+    return ToolChoice(Mode.REQUIRED, tool_choice.name)
 
 
-def _tools(said: list[ToolBody]) -> tuple[Tool, ...]:
-    written = [_function(tool, f"tools[{index}]") for index, tool in enumerate(said)]
+def _tools(tool_bodies: list[ToolBody]) -> tuple[Tool, ...]:
+    written = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tool_bodies)]
     try:
         return read_tools(written)
     except InvalidRequest as error:
-        # They were read in the form that chat templates show; these clients have another.
+        # The tools were parsed in the format of chat templates; these clients use another.
         raise InvalidRequest(
-            _is_supported_tool(error.message), param=_is_supported_tool(error.param or "tools")
+            _to_anthropic_path(error.message), param=_to_anthropic_path(error.param or "tools")
         ) from error
 
 
-def _is_supported_tool(text: str) -> str:
+def _to_anthropic_path(text: str) -> str:
     return text.replace(".function.parameters", ".input_schema").replace(".function", "")
 
 
 def _function(tool: ToolBody, at: str) -> Json:
-    """A tool as chat templates read it."""
+    """Convert a tool to the format of chat templates."""
     if tool.type not in (None, "custom"):
-        text = f"'{tool.type}' is a tool of Anthropic's; only custom ones are served"
+        text = f"'{tool.type}' is a server tool of Anthropic's; only custom tools are supported"
         raise Unsupported(text, param=f"{at}.type")
     if tool.defer_loading:
-        raise Unsupported("there is no search for tools", param=f"{at}.defer_loading")
+        raise Unsupported("tool search is not supported", param=f"{at}.defer_loading")
     if set(tool.allowed_callers or ()) - {"direct"}:
-        raise Unsupported("only `direct` is served", param=f"{at}.allowed_callers")
+        raise Unsupported("only `direct` is supported", param=f"{at}.allowed_callers")
     if tool.input_schema is None:
-        raise InvalidRequest("a tool needs a schema", param=f"{at}.input_schema")
+        raise InvalidRequest("input_schema is required", param=f"{at}.input_schema")
     function: dict[str, Json] = {
         "name": tool.name,
         "parameters": to_json(tool.input_schema, f"{at}.input_schema"),

@@ -1,4 +1,4 @@
-"""What Anthropic clients are told: a message, whole or as events."""
+"""Response bodies and stream events of the Anthropic Messages API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a request: those of the prompt are counted apart where the cache had them."""
+    """Token counts of a request. `input_tokens` excludes tokens read from the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -33,7 +33,7 @@ class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of the assistant's. `stop_sequence` is the one that ended it."""
+    """An assistant message. `stop_sequence` is the stop sequence that ended it, if any."""
 
     id: str
     type: Literal["message"] = "message"
@@ -46,51 +46,51 @@ class MessageReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountReply(msgspec.Struct, frozen=True):
-    """How many tokens a prompt has."""
+    """Number of input tokens of a message."""
 
     input_tokens: int
 
 
 class TextBlockDelta(msgspec.Struct, frozen=True, tag="text_delta", tag_field="type"):
-    """More of a text."""
+    """Text appended to a text block."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta", tag_field="type"):
-    """More of the thinking."""
+    """Text appended to a thinking block."""
 
     thinking: str
 
 
 class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    """The signature of the thinking, at its end."""
+    """Signature of a thinking block, sent at its end."""
 
     signature: str
 
 
 class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta", tag_field="type"):
-    """More of the input of a call, which together is JSON."""
+    """JSON text appended to the input of a tool_use block."""
 
     partial_json: str
 
 
 class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start", tag_field="type"):
-    """A block begins, empty."""
+    """Start of a content block, which is empty at this point."""
 
     index: int
     content_block: AnswerBlock
 
 
 class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", tag_field="type"):
-    """More of a block."""
+    """Content appended to a content block."""
 
     index: int
     delta: TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop", tag_field="type"):
-    """A block is whole."""
+    """End of a content block."""
 
     index: int
 
@@ -99,35 +99,35 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start", tag_field="type"):
-    """A message begins, empty."""
+    """Start of a message, with empty content."""
 
     message: MessageReply
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping", tag_field="type"):
-    """Nothing; it shows that the connection lives."""
+    """Keepalive event."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a message ended."""
+    """Why the message ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None = None
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta", tag_field="type"):
-    """All blocks are whole; the tokens of all of it."""
+    """Sent after the last content block: stop reason and final token counts."""
 
     delta: Stop
     usage: MessagesUsage
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop", tag_field="type"):
-    """All was told."""
+    """End of the stream."""
 
 
 def usage_body(usage: Usage) -> MessagesUsage:
-    """Write the tokens as Anthropic does."""
+    """Convert token counts to Anthropic's format."""
     return MessagesUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,

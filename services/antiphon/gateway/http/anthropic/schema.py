@@ -1,8 +1,8 @@
-"""The bodies of messages and of their count: every field, its bounds and its meaning.
+"""Request bodies of /v1/messages and /v1/messages/count_tokens.
 
-The reader, the OpenAPI document and the table in the docs are all made from these structs. A null
-is as good as nothing. `cache_control` and `citations` of blocks are not read: what may be found in
-the prefix cache is found there without marks, and nothing is cited.
+These structs define parsing, the OpenAPI document and the reference page. A null is equivalent to
+an omitted field. `cache_control` and `citations` of content blocks are ignored: prefix caching is
+automatic and no citations are produced.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ def _is(meaning: str) -> Meta:
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
-    """Text."""
+    """Text content."""
 
     text: str
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag="image", tag_field="type"):
-    """An image. Refused: this model reads text only."""
+    """Image content. Rejected: this model accepts text only."""
 
     source: Json
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag="document", tag_field="type"):
-    """A document; refused."""
+    """Document content. Rejected."""
 
 
 class SearchResultBlock(msgspec.Struct, frozen=True, tag="search_result", tag_field="type"):
-    """What a search has found; refused."""
+    """Search result content. Rejected."""
 
 
 class ToolReferenceBlock(msgspec.Struct, frozen=True, tag="tool_reference", tag_field="type"):
-    """A tool that was searched for; refused."""
+    """Reference to a tool found by tool search. Rejected."""
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking", tag_field="type"):
-    """What the assistant thought. The signature is a digest of it, and is not checked."""
+    """Reasoning of an earlier assistant message. The signature is a digest and is not verified."""
 
     thinking: str
     signature: str = ""
 
 
 class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag="redacted_thinking", tag_field="type"):
-    """Thinking that its maker alone can read; the model sees nothing of it."""
+    """Encrypted reasoning of another provider. Ignored: the model does not see it."""
 
     data: str = ""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"):
-    """A call of the assistant's."""
+    """A tool call of an earlier assistant message."""
 
     id: CallId
     name: Name
@@ -74,13 +74,13 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
 
 
 Unread = ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
-"""Blocks that are known, and that this model cannot read."""
+"""Documented content blocks that this model cannot read."""
 
 
 class ToolResultBlock(
     msgspec.Struct, frozen=True, kw_only=True, tag="tool_result", tag_field="type"
 ):
-    """What came of a call; that of an error begins with the word `Error`."""
+    """Result of a tool call. The text of a failed call is prefixed with `Error`."""
 
     tool_use_id: CallId
     content: str | Parts[TextBlock | Unread] | None = None
@@ -91,33 +91,40 @@ Block = TextBlock | Unread | ThinkingBlock | RedactedThinkingBlock | ToolUseBloc
 
 
 class MessageParam(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation. Neighbours of one role are one turn."""
+    """One message of a conversation.
+
+    Consecutive messages of the same role are merged into one turn.
+    """
 
     role: Literal["user", "assistant", "system"]
     content: str | Parts[Block]
 
 
 class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the client runs. One with a `type` of Anthropic's own is refused."""
+    """A client-side tool. Anthropic's server tools, which have a `type`, are rejected."""
 
     type: str | None = None
     name: str = ""
     description: str | None = None
-    input_schema: Annotated[Json | None, _is("The JSON schema of its input, an object's.")] = None
+    input_schema: Annotated[
+        Json | None, _is("JSON schema of the tool's input, which must be an object.")
+    ] = None
     input_examples: Annotated[
         Parts[Json] | None,
-        _is("For the chat template, which may show them or not."),
+        _is("Example inputs, passed to the chat template, which may ignore them."),
     ] = None
-    strict: Annotated[bool | None, _is("The input keeps to the schema.")] = None
-    allowed_callers: Annotated[Parts[str] | None, _is("Only `direct` is served.")] = None
-    defer_loading: Annotated[bool | None, _is("Refused: there is no search for tools.")] = None
+    strict: Annotated[bool | None, _is("Whether to constrain the input to the schema.")] = None
+    allowed_callers: Annotated[
+        Parts[str] | None, _is("Callers that may use the tool. Only `direct` is supported.")
+    ] = None
+    defer_loading: Annotated[bool | None, _is("Not supported: there is no tool search.")] = None
     eager_input_streaming: Annotated[
-        bool | None, _is("Changes nothing: input is told as the model writes it.")
+        bool | None, _is("Accepted and ignored: tool input is always streamed as it is generated.")
     ] = None
 
 
 class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model calls tools: as it likes, at least one, this one, or none."""
+    """Whether and which tools the model calls: `auto`, `any`, `tool` (the named one) or `none`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -125,120 +132,149 @@ class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model thinks before it answers.
+    """Whether the model reasons before it answers.
 
-    `adaptive` leaves it to the model. What is `omitted` is told as a block without text.
+    With `adaptive` the model decides. With `omitted` the thinking block is returned without text.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[
-        Budget | None, _is("Where thinking is ended; needed with `enabled`, less than max_tokens.")
+        Budget | None,
+        _is(
+            "Maximum number of reasoning tokens. Required with `enabled`; must be less than "
+            "`max_tokens`."
+        ),
     ] = None
     display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the answer: JSON of a schema."""
+    """Output format: JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     schema: Json
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer is to be."""
+    """Options for the model's output."""
 
     format: OutputFormat | None = None
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        _is("For the chat template, as `reasoning_effort`."),
+        _is("Reasoning effort, passed to the chat template as `reasoning_effort`."),
     ] = None
-    task_budget: Annotated[Json | None, _is("Refused: say max_tokens.")] = None
+    task_budget: Annotated[Json | None, _is("Not supported: use `max_tokens`.")] = None
 
 
 class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """A label."""
+    """Metadata of a request."""
 
     user_id: str | None = None
 
 
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that the server holds; there are none here."""
+    """A server-side conversation. Conversations are not stored by this server."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
 
 
 class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
-    """How a conversation is shortened before the model reads it."""
+    """Context management. Only the default, which changes nothing, is supported."""
 
     edits: list[Json] | None = None
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What messages and their count share."""
+    """Fields common to creating a message and counting its tokens."""
 
-    model: Annotated[str | None, _is("The served model; null takes it.")] = None
+    model: Annotated[str | None, _is("Name of the served model. Optional.")] = None
     messages: Annotated[
         Messages[MessageParam],
         Meta(
             min_length=1,
-            description="The conversation. An assistant's message at its end begins the answer.",
+            description="The conversation so far. A final assistant message is continued by the "
+            "response.",
         ),
     ]
-    system: Annotated[str | Parts[TextBlock] | None, _is("What comes before it.")] = None
-    tools: Annotated[Tools[ToolBody] | None, _is("What the model may call.")] = None
+    system: Annotated[
+        str | Parts[TextBlock] | None, _is("System prompt, placed before the conversation.")
+    ] = None
+    tools: Annotated[Tools[ToolBody] | None, _is("Tools that the model may call.")] = None
     tool_choice: Annotated[
-        ToolChoiceBody | None, _is("Whether it calls; as it likes unless said.")
+        ToolChoiceBody | None, _is("How the model chooses tools. Defaults to `auto`.")
     ] = None
     thinking: Annotated[
-        ThinkingBody | None, _is("Whether it thinks; the chat template's own way unless said.")
+        ThinkingBody | None,
+        _is(
+            "Whether the model reasons before it answers. Defaults to the chat template's behavior."
+        ),
     ] = None
-    output_config: Annotated[OutputConfig | None, _is("How the answer is to be.")] = None
+    output_config: Annotated[
+        OutputConfig | None, _is("Options for the model's output, such as its format.")
+    ] = None
     output_format: Annotated[
-        OutputFormat | None, _is("The older name of `output_config.format`.")
+        OutputFormat | None, _is("Deprecated: use `output_config.format`.")
     ] = None
     thread: Annotated[
-        Thread | None, _is("`create` is ignored: nothing is held. There is nothing to `continue`.")
+        Thread | None,
+        _is(
+            "`create` is accepted and ignored: conversations are not stored. `continue` is "
+            "rejected."
+        ),
     ] = None
     context_management: Annotated[
         ContextManagement | None,
-        _is("Ignored: the conversation is used as it is sent. Compaction is refused."),
+        _is("Accepted and ignored: the conversation is used as sent. Compaction is rejected."),
     ] = None
-    speed: Annotated[Literal["standard", "fast"] | None, _is("Ignored: there is one speed.")] = None
-    billing_policy: Annotated[Json | None, _is("Ignored: nothing is billed.")] = None
+    speed: Annotated[
+        Literal["standard", "fast"] | None, _is("Accepted and ignored: there is one speed.")
+    ] = None
+    billing_policy: Annotated[
+        Json | None, _is("Accepted and ignored: requests are not billed.")
+    ] = None
     diagnostics: Annotated[
-        Json | None, _is("Ignored: what earlier requests had in common is not kept.")
+        Json | None, _is("Accepted and ignored: no data about earlier requests is stored.")
     ] = None
-    fallbacks: Annotated[Json | list[Json] | str | None, _is("Ignored: one model is served.")] = (
-        None
-    )
-    fallback_credit_token: Annotated[Json | str | None, _is("Ignored: one model is served.")] = None
-    user_profile_id: Annotated[str | None, _is("Ignored: a label.")] = None
+    fallbacks: Annotated[
+        Json | list[Json] | str | None, _is("Accepted and ignored: one model is served.")
+    ] = None
+    fallback_credit_token: Annotated[
+        Json | str | None, _is("Accepted and ignored: one model is served.")
+    ] = None
+    user_profile_id: Annotated[str | None, _is("Accepted and ignored.")] = None
     cache_control: Annotated[
-        Json | None, _is("Changes nothing: prefixes are found in the cache without marks.")
+        Json | None, _is("Accepted and ignored: prefix caching is automatic.")
     ] = None
 
 
 class MessagesBody(PromptBody, frozen=True, kw_only=True):
-    """POST /v1/messages."""
+    """Create a message: the assistant's reply to a conversation."""
 
     max_tokens: Annotated[
-        TokensMax, _is("Longest answer, thinking included. The context may end it before; 0: none.")
+        TokensMax,
+        _is(
+            "Maximum number of tokens to generate, reasoning included. 0 only processes the "
+            "prompt. Generation may end earlier at the context length."
+        ),
     ]
     temperature: Annotated[
-        Temperature | None, _is("0 takes the likeliest token; 1 is the model as it is.")
+        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
     ] = None
-    top_p: Annotated[TopP | None, _is("Draws from the likeliest tokens up to this mass.")] = None
-    top_k: Annotated[TopK | None, _is("Draws from so many; 0 from all.")] = None
+    top_p: Annotated[
+        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
+    ] = None
+    top_k: Annotated[TopK | None, _is("Number of most likely tokens to consider. 0: all.")] = None
     stop_sequences: Annotated[
-        StopSequences | None, _is("Texts that end the answer, and are left out of it.")
+        StopSequences | None, _is("Sequences that stop generation; not returned.")
     ] = None
-    stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
-    metadata: Annotated[MessagesMetadata | None, _is("Changes nothing.")] = None
+    stream: Annotated[bool | None, _is("Whether to stream the response as it is generated.")] = None
+    metadata: Annotated[MessagesMetadata | None, _is("Accepted and ignored.")] = None
     service_tier: Annotated[
-        Literal["auto", "standard_only"] | None, _is("There is one tier: `standard`.")
+        Literal["auto", "standard_only"] | None,
+        _is("Accepted and ignored: the only tier is `standard`."),
     ] = None
 
 
 class CountBody(PromptBody, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+    """Count the input tokens of a message without creating it."""

@@ -1,4 +1,4 @@
-"""Fields of Anthropic's bodies that are documented and not served here, and why."""
+"""Documented fields of the Messages API that this server rejects, each with a reason."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 _NOTHING: tuple[object, ...] = ({}, [], "")
 COUNT: Mapping[str, UnsupportedField] = {
-    "compaction": UnsupportedField("conversations are not summarised here"),
-    "mcp_servers": UnsupportedField("this server calls no other one", _NOTHING),
+    "compaction": UnsupportedField("compaction of conversations is not supported"),
+    "mcp_servers": UnsupportedField("MCP servers are not supported", _NOTHING),
 }
 
 MESSAGES: Mapping[str, UnsupportedField] = {
     **COUNT,
-    "container": UnsupportedField("there are no containers to run code in", _NOTHING),
+    "container": UnsupportedField("containers for code execution are not supported", _NOTHING),
     "inference_geo": UnsupportedField(
-        "where a request runs is the scheduler's to say", ("", "global")
+        "requests are placed by the scheduler; clients cannot select a worker", ("", "global")
     ),
 }

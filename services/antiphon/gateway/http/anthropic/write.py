@@ -1,4 +1,4 @@
-"""How Anthropic clients hear an answer."""
+"""Writer of the Messages API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MessagesStreamEvent = MessageStart | Ping | MessageDelta | MessageStop
 
 
 class MessagesResponseWriter(ResponseWriter):
-    """POST /v1/messages: blocks of one answer."""
+    """Writes responses of /v1/messages as content blocks."""
 
     def __init__(
         self, stream: RequestStream, reply_options: MessagesResponseOptions, model: ModelName
@@ -49,49 +49,49 @@ class MessagesResponseWriter(ResponseWriter):
             reply_options.parser_options, starts_in_reasoning=stream.starts_in_reasoning
         )
         self._blocks = ContentBlockBuilder(reply_options.display)
-        # Where the context leaves less than was asked for, it is what ends the answer.
+        # If the context leaves less than was requested, the context ends the output.
         self._cut = stream.submit.sampling.max_new_tokens < reply_options.tokens_max
         self._begun = False
         self._finished: Finished | None = None
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """One message: its blocks are those of the stream, put together."""
+        """Return one message, assembled from the blocks of the stream."""
         (answer,) = answers
         (collected,) = answer.choices
-        said = self._blocks.add(self._parser.feed(collected.text))
-        blocks = assemble_blocks([*said, *self._flush()])
+        block_events = self._blocks.add(self._parser.feed(collected.text))
+        blocks = assemble_blocks([*block_events, *self._flush()])
         message = self._message(answer.usage, self._stop(collected.end))
         return msgspec.json.encode(msgspec.structs.replace(message, content=blocks))
 
     def begin(self) -> bytes:
-        """Nothing: the first text or ping begins the message; with text the cache is known."""
+        """Return nothing: the first text or ping starts the message, with the cache counts."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """An event for each piece of a block."""
-        told = [] if self._begun else [self._start(_first_usage(events))]
+        """Return an event for each piece of a block."""
+        pieces = [] if self._begun else [self._start(_first_usage(events))]
         for event in events:
             if isinstance(event, TextDelta):
                 blocks = self._blocks.add(self._parser.feed(event.text))
-                told += map(_written, blocks)
+                pieces += map(_written, blocks)
             else:
                 self._finished = event
-                told += map(_written, self._flush())
-        return b"".join(told)
+                pieces += map(_written, self._flush())
+        return b"".join(pieces)
 
     def ping(self) -> bytes:
-        """The same as an event. The message begins before it: its prompt counts as not cached."""
+        """Return a ping event. It starts the message, whose prompt then counts as not cached."""
         return _written(Ping()) if self._begun else self._start(None)
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """Why it ended, and the tokens of all of it."""
+        """Return the stop reason and the final token usage."""
         (usage,) = usages
-        assert self._finished is not None, "a request ends well when its answer has ended"
+        assert self._finished is not None, "a successful request has a finished choice"
         delta = MessageDelta(self._stop(self._finished), usage_body(usage))
         return _written(delta) + _written(MessageStop())
 
     def failure(self, error: EngineError) -> bytes:
-        """The error, and nothing more."""
+        """Return the error only."""
         envelope = messages_envelope(error, self._stream.submit.request_id)
         return named_event("error", msgspec.json.encode(envelope))
 
@@ -120,7 +120,7 @@ class MessagesResponseWriter(ResponseWriter):
         return Stop(stop_reason=self._reason(finished.reason))
 
     def _reason(self, reason: FinishReason) -> StopReason:
-        """A call counts only where the model has ended by itself; what was aborted may go on."""
+        """Return the stop reason; tool calls count only if the model ended its turn."""
         if reason is FinishReason.LENGTH:
             return "model_context_window_exceeded" if self._cut else "max_tokens"
         if reason is FinishReason.ABORT:
@@ -129,8 +129,8 @@ class MessagesResponseWriter(ResponseWriter):
 
 
 def _first_usage(events: Sequence[TextDelta | Finished]) -> Usage | None:
-    told = (event.usage for event in events if isinstance(event, TextDelta))
-    return next((usage for usage in told if usage is not None), None)
+    usages = (event.usage for event in events if isinstance(event, TextDelta))
+    return next((usage for usage in usages if usage is not None), None)
 
 
 def _written(event: MessagesStreamEvent | BlockEvent) -> bytes:

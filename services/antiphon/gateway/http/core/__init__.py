@@ -1,1 +1,1 @@
-"""x."""
+"""Shared by all families of HTTP APIs; imports none of them."""

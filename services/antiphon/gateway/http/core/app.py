@@ -1,4 +1,4 @@
-"""The HTTP server: its life, its limits, and errors in one shape whatever went wrong."""
+"""The HTTP server: its lifetime, its limits, and errors in one format."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
 
 RESPONSE_STARTED = web.RequestKey("begun", bool)
-"""Set on a request whose reply has begun: nothing but its connection can fail now."""
+"""Set on a request whose response has started: from here on only its connection can fail."""
 
 REQUEST_ID = web.RequestKey("request_id", str)
-"""Set on a request that is owned, or refused, so that its error names it too."""
+"""Set on an accepted or rejected request, so that its error includes the id."""
 
 WARNINGS = web.RequestKey("warnings", list[str])
-"""Set on a request of which something was left out: each is named in a header."""
+"""Set on a request of which something was ignored; each entry becomes a header."""
 
 _BODY_S = 60.0
 _LEAVE_S = 5.0
 IDLE_S = 75.0
-"""How long a connection may wait for its next request, and take for its headers."""
+"""Maximum time a connection may be idle, and take to send its headers."""
 _WARNINGS_MAX = 16
 _WARNING_CHARACTERS_MAX = 256
 _TOO_MANY_HEADERS = "Too many headers received"
-"""How the parser says that; it has no class of its own for it."""
+"""The parser's message; it has no exception class for it."""
 
 
 @asynccontextmanager
@@ -66,21 +66,23 @@ async def http_server(
     counting: Middleware,
     prefix: str = "",
 ) -> AsyncGenerator[int]:
-    """Answer while inside; gives the port. A client that leaves cancels its handler.
+    """Serve while inside; yields the port. A client that disconnects cancels its handler.
 
-    `guard` lets requests in; pages of `origins` may call; `counting` sees what the client sees.
-    A `prefix` is removed from paths that begin with it, before anything else looks at them.
+    `guard` authorizes requests; pages of `origins` may call; `counting` sees what the client sees.
+    A `prefix` is removed from paths that start with it, before anything else reads them.
 
     Raises:
-        CannotStart: The port is taken, or the address is not ours.
-        ConfigError: The files of TLS cannot be used.
+        CannotStart: The port is in use, or the address is not local.
+        ConfigError: The TLS files are not usable.
     """
     tls = server_context(config)
-    # We count bytes for ourselves.
+    # Bytes are counted by `read_json`.
     app = web.Application(middlewares=[counting, _errors], client_max_size=0)
     app.on_response_prepare.append(_set_request_id)
     if origins:
-        allow_origins(app, origins)  # before the guard: browsers ask for leave without a key
+        allow_origins(
+            app, origins
+        )  # before the guard: browsers send preflight requests without a key
     app.middlewares.append(guard)
     app.add_routes(routes)
     runner = _Runner(
@@ -99,16 +101,16 @@ async def http_server(
 
 
 async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
-    """Read the body of a JSON request, and no more of it than is allowed.
+    """Read the body of a JSON request, up to the allowed size.
 
     Args:
-        request: The client's.
-        bytes_max: Largest body.
-        count: Called with the bytes of each piece before it is kept; it may refuse the body.
+        request: The client's request.
+        bytes_max: Maximum size of the body.
+        count: Called with the size of each piece before it is kept; it may reject the body.
 
     Raises:
-        InvalidRequest: Another content type, or a body that broke off.
-        RequestTooLarge: Says how large it is, or how much of it had come.
+        InvalidRequest: The content type is wrong, or the body is incomplete.
+        RequestTooLarge: With the size of the body, or the size received so far.
     """
     if request.content_type != "application/json" and not _accepts_untyped(request):
         raise InvalidRequest(
@@ -120,15 +122,15 @@ async def read_json(request: web.Request, bytes_max: int, count: Callable[[int],
         async with asyncio.timeout(_BODY_S):
             return await _read(request, bytes_max, count)
     except TimeoutError:
-        raise InvalidRequest(f"the body did not come within {_BODY_S:g} s") from None
+        raise InvalidRequest(f"the body was not received within {_BODY_S:g} s") from None
     except web.RequestPayloadError as error:
-        raise InvalidRequest("the body broke off or cannot be decoded") from error
+        raise InvalidRequest("the body is incomplete or cannot be decoded") from error
 
 
 def _accepts_untyped(request: web.Request) -> bool:
-    """Whether the type may be left open: Ollama's users write `curl -d`, which says it is a form.
+    """Whether the content type is optional: Ollama's users send `curl -d`, which declares a form.
 
-    A page that a browser shows must not get through so without being asked for: it has an origin.
+    A request from a web page, which has an origin, must not bypass the preflight that way.
     """
     return request.path.startswith("/api/") and "Origin" not in request.headers
 
@@ -144,7 +146,7 @@ async def _read(request: web.Request, bytes_max: int, count: Callable[[int], Non
 
 
 def failure(error: EngineError, request: web.BaseRequest) -> web.Response:
-    """Write an error as a reply, in the shape of the request's path."""
+    """Write an error as a response, in the format of the request's path."""
     shape = shape_of(request.path)
     response = web.Response(
         status=shape.status(error),
@@ -155,12 +157,12 @@ def failure(error: EngineError, request: web.BaseRequest) -> web.Response:
     if isinstance(error, Unauthorized):
         response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if isinstance(error, RequestTooLarge):
-        response.force_close()  # the rest of the body may still be under way
+        response.force_close()  # the rest of the body may still be in flight
     return response
 
 
 def warning(text: str) -> str:
-    """Write a header `Warning`: 299 is of any kind, and lasts."""
+    """Build a `Warning` header; code 299 is a miscellaneous persistent warning."""
     printable = text[:_WARNING_CHARACTERS_MAX].encode("ascii", "replace").decode()
     safe = "".join(letter if letter.isprintable() else "?" for letter in printable)
     quoted = safe.replace("\\", "\\\\").replace('"', '\\"')
@@ -168,12 +170,12 @@ def warning(text: str) -> str:
 
 
 def warn(request: web.Request, texts: Iterable[str]) -> None:
-    """Add a `Warning` header for each of these to the reply."""
+    """Add a `Warning` header to the response for each of these."""
     request.setdefault(WARNINGS, []).extend(texts)
 
 
 async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Name the request by the header that its family has for that."""
+    """Set the family's request id header."""
     header = shape_of(request.path).id_header
     if header is not None and (request_id := request.get(REQUEST_ID)) is not None:
         response.headers[header] = request_id
@@ -182,7 +184,7 @@ async def _set_request_id(request: web.Request, response: web.StreamResponse) ->
 
 
 class _Runner(web.AppRunner):
-    """Serves an application over connections of ours."""
+    """Serves an application over `_Connection`s."""
 
     def __init__(self, app: web.Application, prefix: str, **options: Any) -> None:  # noqa: ANN401
         super().__init__(app, **options)
@@ -209,7 +211,7 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Tells what is too long from what is not HTTP: errors of the parser reach no middleware."""
+    """Separates oversized headers from invalid HTTP: no middleware sees parser errors."""
 
     def handle_error(
         self,
@@ -223,7 +225,7 @@ class _Connection(web.RequestHandler):
             return super().handle_error(request, status, exc, message)
         log.info("headers too large")
         limits = f"{self.max_headers} headers, {self.max_field_size} bytes each and for the path"
-        text = f"The headers are too large; the limits are {limits}."
+        text = f"Request headers are too large; the limits are {limits}."
         return failure(HeadersTooLarge(text), request)
 
 
@@ -232,18 +234,18 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineError as error:
-        return _refused(request, error)
+        return _error_response(request, error)
     except web.HTTPException as error:
         return _unrouted(request, error)
     except Exception:
         log.exception("handler failed", extra={"path": request.path})
         if request.get(RESPONSE_STARTED, False) and request.transport is not None:
             request.transport.abort()
-        return _refused(request, Internal("internal error"))
+        return _error_response(request, Internal("internal error"))
 
 
-def _refused(request: web.Request, error: EngineError) -> web.Response:
-    """Write an error; a request that was not taken in gets an id here, so that it can be named."""
+def _error_response(request: web.Request, error: EngineError) -> web.Response:
+    """Write an error; a request that was not accepted gets an id here."""
     request_id = request.setdefault(REQUEST_ID, new_request_id())
     response = failure(error, request)
     response.headers["X-Request-Id"] = request_id
@@ -251,14 +253,14 @@ def _refused(request: web.Request, error: EngineError) -> web.Response:
 
 
 class _NotFound(InvalidRequest):
-    """There is no such path."""
+    """The path does not exist."""
 
     code = "not_found"
     status = web.HTTPNotFound.status_code
 
 
 class _NotAllowed(InvalidRequest):
-    """There is, for other methods."""
+    """The path exists for other methods."""
 
     code = "method_not_allowed"
     status = web.HTTPMethodNotAllowed.status_code
@@ -269,18 +271,18 @@ def _unrouted(request: web.Request, error: web.HTTPException) -> web.Response:
         refusal = _NotAllowed(f"{request.method} is not allowed on {request.path}")
     else:
         refusal = _NotFound(f"{request.method} {request.path} does not exist")
-    response = _refused(request, refusal)
+    response = _error_response(request, refusal)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Write what is not HTTP as one line: aiohttp shows a client's nonsense like a bug of ours."""
+    """Log invalid HTTP as one line: aiohttp logs it with a traceback, like a bug."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
-        record.msg, record.args = "not http", None
+        record.msg, record.args = "invalid HTTP request", None
         record.reason = " ".join(error.message.split())
         record.exc_info = None
     return True

@@ -1,4 +1,4 @@
-"""The first that a request meets: whose it is, and whether it may pass. No body is read yet."""
+"""Authentication and authorization, before the body is read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 _CALLER = web.RequestKey("caller", Caller)
 _OPEN = ("/health", "/ready", "/metrics")
-"""Beginnings of the paths that need no key: whoever watches the server has none."""
+"""Prefixes of paths that need no key, since monitoring has none."""
 _KEY_HEADER = "X-Api-Key"
 _UNCOUNTED = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
 
 
 def tenant_of(request: web.Request) -> TenantId:
-    """Whose request it is; what one tenant left here is not another's to find."""
+    """Return the tenant of a request; one tenant cannot see another's data."""
     return request.get(_CALLER, ANONYMOUS).tenant
 
 
@@ -39,7 +39,7 @@ def auth_middleware(
     *,
     header_bytes_max: int,
 ) -> Middleware:
-    """Make the middleware.
+    """Return the middleware.
 
     It raises HeadersTooLarge; Unauthorized; Forbidden for an operator's path; RateLimited.
     """
@@ -65,7 +65,7 @@ def auth_middleware(
 
 
 def is_admin(access: Access, request: web.Request) -> bool:
-    """Whether a request shows an operator's key, where one is asked for."""
+    """Whether a request has an operator's key, or none is required."""
     try:
         access.authenticate(_key(request), admin=True)
     except EngineError:
@@ -74,13 +74,13 @@ def is_admin(access: Access, request: web.Request) -> bool:
 
 
 def _path(request: web.Request) -> str:
-    """The path as its operation writes it: what is matched decides, not how it was spelled."""
+    """The path template of the operation: what is matched counts, not its spelling."""
     resource = request.match_info.route.resource
     return request.path if resource is None else resource.canonical
 
 
 def _key(request: web.Request) -> str | None:
-    """The key that is shown: OpenAI's clients send a bearer, Anthropic's a header of its own."""
+    """The key: OpenAI's clients send a bearer token, Anthropic's a header of their own."""
     scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -88,10 +88,10 @@ def _key(request: web.Request) -> str | None:
 
 
 def _check_headers(request: web.Request, bytes_max: int) -> None:
-    """Count them as they were sent. The parser bounds each one, and how many there are."""
+    """Check the total size; the parser limits the size of each header and their number."""
     size = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
     if size > bytes_max:
         raise HeadersTooLarge(
-            f"The headers have {size} bytes; the limit is {bytes_max} bytes.",
+            f"Request headers are too large: {size} bytes; the limit is {bytes_max} bytes.",
             details={"size_bytes": str(size), "bytes_max": str(bytes_max)},
         )

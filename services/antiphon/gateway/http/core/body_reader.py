@@ -1,9 +1,9 @@
-"""Bodies of requests, checked and read without holding the event loop.
+"""Validates and decodes request bodies without blocking the event loop.
 
-Small bodies are read at once. A large one goes to a child process, which decodes it into its type,
-checks all limits, and writes it again without what has no meaning here: fields that are not known,
-white space, escapes. That is decoded here in a few milliseconds, since its counts are bounded. What
-is then made of it in Python goes to a thread, where the interpreter changes to the loop each 5 ms.
+Small bodies are decoded at once. A large one goes to a child process, which decodes it, checks all
+limits and encodes it again without unknown fields, white space and escapes. The result is decoded
+here within a few milliseconds, since its counts are bounded. Further Python work on it runs in a
+thread, where the interpreter switches to the event loop every 5 ms.
 
     python -m antiphon.gateway.http.core.body_reader PARENT_PID MEMORY_BYTES_MAX
 """
@@ -47,31 +47,32 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _JOB_S = 30.0
-"""Longest time of one body in a child that is ready; the largest takes about a second."""
+"""Timeout of one body in a child that is ready; the largest takes about a second."""
 _WAIT_S = 60.0
-"""How long a body may wait for its turn, for the child to start, and be read there."""
+"""Maximum time for a body to be queued, for the child to start, and to be read there."""
 _LARGE_MAX = 64
-"""Most large bodies of one tenant that wait or are read."""
+"""Maximum number of large bodies of one tenant that are queued or read."""
 _LARGE_BYTES_MAX = 64 * 1024**2
 _TENANTS_MAX = 64
 _CALLS_MAX = 256
-"""Most conversations of one tenant that wait for the thread."""
+"""Maximum number of conversations of one tenant that are queued for the thread."""
 _CALLERS_MAX = 4096
 _ARRIVING_MAX = 2**16
-"""Most bodies of one tenant that arrive at the same time."""
+"""Maximum number of bodies of one tenant that are received at the same time."""
 _ARRIVING_BYTES_MAX = 256 * 1024**2
 _MODULE = "antiphon.gateway.http.core.body_reader"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class BodyJob(msgspec.Struct, frozen=True):
-    """A body for the child.
+    """A body for the child process.
 
     Attributes:
         kind: Its type, as `module:name`.
-        refused: Fields that are refused.
-        work: A function of it, as `module:name`, whose result is wanted; empty: the body itself.
-        body: What was sent.
+        refused: Unsupported fields.
+        work: Function of the body whose result is returned, as `module:name`; empty for the body
+            itself.
+        body: The body as received.
     """
 
     kind: str
@@ -81,7 +82,7 @@ class BodyJob(msgspec.Struct, frozen=True):
 
 
 class BodyResult(msgspec.Struct, frozen=True):
-    """What came of a job: JSON, or an error."""
+    """Result of a job: JSON, or an error."""
 
     json: bytes = b""
     unknown: list[str] = []
@@ -91,8 +92,8 @@ class BodyResult(msgspec.Struct, frozen=True):
 class BodyReader:
     """Reads every body of the gateway's HTTP routes.
 
-    There is one child and one thread. Tenants take turns at each. What a tenant may have waiting is
-    bounded by count and bytes, which is checked before any work is done.
+    There is one child and one thread. Tenants take turns at each. The number and bytes of a
+    tenant's queued bodies are limited, and checked before any work is done.
     """
 
     def __init__(self) -> None:
@@ -119,13 +120,13 @@ class BodyReader:
         await self.pool.__aexit__()
 
     def count_arriving(self, tenant: str) -> AbstractContextManager[Callable[[int], None]]:
-        """Count a body of a tenant while it arrives; the function that it gives takes its bytes.
+        """Count a body of a tenant while it is received; the yielded function counts its bytes.
 
-        A client that sends slowly holds what it has sent for up to a minute, so what all of a
-        tenant's hold is bounded. The first is let in whatever its size.
+        A slow client holds memory for up to a minute, so the total of a tenant's bodies is limited.
+        The first body is accepted whatever its size.
 
         Raises:
-            Overloaded: Too much of the tenant's is arriving.
+            Overloaded: Too much of the tenant's data is being received.
         """
         return self._arriving.admit(tenant, 0)
 
@@ -134,38 +135,38 @@ class BodyReader:
         body: bytes,
         kind: type[B],
         make: Callable[[B], T],
-        refused: Mapping[str, UnsupportedField],
+        unsupported: Mapping[str, UnsupportedField],
         tenant: str,
     ) -> tuple[T, list[str]]:
-        """Decode a body and make of it what is needed; list its fields that are not known.
+        """Decode a body and build the result of `make`; also return the names of unknown fields.
 
-        Large bodies of tenants are read in turns.
+        Large bodies of tenants are read in turn.
 
         Raises:
-            InvalidRequest: As `fields.read` does, or `make`.
-            Overloaded: Too many large bodies of the tenant wait.
+            InvalidRequest: See `fields.read`, or from `make`.
+            Overloaded: Too many large bodies of the tenant are queued.
         """
         if limits.is_small(body):
-            read, unknown = fields.read(body, kind, refused)
+            read, unknown = fields.read(body, kind, unsupported)
             return make(read), unknown
         with self._large.admit(tenant, len(body)):
-            done = await self._done(body, kind, refused, "", tenant)
+            done = await self._done(body, kind, unsupported, "", tenant)
             read = fields.decode(done.json, kind)
             return await self.run_in_thread(lambda: make(read), tenant), done.unknown
 
     async def run_admitted(self, work: Callable[[], T], tenant: str) -> T:
-        """Return what bounded Python work of a request that has not been admitted comes to.
+        """Run bounded Python work of a request that was not admitted yet, in the thread.
 
         Raises:
-            Overloaded: Too many requests of the tenant wait for the thread.
+            Overloaded: Too many requests of the tenant are queued for the thread.
         """
         with self._calls.admit(tenant, 0):
             return await self.run_in_thread(work, tenant)
 
     async def run_in_thread(self, work: Callable[[], T], tenant: str) -> T:
-        """Return what bounded Python work comes to, done in the thread; tenants take turns.
+        """Run bounded Python work in the thread; tenants take turns.
 
-        The callers bound how many there are. Work whose caller has left keeps its turn to its end.
+        The callers limit its amount. Work is finished even if its caller was cancelled.
         """
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
@@ -179,40 +180,40 @@ class BodyReader:
         body: bytes,
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
-        refused: Mapping[str, UnsupportedField],
+        unsupported: Mapping[str, UnsupportedField],
         tenant: str,
         *,
         inline_bytes_max: int,
     ) -> tuple[bytes, list[str]]:
-        """Return the JSON of what a function makes of a body, and its fields that are not known.
+        """Return the JSON result of a function of a body, and the names of unknown fields.
 
         Args:
-            body: What was sent.
+            body: The body as received.
             kind: Its type.
-            work: A function of a module, by whose name the child finds it.
-            refused: Fields that are refused.
-            tenant: Whose it is.
-            inline_bytes_max: Larger bodies go to the child.
+            work: A module-level function, which the child process looks up by name.
+            unsupported: Unsupported fields.
+            tenant: The tenant.
+            inline_bytes_max: Larger bodies go to the child process.
 
         Raises:
-            InvalidRequest: As `fields.read` does, or `work`.
-            Overloaded: Too many large bodies wait.
+            InvalidRequest: See `fields.read`, or from `work`.
+            Overloaded: Too many large bodies are queued.
         """
         if len(body) <= inline_bytes_max and limits.is_small(body):
-            read, unknown = fields.read(body, kind, refused)
+            read, unknown = fields.read(body, kind, unsupported)
             return msgspec.json.encode(work(read)), unknown
-        done = await self._done(body, kind, refused, _name(work), tenant)
+        done = await self._done(body, kind, unsupported, _name(work), tenant)
         return done.json, done.unknown
 
     async def _done(
         self,
         body: bytes,
         kind: type[msgspec.Struct],
-        refused: Mapping[str, UnsupportedField],
+        unsupported: Mapping[str, UnsupportedField],
         work: str,
         tenant: str,
     ) -> BodyResult:
-        job = msgspec.msgpack.encode(BodyJob(_name(kind), dict(refused), work, body))
+        job = msgspec.msgpack.encode(BodyJob(_name(kind), dict(unsupported), work, body))
         result = await self.pool.run(job, timeout_s=_WAIT_S, owner=tenant)
         done = msgspec.msgpack.decode(result, type=BodyResult)
         if done.error is not None:
@@ -234,7 +235,7 @@ def _resolve(name: str) -> object:
 
 
 def run_job(data: bytes) -> bytes:
-    """Do a job. Called in the child."""
+    """Run a job. Called in the child process."""
     job = msgspec.msgpack.decode(data, type=BodyJob)
     try:
         return msgspec.msgpack.encode(_run_job(job))
@@ -251,14 +252,14 @@ def _run_job(job: BodyJob) -> BodyResult:
     if job.work:
         work = cast("Callable[[msgspec.Struct], msgspec.Struct]", _resolve(job.work))
         return BodyResult(msgspec.json.encode(work(read)), unknown)
-    _check(_keys(read), limits.KEYS_MAX, "keys of objects")
+    _check(_keys(read), limits.KEYS_MAX, "object keys")
     written = msgspec.json.encode(read)
     _check_values(written)
     return BodyResult(written, unknown)
 
 
 def _keys(value: object) -> int:
-    """Count the keys that are decoded one by one: each takes longer than a field or an id."""
+    """Count the keys that are decoded one by one: each costs more than a field or an id."""
     if isinstance(value, dict):
         return len(cast("dict[str, object]", value))
     if isinstance(value, msgspec.Struct):
@@ -269,7 +270,7 @@ def _keys(value: object) -> int:
 
 
 def _check_values(body: bytes) -> None:
-    """Count all values together, texts left out: each of its lists may be within its own limit."""
+    """Count all values except texts: each list may be within its own limit."""
     bare = _STRING.sub(b"", body)
     objects = bare.count(b"{")
     values = bare.count(b",") + bare.count(b"[") + objects
@@ -286,5 +287,5 @@ def _check(count: int, most: int, what: str) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # a body holds no cycles, and looking for some takes most of the time
+    gc.disable()  # a decoded body has no cycles, and checking for them takes most of the time
     serve(run_job, *sys.argv[-2:])

@@ -1,4 +1,4 @@
-"""Calls from web pages of other origins: allowed to none, unless the operator names them."""
+"""Cross-origin requests: denied unless the operator names the origin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_AGE_S = "600"
 
 
 def allow_origins(app: web.Application, origins: frozenset[str]) -> None:
-    """Let pages of these origins read replies; `*` stands for any. No cookie is ever asked for.
+    """Let pages of these origins read responses; `*` allows any. No cookies are used.
 
-    Must be called before the middlewares that know keys: a browser asks first, without one.
+    Must be called before the middlewares that check keys: preflight requests have none.
     """
 
     async def mark(request: web.Request, response: web.StreamResponse) -> None:

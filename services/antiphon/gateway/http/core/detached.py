@@ -1,4 +1,4 @@
-"""Answers that are made whether or not anybody waits for them; a process that drains does."""
+"""Requests that continue without a client; a draining process waits for them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class DetachedTasks:
     def start(
         self, work: Callable[P, Coroutine[None, None, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Let it run by itself."""
+        """Start a task."""
         self._running += 1
         self._idle.clear()
         self._group.create_task(isolated(work, *args, **kwargs)).add_done_callback(self._ended)
 
     async def idle(self) -> None:
-        """Return when nothing runs. The caller bounds it."""
+        """Return when no task is running. The caller sets the deadline."""
         await self._idle.wait()
 
     def _ended(self, _: asyncio.Task[None]) -> None:

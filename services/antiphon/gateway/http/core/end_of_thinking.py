@@ -1,4 +1,4 @@
-"""Which token ends a model's thinking, for answers whose form begins behind it."""
+"""Looks up the token that ends reasoning, for output constraints that start after it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 async def with_end_token(
     gen_request: GenerationRequest, tokenizers: TokenizerClient
 ) -> GenerationRequest:
-    """Add the token to what is said of the thinking, where it is needed.
+    """Add the token to the reasoning parameters, if it is needed.
 
     Raises:
-        EngineError: No tokenizer says which it is.
+        EngineError: No tokenizer replied.
     """
-    if gen_request.thinking is None or gen_request.sampling.grammar is None:
+    if gen_request.reasoning is None or gen_request.sampling.grammar is None:
         return gen_request
-    end_id = await tokenizers.token_id_of(gen_request.thinking.format.end)
+    end_id = await tokenizers.token_id_of(gen_request.reasoning.format.end)
     return msgspec.structs.replace(
-        gen_request, thinking=msgspec.structs.replace(gen_request.thinking, end_id=end_id)
+        gen_request, reasoning=msgspec.structs.replace(gen_request.reasoning, end_id=end_id)
     )

@@ -1,4 +1,4 @@
-"""Errors as clients read them: each family of APIs has its shape, which goes by the path."""
+"""Error bodies. Each family of APIs has its format, selected by path."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TYPES = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What went wrong.
+    """Details of an error.
 
-    `code` is OpenAI's name for it, or ours where that is narrower; `param` the field at fault, if
-    one is.
+    `code` is OpenAI's code, or a more specific one of this server. `param` is the invalid field, if
+    there is one.
     """
 
     message: str
@@ -36,15 +36,15 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """The body of every reply with a status of 400 and above, and of an error event."""
+    """Body of every response with a status of 400 or above, and of error events."""
 
     error: ErrorBody
 
 
 class MessagesError(msgspec.Struct, frozen=True):
-    """What went wrong; the message begins with the field at fault, if one is.
+    """Details of an error. The message starts with the invalid field, if there is one.
 
-    `details` says what the SDKs act on, as that a thread is not held here.
+    `details` holds data that the SDKs act on.
     """
 
     type: str
@@ -53,7 +53,7 @@ class MessagesError(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
-    """The same of the Messages API. Each request has an id, refused ones too."""
+    """Error body of the Messages API. Every request has an id, rejected ones included."""
 
     type: Literal["error"]
     error: MessagesError
@@ -61,20 +61,20 @@ class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 class PlainError(msgspec.Struct, frozen=True):
-    """The same to Ollama's clients: a text, which names the field at fault, if one is."""
+    """Error body of the Ollama API: a message that names the invalid field, if there is one."""
 
     error: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a family shows errors.
+    """Error format of a family of APIs.
 
     Attributes:
-        body: What their JSON is made from.
-        write: Makes it; the second argument is the request's id, if it was taken in.
-        status: The status of the reply.
-        id_header: What names the request on every answer besides `X-Request-Id`.
+        body: Struct of the error body.
+        write: Builds the body; the second argument is the request's id, if it has one.
+        status: Returns the response status.
+        id_header: Response header with the request id, in addition to `X-Request-Id`.
     """
 
     body: type[msgspec.Struct]
@@ -84,23 +84,23 @@ class Shape:
 
 
 def shape_of(path: str) -> Shape:
-    """The shape of errors on a path, whether or not it is routed."""
+    """Return the error format of a path, routed or not."""
     at = (shape for place, shape in _SHAPES if path == place or path.startswith(f"{place}/"))
     return next(at, _OPENAI)
 
 
 def envelope(error: EngineError) -> ErrorEnvelope:
-    """Write an error as OpenAI clients read it."""
+    """Build the error body of OpenAI's APIs."""
     kind = _TYPES.get(error.status, "invalid_request_error")
     if error.status >= _SERVER_ERROR:
         kind = "server_error"
     code = error.details.get(OPENAI_CODE) or _OPENAI_CODES.get(error.code, error.code)
-    return ErrorEnvelope(ErrorBody(_shown(error), kind, error.param, code))
+    return ErrorEnvelope(ErrorBody(_public_message(error), kind, error.param, code))
 
 
 def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErrorEnvelope:
-    """Write an error as Anthropic clients read it."""
-    text = _shown(error)
+    """Build the error body of Anthropic's API."""
+    text = _public_message(error)
     if error.param is not None and not text.startswith(error.param):
         text = f"{error.param}: {text}"
     fallback = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
@@ -111,26 +111,26 @@ def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErr
 
 
 def plain(error: EngineError) -> PlainError:
-    """Write an error as Ollama's clients read it."""
-    text = _shown(error)
+    """Build the error body of Ollama's API."""
+    text = _public_message(error)
     named = error.param is None or error.param in text
     return PlainError(text if named else f"{error.param}: {text}")
 
 
 def retry_after(error: EngineError) -> dict[str, str]:
-    """The header that says when to come back, in whole seconds, where that makes sense."""
+    """Build the Retry-After header, in whole seconds, if the error can be retried."""
     if error.retry_after_s is None:
         return {}
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
 
 
-def _shown(error: EngineError) -> str:
-    """A bug of ours shows its code and nothing of its text."""
+def _public_message(error: EngineError) -> str:
+    """Return the error as shown to clients: an internal error shows only its code."""
     return "Internal server error." if error.status == _SERVER_ERROR else error.message
 
 
 _OPENAI_CODES = {PromptTooLong.code: "context_length_exceeded"}
-"""OpenAI's names of codes that are called otherwise on the bus."""
+"""OpenAI's names for codes that differ on the bus."""
 _OVERLOADED = 529
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -145,7 +145,7 @@ _MESSAGES_TYPES = {
 
 
 def _messages_status(error: EngineError) -> int:
-    """A full queue has a status of its own there, which no registry of HTTP has."""
+    """Return Anthropic's status: a full queue has a status that is not registered with IANA."""
     return _OVERLOADED if isinstance(error, Overloaded) else error.status
 
 

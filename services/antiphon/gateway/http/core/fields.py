@@ -1,7 +1,7 @@
-"""The fields of a body: which are read, which only refuse what is not their default.
+"""Decoding of request bodies and checks of their fields.
 
-A field that is documented and not built yet is refused by name, unless its value asks for nothing.
-A field that nobody documents is ignored, as in SGLang, and counted.
+A documented field that is not supported is rejected by name, unless its value requests nothing.
+An undocumented field is ignored, as in SGLang, and counted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _TOO_LONG = re.compile(r"Expected `(array|object|str)` of length <= (\d+)")
 _OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` (<=|<|>=|>) (-?[\d.e+-]+)")
 _WITHIN_BOUND = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 _SHOWN = 40
-"""How many digits of a number that is out of range are shown."""
+"""Maximum number of digits shown of a number that is out of range."""
 _STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
 
 
 class UnsupportedField(msgspec.Struct, frozen=True):
-    """A field that is documented elsewhere and not here.
+    """A documented field that this server does not support.
 
     Attributes:
-        reason: Why, for whoever asked for it.
-        neutral: Values that ask for nothing, and pass. So does a list of nulls, as for a batch.
+        reason: Why, as part of the error message.
+        neutral: Values that request nothing and are accepted. So is a list of nulls (in a batch).
     """
 
     reason: str
@@ -55,29 +55,29 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",
         "safety_identifier",
         "session_id",
-        "torch_empty_cache",  # no worker keeps memory that it could give back then
+        "torch_empty_cache",  # worker memory cannot be released between requests
         "user",
     }
 )
-"""Labels and hints: accepted, since leaving them out changes no answer."""
+"""Labels and hints: accepted and ignored, since they do not change the output."""
 
 
 def read(
-    body: bytes, kind: type[B], refused: Mapping[str, UnsupportedField]
+    body: bytes, kind: type[B], unsupported: Mapping[str, UnsupportedField]
 ) -> tuple[B, list[str]]:
-    """Decode a body; list the fields that no documentation has, in order.
+    """Decode a body. Also return the names of its undocumented fields, sorted.
 
     Raises:
-        InvalidRequest: Not JSON, a field has a wrong type or value, or there are too many of them;
-            `param` names it.
-        RequestTooLarge: A field of free form is too long.
-        Unsupported: A field asks for what is not built.
+        InvalidRequest: The body is not JSON, a field has a wrong type or value, or there are too
+            many unknown fields; `param` names the field.
+        RequestTooLarge: A free-form field is too long.
+        Unsupported: A field requests something that is not supported.
     """
     fields = decode(body, dict[str, msgspec.Raw])
     known = kind.__struct_encode_fields__
-    unknown = fields.keys() - refused.keys() - NO_EFFECT - set(known)
+    unknown = fields.keys() - unsupported.keys() - NO_EFFECT - set(known)
     _check_amounts(fields, len(unknown))
-    for name, why in refused.items():
+    for name, why in unsupported.items():
         if name in fields:
             _check_unsupported(name, fields[name], why)
     _check_text(body)
@@ -88,7 +88,7 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
     """Decode a body, or the value of one field of it.
 
     Raises:
-        InvalidRequest: It is not JSON, or not of this kind.
+        InvalidRequest: It is not JSON, or does not match `kind`.
     """
     try:
         return _decoder(kind).decode(json)
@@ -109,7 +109,7 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def _check_text(body: bytes) -> None:
-    """Refuse what is not UTF-8 here: msgspec does not look into values that it leaves raw."""
+    """Reject text that is not UTF-8: msgspec does not validate raw values."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -117,7 +117,7 @@ def _check_text(body: bytes) -> None:
 
 
 def _invalid(text: str, field: str, kind: type) -> InvalidRequest:
-    """Name the field, whose path msgspec puts at the end of the text, and the values allowed."""
+    """Build the error with the field's path, which ends msgspec's text, and the allowed values."""
     path = _path(text, field)
     within = _WITHIN.search(text)
     if within:
@@ -129,20 +129,20 @@ def _invalid(text: str, field: str, kind: type) -> InvalidRequest:
 
 
 def _path(text: str, field: str) -> str:
-    """The place that msgspec names, from the body on."""
+    """The path that msgspec reports, relative to the body."""
     inner = _inner_path(text)
     joint = "." if field and inner and not inner.startswith("[") else ""
     return f"{field}{joint}{inner}"
 
 
 def _inner_path(text: str) -> str:
-    """The place that msgspec names, from the value on that is decoded."""
+    """The path that msgspec reports, relative to the decoded value."""
     at = _AT.search(text)
     return at[1] if at else ""
 
 
 def _values_at(kind: type, place: str) -> list[object]:
-    """Values that a field of a fixed set may have; those of all alternatives at its place."""
+    """Allowed values of an enum or literal at `place`, over all alternative types there."""
     types = [_type_info(kind)]
     for step in _STEP.finditer(place if place.startswith("[") else f".{place}"):
         types = [inner for each in types for inner in _types_inside(each, step[1])]
@@ -161,7 +161,7 @@ def _type_info(kind: type) -> inspect.Type:
 
 
 def _types_inside(outer: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """The types of a member of an object, or of the values of a list or of any object."""
+    """Types of an object's member, or of the values of a list or mapping."""
     for each in _alternatives(outer):
         match each:
             case inspect.StructType():
@@ -186,27 +186,28 @@ def _alternatives(one: inspect.Type) -> Iterator[inspect.Type]:
 
 def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
     if unknown > limits.UNKNOWN_MAX:
-        text = f"the body has {unknown} fields that are not known; {limits.UNKNOWN_MAX} are allowed"
+        text = f"the body has {unknown} unknown fields; at most {limits.UNKNOWN_MAX} are allowed"
         raise InvalidRequest(text)
     found = limits.oversized(fields)
     if found is not None:
         name, size = found
         raise RequestTooLarge(
-            f"{name}: its JSON has {size} bytes; the limit is {limits.JSON_BYTES_MAX} bytes",
+            f"{name}: the value has {size} bytes of JSON; the limit is "
+            f"{limits.JSON_BYTES_MAX} bytes",
             param=name,
             details={"size_bytes": str(size), "bytes_max": str(limits.JSON_BYTES_MAX)},
         )
 
 
 def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidRequest | None:
-    """Count what is too long: msgspec names the limit alone."""
+    """Report the actual length, since msgspec reports only the limit."""
     found = _TOO_LONG.search(text)
     if found is None:
         return None
     kind, most = found[1], int(found[2])
     sizes = [len(each) for each in _named(json, text) if isinstance(each, _SIZED[kind])]
     if not sizes:
-        return None  # a key of an object, which has no place of its own
+        return None  # an object key: msgspec reports no path for it
     path, unit = _path(text, field), "characters" if kind == "str" else "entries"
     where = f"{path}: {max(sizes)}" if path else str(max(sizes))
     return InvalidRequest(f"{where} {unit}; the limit is {most}", param=path or None)
@@ -215,7 +216,7 @@ def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidReques
 def _out_of_range(
     json: bytes | msgspec.Raw, text: str, invalid: InvalidRequest
 ) -> InvalidRequest | None:
-    """Show the number that is out of range beside the bound."""
+    """Report the out-of-range number beside the bound."""
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return None
@@ -232,16 +233,16 @@ _SIZED: Mapping[str, type[Sized]] = {"array": list, "object": dict, "str": str}
 
 
 def _named(json: bytes | msgspec.Raw, text: str) -> list[object]:
-    """What stands at the place that msgspec names."""
+    """Values at the path that msgspec reports."""
     try:
         body = msgspec.json.decode(json)
-    except msgspec.DecodeError:  # a number beyond 64 bits, behind the value that was refused
+    except msgspec.DecodeError:  # a number of more than 64 bits after the rejected value
         return []
     return _at(body, text.partition("`$")[2].rpartition("`")[0])
 
 
 def _at(value: object, place: str) -> list[object]:
-    """What stands at a place as msgspec writes it; `[...]` is any value of an object."""
+    """Values at a path in msgspec's notation; `[...]` stands for any value of an object."""
     values = [value]
     for step in _STEP.finditer(place):
         values = [inner for each in values for inner in _inner(each, step[1], step[2])]
@@ -259,10 +260,10 @@ def _inner(value: object, name: str | None, index: str | None) -> Iterator[objec
         yield cast("list[object]", value)[int(index)]
 
 
-def _check_unsupported(name: str, raw: msgspec.Raw, refused: UnsupportedField) -> None:
+def _check_unsupported(name: str, raw: msgspec.Raw, unsupported: UnsupportedField) -> None:
     value: object = decode(raw, object, name)
-    if not _is_neutral(value) and not any(_same(value, each) for each in refused.neutral):
-        raise Unsupported(f"{name}: {refused.reason}", param=name)
+    if not _is_neutral(value) and not any(_same(value, each) for each in unsupported.neutral):
+        raise Unsupported(f"{name}: {unsupported.reason}", param=name)
 
 
 def _is_neutral(value: object) -> bool:
@@ -272,5 +273,5 @@ def _is_neutral(value: object) -> bool:
 
 
 def _same(value: object, allowed: object) -> bool:
-    """Whether they are equal as JSON: there, true is not 1."""
+    """Whether two values are equal as JSON, where true is not 1."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

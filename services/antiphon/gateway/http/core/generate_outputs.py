@@ -1,4 +1,4 @@
-"""What was heard of the answers to a request, as /generate tells it and completions may, too."""
+"""Collected outputs of a request in the format of /generate, which completions may return too."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class GenerateOutputs:
-    """The answers to every prompt of a request, numbered through all of them.
+    """The outputs of every prompt of a request, indexed over all of them.
 
     Attributes:
-        prompt_ids: Of each prompt.
-        told: Of each answer.
+        prompt_ids: Token ids of each prompt.
+        replies: Reply writer of each output.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class GenerateOutputs:
         firsts: Sequence[str | None],
         rank_of: RankOf,
         weight_version: str,
-        keep: PersistReply | None = None,
+        persist: PersistReply | None = None,
     ) -> None:
-        """Nothing was heard yet.
+        """Start without outputs.
 
         Args:
             streams: One for each prompt.
-            options: What is told of its answers.
-            firsts: The text of its first token, where that is told.
-            rank_of: Tells the place of a worker among them.
-            weight_version: What the weights are called where no worker has said which answered.
-            keep: Puts by the first answer, where it stands in a session.
+            options: Which fields to return.
+            firsts: Text of each prompt's first token, if requested.
+            rank_of: Returns the index of a worker in /v1/loads.
+            weight_version: Weight version to report if no worker has reported one.
+            persist: Stores the first output, if the request belongs to a session.
         """
         self._streams = streams
         self._rank_of = rank_of
         self._weight_version = weight_version
-        self._keep = keep
+        self._persist = persist
         self._began = time.monotonic()
         self._choices = streams[0].submit.choices
         self.prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
@@ -70,58 +70,58 @@ class GenerateOutputs:
         self._cached = [0] * len(streams)
 
     def index(self, prompt: int, choice: int) -> int:
-        """The number of an answer."""
+        """Index of an output."""
         return prompt * self._choices + choice
 
-    def add(self, prompt: int, heard: ChoiceEvent) -> None:
-        """Note more of an answer to a prompt."""
-        told = self.replies[self.index(prompt, heard.choice)]
-        if isinstance(heard, Finished):
-            told.end(heard)
+    def add(self, prompt: int, event: ChoiceEvent) -> None:
+        """Add events of a prompt."""
+        reply = self.replies[self.index(prompt, event.choice)]
+        if isinstance(event, Finished):
+            reply.end(event)
             return
-        told.add(heard)
-        if heard.usage is not None:
-            self._cached[prompt] = heard.usage.cached_tokens
+        reply.add(event)
+        if event.usage is not None:
+            self._cached[prompt] = event.usage.cached_tokens
 
     def add_all(self, answers: Sequence[CollectedResponse]) -> None:
-        """Note answers that are told in one piece."""
+        """Add the outputs of a non-streaming response."""
         for prompt, answer in enumerate(answers):
             for collected in answer.choices:
-                for said in collected.said:
-                    self.replies[self.index(prompt, said.choice)].learn_texts(said)
-                for heard in (*collected.said, collected.end):
-                    self.add(prompt, heard)
+                for delta in collected.deltas:
+                    self.replies[self.index(prompt, delta.choice)].add_token_texts(delta)
+                for event in (*collected.deltas, collected.end):
+                    self.add(prompt, event)
             self._cached[prompt] = answer.usage.cached_tokens
 
     async def persist(self) -> None:
-        """Put by what a session goes on from.
+        """Store the output for the session.
 
         Raises:
-            EngineError: It could not be put by.
+            EngineError: It could not be stored.
         """
-        if self._keep is not None:
-            await self._keep(self._streams[0], self.replies[0])
+        if self._persist is not None:
+            await self._persist(self._streams[0], self.replies[0])
 
     def meta_info(self, index: int) -> MetaInfo:
-        """What is known of an answer beside what it says."""
+        """Return the metadata of an output."""
         prompt, _ = divmod(index, self._choices)
-        told = self.replies[index]
-        last = told.origins[-1] if told.origins else None
+        reply = self.replies[index]
+        last = reply.origins[-1] if reply.origins else None
         meta = MetaInfo(
             id=self._name(index),
-            finish_reason=finish_body(told.finished, told.tokens),
+            finish_reason=finish_body(reply.finished, reply.tokens),
             prompt_tokens=len(self.prompt_ids[prompt]),
-            completion_tokens=told.tokens,
+            completion_tokens=reply.tokens,
             cached_tokens=self._cached[prompt],
             cached_tokens_details=CachedTokensDetails(device=self._cached[prompt]),
             weight_version=last.weights if last else self._weight_version,
-            weight_versions=weight_spans(told.origins, told.tokens) or UNSET,
+            weight_versions=weight_spans(reply.origins, reply.tokens) or UNSET,
             num_retractions=last.retractions if last else 0,
             dp_rank=self._rank_of(last.worker) if last else None,
-            e2e_latency=time.monotonic() - self._began if told.finished else UNSET,
-            response_sent_to_client_ts=time.time() if told.finished else UNSET,
+            e2e_latency=time.monotonic() - self._began if reply.finished else UNSET,
+            response_sent_to_client_ts=time.time() if reply.finished else UNSET,
         )
-        return msgspec.structs.replace(meta, **told.meta)
+        return msgspec.structs.replace(meta, **reply.meta)
 
     def _name(self, index: int) -> str:
         prompt, choice = divmod(index, self._choices)

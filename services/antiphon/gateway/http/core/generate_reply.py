@@ -1,4 +1,4 @@
-"""One answer as JSON, as far as it was told: what was written once is not written again."""
+"""One output as JSON that grows: what was encoded once is not encoded again."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _SCORED = "output_token_logprobs"
 
 
 class JsonList:
-    """A list of JSON that grows at its end."""
+    """A JSON list that grows at its end."""
 
     def __init__(self) -> None:
         self.body = bytearray()
-        """Its items, without the brackets around them."""
+        """The items, without the brackets."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, items: Sequence[object]) -> None:
-        """Write more items, and none of those before."""
+        """Encode and append items."""
         if items:
             if self.body:
                 self.body += b","
@@ -42,20 +42,20 @@ class JsonList:
 
     @property
     def raw(self) -> msgspec.Raw:
-        """The whole list."""
+        """Return the whole list."""
         return msgspec.Raw(b"[%b]" % self.body)
 
 
 class GenerateReplyWriter:
-    """The fields of a reply, each as JSON that grows with the answer.
+    """Fields of a reply, each as JSON that grows with the output.
 
-    An event that tells all so far is as long as that; but each token is worked on once.
+    A cumulative event is as long as the output so far, but each token is encoded once.
 
     Attributes:
-        finished: How the answer ended, once it has.
-        ids: Of the answer, from its beginning.
-        texts: What they say.
-        origins: Where they come from.
+        finished: How generation ended, once it has.
+        ids: Output token ids.
+        texts: Their texts.
+        origins: Their origins.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class GenerateReplyWriter:
         prompt_ids: Sequence[int],
         first_text: str | None = None,
     ) -> None:
-        """Nothing is told yet.
+        """Start with an empty reply.
 
         Args:
-            options: What is told of the answer.
-            prompt_ids: Of its prompt.
-            first_text: Of the first of these, where texts of tokens are told.
+            options: Which fields to return.
+            prompt_ids: Token ids of the prompt.
+            first_text: Text of the first prompt token, if token texts are requested.
         """
         self.finished: Finished | None = None
         self.ids: list[int] = []
@@ -79,29 +79,29 @@ class GenerateReplyWriter:
         self._prompt_ids = prompt_ids
         self._known: dict[int, str] = {}
         self._first_text = first_text
-        self._begun = False  # anything was told of its tokens
+        self._begun = False  # token outputs were received
         self.restart()
 
     def restart(self) -> None:
-        """Tell only what comes from here on."""
+        """Return only what is added from here on."""
         self._text = bytearray()
         self._ids = JsonList()
         self._columns: dict[str, JsonList] = {}
-        self._states: tuple[JsonList, JsonList] | None = None  # of the prompt, and of the answer
+        self._states: tuple[JsonList, JsonList] | None = None  # of the prompt and of the output
 
-    def learn_texts(self, said: TextDelta) -> None:
-        """Learn the texts of tokens, which may be told of elsewhere, too."""
-        if said.details is not None:
-            piece = said.details
+    def add_token_texts(self, delta: TextDelta) -> None:
+        """Add token texts, which other fields may need too."""
+        if delta.details is not None:
+            piece = delta.details
             self._known |= {token: piece.text_of(token) for token in piece.texts}
 
-    def add(self, said: TextDelta) -> None:
-        """Write what is new."""
-        self.learn_texts(said)
-        self.origins = said.origins or self.origins
-        self.texts.append(said.text)
-        self._text += msgspec.json.encode(said.text)[1:-1]
-        piece = said.details
+    def add(self, delta: TextDelta) -> None:
+        """Encode what is new."""
+        self.add_token_texts(delta)
+        self.origins = delta.origins or self.origins
+        self.texts.append(delta.text)
+        self._text += msgspec.json.encode(delta.text)[1:-1]
+        piece = delta.details
         if piece is None:
             return
         begins, self._begun = not self._begun, True
@@ -109,7 +109,7 @@ class GenerateReplyWriter:
         self.ids += ids
         self._ids.add(ids)
         if self._options.logprobs:
-            told = scores(
+            columns = scores(
                 piece,
                 self._options,
                 self._prompt_ids,
@@ -117,19 +117,19 @@ class GenerateReplyWriter:
                 first_text=self._first_text,
                 begins=begins,
             )
-            for name, items in told.items():
+            for name, items in columns.items():
                 self._columns.setdefault(name, JsonList()).add(items)
         if self._options.hidden:
             self._add_hidden_states(piece, together=self._options.hidden == FULL)
 
     def end(self, finished: Finished) -> None:
-        """Note how it ended."""
+        """Set how generation ended."""
         self.finished = finished
         self.origins = finished.origins or self.origins
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer, from its beginning."""
+        """Number of output tokens so far."""
         return len(self.ids)
 
     @property
@@ -143,19 +143,19 @@ class GenerateReplyWriter:
     @property
     def meta(self) -> dict[str, object]:
         """Fields of `MetaInfo`."""
-        told: dict[str, object] = {name: column.raw for name, column in self._columns.items()}
+        fields: dict[str, object] = {name: column.raw for name, column in self._columns.items()}
         if _SCORED in self._columns:
-            told["output_token_logprobs_length"] = len(self._columns[_SCORED])
+            fields["output_token_logprobs_length"] = len(self._columns[_SCORED])
         if self._states is not None:
             read, drawn = self._states
             parts = [*([bytes(read.raw)] if read else ()), *([bytes(drawn.body)] if drawn else ())]
-            told["hidden_states"] = msgspec.Raw(b"[%b]" % b",".join(parts))
-        return told
+            fields["hidden_states"] = msgspec.Raw(b"[%b]" % b",".join(parts))
+        return fields
 
     def _add_hidden_states(self, piece: TokenOutputsChunk, *, together: bool) -> None:
-        """Write hidden states: those of the prompt `together` as one, or each by itself.
+        """Add hidden states: those of the prompt as one list if `together`, else one per token.
 
-        The first token of an answer follows the last of its prompt.
+        The first output token follows the last prompt token.
         """
         read, drawn = self._states = self._states or (JsonList(), JsonList())
         for offset, token in enumerate(piece.details.iter_tokens(), piece.offset):

@@ -1,9 +1,9 @@
-"""How much one body may hold, beside its bytes.
+"""Limits of a request body other than its size in bytes.
 
-The gateway's event loop serves every stream, so nothing that one client sends may hold it for more
-than about 20 ms. What a body costs after it was read goes by its values, not by its bytes: one text
-of 8 MB is decoded in 5 ms, 260,000 messages of 30 bytes take seconds to be made requests of. So
-lists are bounded in the types of the bodies, and all values of a body together here.
+The gateway's event loop serves all streams, so no input of one client may block it for more than
+about 20 ms. The cost of a body after decoding depends on its values, not on its bytes: one text of
+8 MB is decoded in 5 ms, while converting 260,000 messages of 30 bytes takes seconds. So lists are
+limited in the types of the bodies, and the total number of values here.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SMALL_BODY_BYTES_MAX = 64 * 1024
-"""Largest body of the routes that take names and switches, and no text of any length."""
+"""Maximum size of bodies that hold only names and flags."""
 PARTS_MAX = 1024
-"""Most parts of one message, and calls in it."""
+"""Maximum number of content parts, and of tool calls, of a message."""
 TOOLS_MAX = 512
 UNKNOWN_MAX = 256
-"""Most fields that no documentation has."""
+"""Maximum number of undocumented fields."""
 VALUES_MAX = 600_000
-"""Most values of a body."""
+"""Maximum number of values of a body."""
 OBJECTS_MAX = 2**15
-"""Most objects of a body."""
+"""Maximum number of objects of a body."""
 KEYS_MAX = 2**14
-"""Most keys of objects of free form; what is nested in their values is not read, so not counted."""
+"""Maximum number of keys of free-form objects; values nested in them are not decoded or counted."""
 JSON_BYTES_MAX = 1024 * 1024
-"""Longest JSON of a free form: schemas, tools, variables of the template."""
+"""Maximum size of free-form JSON: schemas, tools, template variables."""
 
 LOOP_BYTES_MAX = 256 * 1024
 """Larger bodies are decoded in a child process."""
 LOOP_VALUES_MAX = 1024
-"""So are bodies with more values. Reading one takes up to 15 us, so these take up to 15 ms."""
+"""So are bodies with more values: each takes up to 15 us, so this many up to 15 ms."""
 LOOP_ANSWER_BYTES = 8 * 1024
-"""Longer pieces of an answer are parsed and written in a thread: up to 1 us a character."""
+"""Longer output is parsed and encoded in a thread: it takes up to 1 us per character."""
 
 FREE_FORM = frozenset(
     {
@@ -60,12 +60,12 @@ FREE_FORM = frozenset(
         "tools",
     }
 )
-"""Fields that are, or hold, JSON of a free form."""
+"""Fields that are, or contain, free-form JSON."""
 
 Name = Annotated[str, Meta(max_length=256)]
-"""A name of a function, or of who speaks. OpenAI's API allows 64 characters."""
+"""Name of a function or of a speaker. OpenAI's API allows 64 characters."""
 CallId = Annotated[str, Meta(max_length=1024)]
-"""Some proxies put what they have to remember into the ids of calls."""
+"""Some proxies store state in the ids of tool calls."""
 
 Messages = Annotated[list[T], Meta(max_length=MESSAGES_MAX)]
 Parts = Annotated[list[T], Meta(max_length=PARTS_MAX)]
@@ -74,10 +74,10 @@ Ids = Annotated[list[T], Meta(max_length=IDS_MAX)]
 
 
 def is_small(body: bytes) -> bool:
-    """Whether a body can be read on the event loop.
+    """Whether a body can be decoded on the event loop.
 
-    Commas and brackets inside texts are counted, too: that errs on the safe side, and a search for
-    single bytes takes 1 ms for 8 MB.
+    Commas and brackets inside texts count too. That is conservative, and searching 8 MB for single
+    bytes takes 1 ms.
     """
     return (
         len(body) <= LOOP_BYTES_MAX
@@ -86,7 +86,7 @@ def is_small(body: bytes) -> bool:
 
 
 def oversized(fields: Mapping[str, msgspec.Raw]) -> tuple[str, int] | None:
-    """A field of free form that is too long, and its bytes."""
+    """Return the first free-form field that is too long, and its size."""
     for name in FREE_FORM & fields.keys():
         size = len(bytes(fields[name]))
         if size > JSON_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI clients read them: of a chat, and of a text completion."""
+"""Logprobs in OpenAI's formats for chat and text completions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from antiphon.wire.token_outputs import TokenOutput, TokenOutputsChunk
 
 LOWEST = -9999.0
-"""In place of minus infinity, which JSON does not have: as OpenAI writes what is unlikely."""
+"""Replaces minus infinity, which JSON lacks; OpenAI's API uses it too."""
 
 NOTHING_BEFORE: tuple[str, ...] = ()
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A token that might have come; `bytes` is what it writes, perhaps a part of a character.
+    """A likely token. `bytes` is its text, possibly part of a character.
 
-    None of a special token, which the text leaves out.
+    Null for a special token, which is not in the text.
     """
 
     token: str
@@ -30,7 +30,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token that came, and the likeliest in its place."""
+    """The token and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -39,14 +39,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a message, or of a piece of one."""
+    """Logprobs of the tokens of a message, or of a chunk."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a text: columns. `text_offset` counts characters of the tokens' texts."""
+    """Logprobs of a text, as columns. `text_offset` counts characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -55,7 +55,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
-    """Write details as a chat has them; None without."""
+    """Convert token outputs to the format of chat completions; None without them."""
     if piece is None:
         return None
     content = [
@@ -82,18 +82,18 @@ def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
 def text_logprobs(
     piece: TokenOutputsChunk | None, start: int, before: tuple[str, ...] = NOTHING_BEFORE
 ) -> TextLogprobs | None:
-    """Write details as a text completion has them; None without.
+    """Convert token outputs to the format of text completions; None without them.
 
     Args:
-        piece: Of consecutive tokens.
-        start: How many characters the tokens before had.
-        before: Texts of tokens that nothing is known of, as the first of a prompt: they come first.
+        piece: Outputs of consecutive tokens.
+        start: Number of characters before them.
+        before: Texts of tokens without outputs that come first, such as the first prompt token.
     """
     if piece is None and not before:
         return None
     tokens = [] if piece is None else list(_tokens(piece))
     texts = [*before, *(text for text, _, _ in tokens)]
-    tops = [_by_text(likeliest) for _, _, likeliest in tokens]
+    tops = [_by_text(top) for _, _, top in tokens]
     offsets = list(accumulate(map(len, texts), initial=start))[: len(texts)]
     unknown = [None] * len(before)
     return TextLogprobs(
@@ -104,20 +104,20 @@ def text_logprobs(
     )
 
 
-def _by_text(likeliest: list[tuple[str, float]]) -> dict[str, float]:
-    """The likeliest first, as clients read them; of tokens with one text, the likelier."""
-    told: dict[str, float] = {}
-    for text, logprob in likeliest:
-        told.setdefault(text, _logprob(logprob))
-    return told
+def _by_text(top: list[tuple[str, float]]) -> dict[str, float]:
+    """Logprobs by token text, most likely first; the highest one of tokens with equal text."""
+    logprobs: dict[str, float] = {}
+    for text, logprob in top:
+        logprobs.setdefault(text, _logprob(logprob))
+    return logprobs
 
 
 def _tokens(piece: TokenOutputsChunk) -> Iterator[tuple[str, TokenOutput, list[tuple[str, float]]]]:
     for detail in piece.details.iter_tokens():
-        if detail.token_id < 0:  # what would follow a prompt after which nothing is drawn
+        if detail.token_id < 0:  # next-token outputs of a prompt without generated tokens
             continue
-        likeliest = [(piece.text_of(token), logprob) for token, logprob in detail.top if token >= 0]
-        yield piece.text_of(detail.token_id), detail, likeliest
+        top = [(piece.text_of(token), logprob) for token, logprob in detail.top if token >= 0]
+        yield piece.text_of(detail.token_id), detail, top
 
 
 def _bytes(piece: TokenOutputsChunk, token_id: int) -> list[int] | None:

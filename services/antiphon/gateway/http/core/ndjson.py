@@ -1,4 +1,4 @@
-"""Streams of JSON, an object a line."""
+"""Newline-delimited JSON streams."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ CONTENT_TYPE = "application/x-ndjson"
 
 
 def line(payload: bytes) -> bytes:
-    """End JSON, which holds no raw line break, as one line."""
+    """Terminate JSON, which has no raw line break, as one line."""
     return payload + b"\n"

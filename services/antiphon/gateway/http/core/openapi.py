@@ -1,4 +1,4 @@
-"""GET /openapi.json: made from the operations, and from the structs that decode their bodies."""
+"""/openapi.json, built from the operations and the structs of their bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 class OpenApi:
-    """The document, made once; `prefix` is where a proxy serves the paths."""
+    """The document, built once; `prefix` is the path prefix of a proxy."""
 
     def __init__(self, operations: Sequence[Operation], prefix: str = "") -> None:
         whole = document(operations)
@@ -31,13 +31,13 @@ class OpenApi:
         self._document = msgspec.json.encode(whole)
 
     def operations(self) -> list[Operation]:
-        """The document does not speak of itself."""
+        """Return the operation that serves the document, which does not include it."""
         return [
             Operation(
                 method="GET",
                 path="/openapi.json",
                 handler=self._answer,
-                summary="This document.",
+                summary="OpenAPI document of this server.",
             )
         ]
 
@@ -46,7 +46,7 @@ class OpenApi:
 
 
 def document(operations: Sequence[Operation]) -> Object:
-    """Describe operations as OpenAPI 3.1 does."""
+    """Describe operations in OpenAPI 3.1."""
     types: set[object] = {
         each
         for one in operations
@@ -54,8 +54,8 @@ def document(operations: Sequence[Operation]) -> Object:
         if each is not None
     }
     ordered = sorted(types, key=str)
-    made, components = msgspec.json.schema_components(ordered, ref_template=_REF)
-    schemas = dict(zip(ordered, made, strict=True))
+    schemas_of_types, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    schemas = dict(zip(ordered, schemas_of_types, strict=True))
     paths: dict[str, Object] = {}
     for one in operations:
         at = paths.setdefault(_VARIABLE.sub(r"{\1}", one.path), {})
@@ -107,19 +107,19 @@ def _reply(one: Operation, schemas: Mapping[object, Object]) -> Object:
 def _error(one: Operation) -> Object:
     schema: Object = {"$ref": _REF.format(name=shape_of(one.path).body.__name__)}
     return {
-        "description": "What went wrong.",
+        "description": "Error response.",
         "content": {"application/json": {"schema": schema}},
     }
 
 
 def _parameters(one: Operation) -> list[Object]:
     text: Object = {"type": "string"}
-    inside: list[Object] = [
+    in_path: list[Object] = [
         {"name": name, "in": "path", "required": True, "schema": {**text, "minLength": 1}}
         for name in _VARIABLE.findall(one.path)
     ]
-    asked: list[Object] = [
+    in_query: list[Object] = [
         {"name": name, "in": "query", "description": meaning, "schema": text}
         for name, meaning in (one.query or {}).items()
     ]
-    return [*inside, *asked]
+    return [*in_path, *in_query]

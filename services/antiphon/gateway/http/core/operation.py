@@ -1,4 +1,4 @@
-"""One thing that can be asked over HTTP: its path, its body, its reply, and who answers."""
+"""One HTTP operation: its path, body, reply and handler."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """The router, the OpenAPI document and the docs are all made from these.
+    """The router, the OpenAPI document and the docs are built from these.
 
     Attributes:
-        method: In capitals.
-        path: As aiohttp writes it.
-        summary: A sentence.
-        body: What its body is decoded as; None: it has none.
-        reply: The type of what it answers with, if that is JSON: a struct, or whatever else a
-            schema can be made of.
-        streamed_as: The type of its streams, if its body may ask for one.
-        told_as: The types of other replies that it may be asked for; each is text.
-        query: Names of its query parameters, each with its meaning.
-        examples: Bodies that are served, for the document.
-        refused: Fields of other servers' bodies that are refused here.
-        deprecated: Whether another path has taken its place.
-        admin: Whether it is an operator's, as SGLang's admin key has it.
+        method: HTTP method, in capitals.
+        path: Path template in aiohttp's notation.
+        handler: Handles the request.
+        summary: One sentence.
+        body: Struct of the request body; None without one.
+        reply: Type of a JSON response: a struct, or any other type with a schema.
+        streamed_as: Content type of streams, if the body may request one.
+        alternative_types: Other content types it may return, each as text.
+        query: Query parameters, each with its description.
+        examples: Example bodies for the document.
+        unsupported: Documented fields that are rejected.
+        deprecated: Whether another path has replaced it.
+        admin: Whether it needs the operator's key, as SGLang's admin key.
     """
 
     method: str
@@ -54,9 +54,9 @@ class Operation:
 
 
 def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
-    """For the router."""
+    """Return the routes for the router."""
     return [
-        # What can be got answers HEAD, too.
+        # GET routes support HEAD too.
         web.get(one.path, one.handler)
         if one.method == "GET"
         else web.route(one.method, one.path, one.handler)

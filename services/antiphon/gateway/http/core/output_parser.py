@@ -1,4 +1,4 @@
-"""What an answer of a chat is made of: content, thinking and calls, as its text comes in."""
+"""Parses chat output into content, reasoning and tool calls as it is generated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class OutputParserOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers of a request are taken apart.
+    """How to parse the output of a request.
 
     Attributes:
-        plan: What may be called, and how calls are written.
-        reasoning: How thinking is marked; None: it is not told apart.
-        stream_reasoning: Whether it is told as it comes, or once it is over.
-        calls_before: Calls in the messages of the request.
+        plan: Available tools and their format.
+        reasoning: Reasoning format; None to leave reasoning in the content.
+        stream_reasoning: Whether to stream reasoning as it is generated, or return it once
+            complete.
+        calls_before: Number of tool calls in the messages of the request.
     """
 
     plan: ToolPlan = ToolPlan()
@@ -32,19 +33,19 @@ class OutputParserOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether an answer is content and nothing else."""
+        """Whether output is always content."""
         return self.plan.format is None and self.reasoning is None
 
 
 class OutputParser:
-    """One answer, taken apart.
+    """Parser of one output.
 
     Attributes:
-        called: Whether a whole call was heard.
+        has_tool_calls: Whether a complete tool call was parsed.
     """
 
     def __init__(self, options: OutputParserOptions, *, starts_in_reasoning: bool) -> None:
-        """Nothing was heard yet; `inside`: the answer begins as thinking."""
+        """Create a parser; `starts_in_reasoning` if the output starts in reasoning."""
         self.has_tool_calls = False
         self._plain = options.plain
         self._stream_reasoning = options.stream_reasoning
@@ -57,29 +58,29 @@ class OutputParser:
         )
 
     def feed(self, text: str) -> list[Event]:
-        """Take more of the text; return what is certain now."""
+        """Parse more text; return the events that are certain."""
         if self._plain:
             return [Content(text)] if text else []
         return self._filter_reasoning(self._parser.feed(text))
 
     def end(self) -> list[Event]:
-        """Return what is left: the answer is over."""
+        """Return the remaining events at the end of the output."""
         if self._plain:
             return []
         return [*self._filter_reasoning(self._parser.end()), *self._flush_reasoning()]
 
     def _filter_reasoning(self, events: Iterable[Event]) -> list[Event]:
-        told: list[Event] = []
+        kept_events: list[Event] = []
         for event in events:
             if isinstance(event, Reasoning) and not self._stream_reasoning:
                 self._held_reasoning.append(event.text)
                 continue
             if isinstance(event, CallEnd):
                 self.has_tool_calls |= event.complete
-            told += [*self._flush_reasoning(), event]
-        return told
+            kept_events += [*self._flush_reasoning(), event]
+        return kept_events
 
     def _flush_reasoning(self) -> list[Event]:
-        """The thinking that was held back, once."""
-        thought, self._held_reasoning = "".join(self._held_reasoning), []
-        return [Reasoning(thought)] if thought else []
+        """Return the held-back reasoning, once."""
+        reasoning, self._held_reasoning = "".join(self._held_reasoning), []
+        return [Reasoning(reasoning)] if reasoning else []

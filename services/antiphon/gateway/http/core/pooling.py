@@ -1,4 +1,4 @@
-"""Texts in, vectors or scores out: what the doors that embed, classify and rerank share."""
+"""Shared by the APIs that embed, classify and rerank: from texts to vectors or scores."""
 
 from __future__ import annotations
 
@@ -24,60 +24,66 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import PoolingCard
 
 INPUTS_MAX = 2048
-"""Most texts of a body, as OpenAI has it."""
+"""Maximum number of inputs in a body, as in OpenAI's API."""
 
 
 class PoolingHandler:
-    """Knows what the model makes of texts, and has it made."""
+    """Runs pooling requests and checks that the model supports them."""
 
     def __init__(self, response_handler: ResponseHandler, tokenizers: TokenizerClient) -> None:
         self._response_handler = response_handler
         self._tokenizers = tokenizers
 
     async def card(self, does: str) -> PoolingCard:
-        """What the model makes of a text.
+        """Return the card of a pooling model.
 
         Args:
-            does: What it is wanted for, a verb.
+            does: What the API does, as a verb for the error message.
 
         Raises:
-            Unsupported: It generates.
-            EngineError: No tokenizer answers.
+            Unsupported: The model generates text.
+            EngineError: No tokenizer is available.
         """
         card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
         if card is None:
-            raise Unsupported(f"this model does not {does}: it generates text", param="model")
+            raise Unsupported(
+                f"this model does not {does}: it is a text generation model", param="model"
+            )
         return card
 
     async def embedder(self) -> PoolingCard:
-        """The card of a model that embeds.
+        """Return the card of an embedding model.
 
         Raises:
-            Unsupported: It does not.
+            Unsupported: The model is not an embedding model.
         """
         card = await self.card("embed")
         if card.scores:
-            raise Unsupported("this model does not embed: it scores labels", param="model")
+            raise Unsupported(
+                "this model does not embed: it is a classification model", param="model"
+            )
         return card
 
     async def scorer(self, does: str) -> PoolingCard:
-        """The card of a model that scores labels.
+        """Return the card of a classification model.
 
         Raises:
-            Unsupported: It does not.
+            Unsupported: The model is not a classification model.
         """
         card = await self.card(does)
         if not card.scores:
-            raise Unsupported(f"this model does not {does}: it embeds", param="model")
+            raise Unsupported(
+                f"this model does not {does}: it is an embedding model", param="model"
+            )
         return card
 
     async def collect(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[Pooled]:
-        """What each text became, in their order. The client's leaving ends those under way.
+        """Run all requests and return their results in order. A client disconnect aborts them.
 
         Raises:
-            EngineError: Of the first that failed.
+            EngineError: The error of the first request that failed.
         """
         return await self._response_handler.collect_each(
             request, gen_requests, pooled_vector, OPEN_MAX
@@ -95,17 +101,17 @@ def pooling_requests(
     priority: int | None = None,
     salt: bytes = b"",
 ) -> list[GenerationRequest]:
-    """One ask a prompt, which came in `field`; the names of several begin with `rid`."""
+    """Create one request per prompt. `field` holds the prompts; `rid` is a prefix of their ids."""
     names = [rid] if len(prompts) == 1 else [rid and f"{rid}_{n}" for n in range(len(prompts))]
     return [
         GenerationRequest(
-            door=api,
+            api=api,
             prompt_field=field,
             model=model_of(model),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,
             tokens_max=0,
-            pool=pool,
+            pooling=pool,
             key=None if name is None else ClientKey(name),
             priority=priority,
             cache_salt=salt,
@@ -115,10 +121,10 @@ def pooling_requests(
 
 
 def check_not_blank(prompts: Sequence[Prompt], field: str) -> None:
-    """Refuse texts in which there is nothing.
+    """Reject texts that are empty or only white space.
 
     Raises:
-        InvalidRequest: Names the first.
+        InvalidRequest: Names the first such text.
     """
     for index, prompt in enumerate(prompts):
         if not (prompt.strip() if isinstance(prompt, str) else prompt):

@@ -1,7 +1,7 @@
-"""Logit processors as bodies name them: SGLang's two fields, without its code.
+"""Logits processors requested by bodies, in SGLang's two fields but without its code.
 
-There `custom_logit_processor` carries a class, and the server runs it. Here it is the name of one
-that is registered (`antiphon.wire.processors`), and `custom_params` are its parameters.
+SGLang's `custom_logit_processor` carries a class that the server runs. Here it is the name of a
+registered processor (`antiphon.wire.processors`), and `custom_params` are its parameters.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ NAME = "custom_logit_processor"
 def processor_of(
     name: str | None, given: Mapping[str, msgspec.Raw] | None, *, field: str
 ) -> tuple[LogitProcessor, ...]:
-    """Return the processor of a name, if one is named.
+    """Return the named processor, if there is one.
 
     Args:
-        name: What the client said.
+        name: Name from the body.
         given: Its parameters.
-        field: What the client calls those.
+        field: The API's name of the parameters field.
 
     Raises:
-        Unsupported: None has this name.
-        InvalidRequest: The parameters are not its own, or there is none that they could be of.
+        Unsupported: No processor has this name.
+        InvalidRequest: The parameters are wrong, or no processor is named.
     """
     if not name:
         if given:
-            raise InvalidRequest(f"{field}: they are of a {NAME}, and none is named", param=field)
+            raise InvalidRequest(f"{field}: requires {NAME}", param=field)
         return ()
     kind = REGISTERED.get(name)
     if kind is None:
         known = ", ".join(REGISTERED)
-        text = f"{NAME}: code that comes with a request is never run; name one of {known}"
+        text = (
+            f"{NAME}: code in requests is never run; use the name of a registered processor: "
+            f"{known}"
+        )
         raise Unsupported(text, param=NAME)
     return (_with(kind, given or {}, field),)
 
@@ -53,6 +56,6 @@ def _with(
 ) -> LogitProcessor:
     if strange := given.keys() - set(kind.__struct_fields__):
         known = ", ".join(kind.__struct_fields__)
-        text = f"{field}: it has no {min(strange)}, only {known}"
+        text = f"{field}: unknown parameter {min(strange)}; allowed are {known}"
         raise InvalidRequest(text, param=f"{field}.{min(strange)}")
     return decode(msgspec.json.encode(given), kind, field)

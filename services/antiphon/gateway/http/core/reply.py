@@ -1,4 +1,4 @@
-"""Replies that are neither answers nor errors."""
+"""JSON responses."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def json_reply(body: msgspec.Struct | Sequence[msgspec.Struct]) -> web.Response:
-    """Write a struct, or a list of them, as JSON."""
+    """Write a struct, or a list of structs, as JSON."""
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -1,4 +1,4 @@
-"""Counts HTTP requests and responses by endpoint, whatever becomes of them."""
+"""Counts HTTP requests and responses by endpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from antiphon.gateway.metrics import GatewayMetrics
 
 _UNKNOWN = "unknown"
-"""The endpoint of a path that is not served, and the method that is none of HTTP's."""
+"""Endpoint of an unknown path, and method label of an unknown method."""
 _CLIENT_LEFT = "499"
 
 
 def metrics_middleware(metrics: GatewayMetrics) -> Middleware:
-    """Make the middleware. It is the outermost, so that it sees errors as the client does."""
+    """Return the middleware.
+
+    It is the outermost, so that it sees the responses that clients see.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -44,7 +47,7 @@ def metrics_middleware(metrics: GatewayMetrics) -> Middleware:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The path as its operation writes it, so that ids in paths make no series of their own."""
+    """The path template, so that ids in paths do not create series."""
     resource = request.match_info.route.resource
     return _UNKNOWN if resource is None else resource.canonical
 

@@ -1,4 +1,4 @@
-"""The one way from a body to an answer: enter, listen, and tell it by the voice of a family.
+"""The path from a request body to a response: submit, collect events, write them.
 
 A family of APIs is a folder beside this file. It has `operations()`, each a path with the struct of
 its body; a parser, which makes a body a `GenerationRequest`; and a `ResponseWriter`, which formats
@@ -50,23 +50,23 @@ T = TypeVar("T")
 
 _NONE: Mapping[str, UnsupportedField] = {}
 _GRAMMAR_PARAM = "grammar"
-"""What an engine calls a grammar that has a mistake; the client called it otherwise."""
+"""An engine's name of the output constraint in errors; APIs have their own."""
 _PROMPT_PARAMS = ("prompt", "messages")
-"""What a tokenizer calls a text that is too long."""
+"""A tokenizer's name of a prompt that is too long."""
 _NAME_SHOWN = 100
-"""How much of the name of an unknown field is shown."""
+"""Maximum number of characters shown of an unknown field's name."""
 _FINAL_WRITE_S = 10.0
-"""How long a client may take for what is left once its requests have ended."""
+"""How long a client may take to read the rest once its requests have ended."""
 
 _STREAM = {
     "Cache-Control": "no-cache",
-    # Tells nginx to pass each event on as it comes.
+    # Disables nginx's response buffering.
     "X-Accel-Buffering": "no",
 }
 
 
 class ResponseHandler:
-    """Holds each connection until its answer is told, or its client is gone."""
+    """Holds a connection until its response is sent, or its client disconnects."""
 
     def __init__(
         self,
@@ -91,27 +91,29 @@ class ResponseHandler:
         request: web.Request,
         kind: type[B],
         make: Callable[[B], T],
-        refused: Mapping[str, UnsupportedField] = _NONE,
+        unsupported: Mapping[str, UnsupportedField] = _NONE,
         *,
         bytes_max: int | None = None,
         warns_beyond: type[msgspec.Struct] | None = None,
     ) -> T:
-        """Read a body and make of it what is needed; count the fields that are not known.
+        """Read a body and build the result of `make`; count unknown fields.
 
         Args:
-            request: The client's.
-            kind: The type of the body.
-            make: Makes of it what is needed; for large bodies in a thread.
-            refused: Fields that are refused.
-            bytes_max: The limit of the route, where it is less than that of all.
-            warns_beyond: Fields that are not of this type either are named by headers `Warning`.
+            request: The client's request.
+            kind: Type of the body.
+            make: Builds the result; runs in a thread for large bodies.
+            unsupported: Unsupported fields.
+            bytes_max: Size limit of the route, if lower than the general one.
+            warns_beyond: A `Warning` header names unknown fields that this type lacks too.
 
         Raises:
-            InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
+            InvalidRequest: It cannot be read, or `make` rejects it; `param` names the field.
         """
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._limit(bytes_max))
-            made, unknown = await self._bodies.read(body, kind, make, refused, tenant_of(request))
+            made, unknown = await self._bodies.read(
+                body, kind, make, unsupported, tenant_of(request)
+            )
             self._metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
                 known = warns_beyond.__struct_encode_fields__
@@ -126,14 +128,14 @@ class ResponseHandler:
         request: web.Request,
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
-        refused: Mapping[str, UnsupportedField] = _NONE,
+        unsupported: Mapping[str, UnsupportedField] = _NONE,
         *,
         inline_bytes_max: int,
     ) -> web.Response:
-        """Answer with what a function of a module makes of a body; larger ones in a child process.
+        """Respond with the result of a module-level function; large bodies use a child process.
 
         Raises:
-            InvalidRequest: The body cannot be read, or `work` refuses it.
+            InvalidRequest: The body cannot be read, or `work` rejects it.
         """
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._body_bytes_max)
@@ -141,7 +143,7 @@ class ResponseHandler:
                 body,
                 kind,
                 work,
-                refused,
+                unsupported,
                 tenant_of(request),
                 inline_bytes_max=inline_bytes_max,
             )
@@ -163,10 +165,10 @@ class ResponseHandler:
         *,
         streamed: bool,
     ) -> web.StreamResponse:
-        """Answer prompts together, whole or as they are said.
+        """Run prompts together and write one response, streaming or not.
 
         Raises:
-            EngineError: Something went wrong before anything was told.
+            EngineError: A request failed before any output.
         """
         async with self._open(request, gen_requests) as stream_group:
             writer = await make_writer(stream_group.streams)
@@ -187,16 +189,17 @@ class ResponseHandler:
         make_writer: WriterFactory,
         write: Write,
     ) -> ResponseWriter:
-        """Answer prompts whether or not the client stays; return once they have entered.
+        """Run prompts independently of the client; return once they are submitted.
 
         Args:
-            request: The client's.
-            gen_requests: The prompts.
-            make_writer: Makes the voice; it has to keep what is said, since nobody may be there.
-            write: Takes what the voice tells, as a client would.
+            request: The client's request.
+            gen_requests: The requests.
+            make_writer: Creates the response writer, which must store the output: there may be no
+                client.
+            write: Receives the bytes of the writer, as a client would.
 
         Raises:
-            EngineError: One of them cannot enter, or the voice cannot begin.
+            EngineError: A request could not be submitted, or the writer could not start.
         """
         begun: asyncio.Future[ResponseWriter] = asyncio.get_running_loop().create_future()
         self._detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
@@ -205,38 +208,38 @@ class ResponseHandler:
     async def relay(
         self,
         request: web.Request,
-        told: AsyncGenerator[bytes],
+        stream: AsyncGenerator[bytes],
         failed: Callable[[EngineError], bytes],
     ) -> web.StreamResponse:
-        """Pass on what was told elsewhere, until it is over or the client leaves.
+        """Forward a stream produced elsewhere, until it ends or the client disconnects.
 
         Raises:
-            EngineError: There is nothing to pass on. If that comes later, `failed` writes it.
+            EngineError: It failed before any output. A later error is written by `failed`.
         """
-        async with aclosing(told):
-            first = await anext(told, b"")
+        async with aclosing(stream):
+            first = await anext(stream, b"")
             response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE} | _STREAM)
             request[RESPONSE_STARTED] = True
             try:
                 await response.prepare(request)
                 await response.write(first)
                 try:
-                    async for piece in told:
+                    async for piece in stream:
                         await response.write(piece)
                 except EngineError as error:
                     await response.write(failed(error))
                 await response.write_eof()
             except ConnectionError:
-                pass  # the client left
+                pass  # the client disconnected
             return response
 
     async def collect(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[CollectedResponse]:
-        """Return the answers to prompts, for a reply that is no generation.
+        """Return the collected output of each prompt, for responses that are not generations.
 
         Raises:
-            EngineError: One of them ended with it.
+            EngineError: A request failed.
         """
         async with self._open(request, gen_requests) as stream_group:
             return await self._collect(stream_group)
@@ -248,15 +251,15 @@ class ResponseHandler:
         extract: Callable[[CollectedResponse], T],
         open_max: int,
     ) -> list[T]:
-        """Return what is kept of the answer to each prompt; at most so many are under way.
+        """Return the extracted output of each prompt; at most `open_max` requests run at a time.
 
         Raises:
-            EngineError: One of them ended with it; the others are cancelled.
+            EngineError: A request failed; the others are cancelled.
         """
-        places = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
+        slots = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
 
         async def one(gen_request: GenerationRequest) -> T:
-            async with places:
+            async with slots:
                 (answer,) = await self.collect(request, [gen_request])
                 return extract(answer)
 
@@ -266,18 +269,18 @@ class ResponseHandler:
     async def _open(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[StreamGroup]:
-        """Enter with every prompt, and leave with what has not ended: by cancellation, too."""
+        """Submit all requests, and release them on exit, cancellation included."""
         trace = request.headers.get("traceparent")
         tenant = tenant_of(request)
         self._submission.check_concurrency(tenant, len(gen_requests))
-        room = self._submission.token_output_budget()
+        budget = self._submission.token_output_budget()
         streams: dict[int, RequestStream] = {}
 
         async def enter(index: int) -> None:
             gen_request = msgspec.structs.replace(
                 gen_requests[index], tenant=tenant, traceparent=trace
             )
-            streams[index] = await self._submission.submit(gen_request, room)
+            streams[index] = await self._submission.submit(gen_request, budget)
 
         try:
             await gather([enter(index) for index in range(len(gen_requests))])
@@ -309,32 +312,32 @@ class ResponseHandler:
         gen_requests: Sequence[GenerationRequest],
         make_writer: WriterFactory,
         write: Write,
-        begun: asyncio.Future[ResponseWriter],
+        writer_ready: asyncio.Future[ResponseWriter],
     ) -> None:
-        """Tell it to `write`. Once it has begun there is nobody to raise for."""
+        """Write the response to `write`. Once it is ready, no caller can receive an error."""
         try:
             async with self._open(request, gen_requests) as stream_group:
                 writer = await make_writer(stream_group.streams)
-                if not begun.done():
-                    begun.set_result(writer)
+                if not writer_ready.done():
+                    writer_ready.set_result(writer)
                 await write(writer.begin())
-                said = False
+                started = False
                 while not stream_group.ended and stream_group.error is None:
-                    taken = await stream_group.get()
-                    told = await self._encode_events(stream_group, taken, writer)
-                    self._count_all(stream_group, taken)
-                    await write(told)
-                    if not (said or stream_group.ended):
-                        said = True
+                    batches = await stream_group.get()
+                    data = await self._encode_events(stream_group, batches, writer)
+                    self._count_all(stream_group, batches)
+                    await write(data)
+                    if not (started or stream_group.ended):
+                        started = True
                         await _persist_if_possible(writer)
         except EngineError as error:
-            if not begun.done():
-                begun.set_exception(error)
+            if not writer_ready.done():
+                writer_ready.set_exception(error)
 
     async def _stream_response(
         self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter
     ) -> web.StreamResponse:
-        """Write events as they come, and pings while none do."""
+        """Write events as they arrive, and pings while there are none."""
         with self._keepalive.watch(stream_group) as silence:
             taken = await _first_events(stream_group, silence)
             if stream_group.error is not None and not taken:
@@ -380,14 +383,14 @@ class ResponseHandler:
             if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:
-            pass  # the client left; cancelling is up to the caller, as for every way to leave
+            pass  # the client disconnected; the caller cancels the requests, as on every exit
         return response
 
     async def run_in_thread(self, request: web.Request, work: Callable[[], T]) -> T:
-        """Return what Python work that goes by the length of a request comes to, in a thread.
+        """Run Python work proportional to a request's size in a thread.
 
         Raises:
-            Overloaded: Too many requests of the tenant wait for the thread.
+            Overloaded: Too many requests of the tenant are queued for the thread.
         """
         with self._metrics.count_rejections():
             return await self._bodies.run_admitted(work, tenant_of(request))
@@ -395,24 +398,24 @@ class ResponseHandler:
     async def _encode_events(
         self, stream_group: StreamGroup, taken: EventBatches, writer: ResponseWriter
     ) -> bytes:
-        """Put all that waits into one piece: one write, however many steps have passed."""
+        """Encode all waiting events as one piece: one write, however many steps have passed."""
         size = sum(
             event.size_bytes
             for _, events in taken
             for event in events
             if isinstance(event, TextDelta)
         )
-        told = await self._encode(
+        data = await self._encode(
             size,
             lambda: b"".join([writer.chunks(prompt, events) for prompt, events in taken]),
             stream_group.streams[0].submit.tenant,
         )
         if stream_group.error is None and not stream_group.ended:
-            return told if taken else writer.ping()
-        return told + await _final_events(stream_group, writer)
+            return data if taken else writer.ping()
+        return data + await _final_events(stream_group, writer)
 
     async def _encode(self, size_bytes: int, write: Callable[[], bytes], tenant: str) -> bytes:
-        """Parse and write an answer: here if it is short, else where it does not hold the loop."""
+        """Parse and encode output: here if it is short, else in a thread."""
         if size_bytes <= LOOP_ANSWER_BYTES:
             return write()
         return await self._bodies.run_in_thread(write, tenant)
@@ -428,7 +431,7 @@ class ResponseHandler:
 
 
 def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:
-    """Name the field at fault as the client called it."""
+    """Replace the field name of an error by the API's name."""
     if error.param is None:
         return
     if error.param == _GRAMMAR_PARAM:
@@ -455,8 +458,8 @@ def _client_field_names(gen_request: GenerationRequest) -> dict[str, str]:
 async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventBatches:
     """Wait for the first text, or until the headers are due without it.
 
-    What fails before has a status of its own: all that the gateway, a tokenizer and the leader
-    refuse, and most of what a worker refuses at once, as a grammar that does not compile.
+    An earlier failure has its own status: everything that the gateway, a tokenizer and the leader
+    reject, and most of what a worker rejects at once, such as a grammar that does not compile.
     """
     while True:
         taken = await stream_group.get()
@@ -465,22 +468,25 @@ async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventB
 
 
 def _unknown_field_warning(field: str) -> str:
-    """Warn of a field that is not known; its name may be of any length."""
-    return f"{field[:_NAME_SHOWN]} is ignored: it is no field of this API"
+    """Build the warning for an unknown field, whose name may be of any length."""
+    return f"{field[:_NAME_SHOWN]} is ignored: it is not a field of this API"
 
 
 def _response_bytes(answers: Sequence[CollectedResponse]) -> int:
     return sum(
-        said.size_bytes for answer in answers for choice in answer.choices for said in choice.said
+        delta.size_bytes
+        for answer in answers
+        for choice in answer.choices
+        for delta in choice.deltas
     )
 
 
 async def _persist_if_possible(writer: ResponseWriter) -> None:
-    """Show that there is something; that it cannot be shown now ends nothing."""
+    """Store the current state; a failure here does not end the request."""
     try:
         await writer.persist()
     except EngineError as error:
-        log.info("progress not kept", extra={"code": error.code})
+        log.info("progress not stored", extra={"code": error.code})
 
 
 async def _final_events(stream_group: StreamGroup, writer: ResponseWriter) -> bytes:
@@ -499,7 +505,7 @@ async def _final_events(stream_group: StreamGroup, writer: ResponseWriter) -> by
 
 @contextmanager
 def _limit(stream_group: StreamGroup, patience: asyncio.Timeout) -> Generator[None]:
-    """Once all has ended, do not wait for ever for a client that has stopped reading."""
+    """Once all requests have ended, limit the wait for a client that stopped reading."""
 
     def ended() -> None:
         if all(stream.ended is not None for stream in stream_group.streams):

@@ -1,4 +1,4 @@
-"""The path prefix under which a proxy serves the API: `gateway.root_path`."""
+"""Path prefix of a proxy: `gateway.root_path`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
 
 def prefix_of(root_path: str, paths: Iterable[str]) -> str:
-    """Return the prefix without a slash at its end; empty: there is none.
+    """Return the prefix without a trailing slash; empty if there is none.
 
     Args:
-        root_path: As configured.
-        paths: All paths that are served.
+        root_path: The configured value.
+        paths: All paths of the API.
 
     Raises:
-        ConfigError: Paths of the API begin with it, so that a path could mean two things.
+        ConfigError: A path of the API starts with it, so paths would be ambiguous.
     """
     prefix = root_path.rstrip("/")
     for path in paths:
         if prefix and (path == prefix or path.startswith(f"{prefix}/")):
             raise ConfigError(
-                f"gateway.root_path (--fastapi-root-path): {path} is a path of the API itself and "
-                f"begins with {prefix}; choose another prefix, or let the proxy strip this one and "
-                "leave root_path out"
+                f"gateway.root_path (--fastapi-root-path): the API's own path {path} "
+                f"starts with {prefix}; choose another prefix, or let the proxy strip it "
+                "and leave root_path unset"
             )
     return prefix
 
 
 def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:
-    """Remove the prefix from the path of a request, if the proxy has left it there."""
+    """Remove the prefix from a request's path, if the proxy has not."""
     path = message.url.raw_path
     if path != prefix and not path.startswith(f"{prefix}/"):
         return message

@@ -1,4 +1,4 @@
-"""Requests that stand in a session: what they go on from, and what is kept of their answers."""
+"""Requests of a session: the context they continue from, and storage of their output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionRequests:
-    """Answers requests from where they stand, and puts by what was said for the next one."""
+    """Runs requests from their position in a session, and stores their output for the next one."""
 
     def __init__(
         self,
@@ -62,17 +62,18 @@ class SessionRequests:
         *,
         streamed: bool,
     ) -> web.StreamResponse:
-        """Answer a request, whole or as it is said.
+        """Run a request of a session, streaming or not.
 
         Args:
-            request: The client's.
-            gen_request: What is new in it.
-            params: Where it stands.
-            make_writer: Makes the voice, of all that is asked; its record keeps what is said.
-            streamed: Whether it is told as it is said.
+            request: The client's request.
+            gen_request: The new part of the prompt.
+            params: Position in the session.
+            make_writer: Creates the response writer for the whole prompt; its outputs store the
+                result.
+            streamed: Whether to stream.
 
         Raises:
-            EngineError: It cannot stand there, or something went wrong before anything was told.
+            EngineError: The position is invalid, or the request failed before any output.
         """
         place = SessionPosition(
             params.id,
@@ -89,15 +90,15 @@ class SessionRequests:
         whole = msgspec.structs.replace(
             gen_request, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid)
         )
-        kept = False
+        persisted = False
 
-        async def keep(stream: RequestStream, told: GenerateReplyWriter) -> None:
-            nonlocal kept
+        async def keep(stream: RequestStream, reply: GenerateReplyWriter) -> None:
+            nonlocal persisted
             if _is_complete(stream):
                 read = tuple(unpack_ids(stream.submit.prompt_ids))
-                answer = (read, tuple(told.ids), "".join(told.texts))
+                answer = (read, tuple(reply.ids), "".join(reply.texts))
                 await sessions.end(tenant, place, rid, answer)
-                kept = True
+                persisted = True
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
             await sessions.accept(tenant, place, rid)
@@ -107,18 +108,18 @@ class SessionRequests:
         try:
             return await self._response_handler.answer(request, [whole], writer, streamed=streamed)
         finally:
-            if not kept:
+            if not persisted:
                 await self._end_without_output(tenant, place, rid)
 
     async def _end_without_output(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
-        """Nothing goes on from a request that broke off."""
+        """End a request that was interrupted, which no request can continue."""
         try:
             await self._sessions.end(tenant, place, rid, None)
         except EngineError as error:
-            log.info("session not told of an end", extra={"code": error.code})
+            log.info("session not notified of the end", extra={"code": error.code})
 
     async def _characters(self, gen_request: GenerationRequest) -> int:
-        """The characters of what is new, however it was given."""
+        """Number of characters or tokens of the new part."""
         if gen_request.prompt_ids is None:
             return len(gen_request.prompt or "")
         (text,) = await self._tokenizers.decode([gen_request.prompt_ids], skip_special_tokens=False)
@@ -127,7 +128,7 @@ class SessionRequests:
     async def _ids(
         self, gen_request: GenerationRequest, tenant: TenantId, *, begins: bool
     ) -> tuple[int, ...]:
-        """The ids of what is new. Special tokens stand at the beginning of a session only."""
+        """Token ids of the new part. Special tokens are added at the start of a session only."""
         if gen_request.prompt_ids is not None:
             return gen_request.prompt_ids
         timeout_s = self._runtime.settings.gateway.request_timeout_s
@@ -142,5 +143,5 @@ class SessionRequests:
 
 
 def _is_complete(stream: RequestStream) -> bool:
-    """Whether all of an answer was heard: one that broke off is nothing to go on from."""
+    """Whether all output was received: an interrupted request cannot be continued."""
     return stream.ended is not None and stream.ended.error is None and not stream.has_events

@@ -1,4 +1,4 @@
-"""Budgets of thinking: after so many tokens it is ended by its mark."""
+"""Reasoning budgets: reasoning is ended after a number of tokens."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ async def with_thinking_budget(
     *,
     param: str,
 ) -> GenerationRequest:
-    """Let the thinking of an answer be ended.
+    """Add a reasoning budget to a request.
 
     Args:
         gen_request: The request.
-        tokens_max: Most tokens of thinking.
-        marks: How it is marked, if that is known.
-        tokenizers: Say which tokens the marks are.
-        param: What the client called the budget.
+        tokens_max: Maximum number of reasoning tokens.
+        marks: The model's reasoning delimiters, if known.
+        tokenizers: Look up the tokens of the delimiters.
+        param: The API's name of the budget field.
 
     Raises:
-        InvalidRequest: A logit processor is one already.
-        Unsupported: The marks are not known, or are no single tokens.
-        EngineError: No tokenizer says which they are.
+        InvalidRequest: A thinking_budget processor is set too.
+        Unsupported: The delimiters are unknown, or not single tokens.
+        EngineError: No tokenizer replied.
     """
     if any(isinstance(each, ThinkingBudget) for each in gen_request.sampling.processors):
-        text = "a thinking_budget is named beside it, and an answer has one"
+        text = "cannot be combined with the thinking_budget logits processor"
         raise InvalidRequest(f"{param}: {text}", param=param)
     if marks is None:
-        text = "it is not known how this model thinks: set gateway.reasoning_parser"
+        text = (
+            "the reasoning format of this model is unknown; set gateway.reasoning_parser "
+            "(--reasoning-parser)"
+        )
         raise Unsupported(f"{param}: {text}", param=param)
     begin_id = await tokenizers.token_id_of(marks.begin)
     end_id = await tokenizers.token_id_of(marks.end)
     if begin_id is None or end_id is None:
-        text = "the marks of this model's thinking are no single tokens, so no budget can end it"
+        text = "not supported by this model: its reasoning delimiters are not single tokens"
         raise Unsupported(f"{param}: {text}", param=param)
     budget = ThinkingBudget(tokens_max=tokens_max, begin_id=begin_id, closing_ids=(end_id,))
     sampling = msgspec.structs.replace(

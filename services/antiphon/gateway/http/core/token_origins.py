@@ -1,4 +1,4 @@
-"""What is told of where the tokens of a prompt and of its answer come from."""
+"""Where tokens come from: cache tiers of prompt tokens, weight versions of output tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cached tokens of a prompt were: the cache has one tier."""
+    """Number of cached prompt tokens by cache tier. There is one tier."""
 
     device: int
     host: int = 0
 
 
 class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of an answer that weights of one name have drawn: from `start` to before `end`."""
+    """Output tokens sampled by one weight version: from `start` up to, but not including, `end`."""
 
     version: str
     start: int
@@ -28,9 +28,9 @@ class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weight_spans(origins: Sequence[Origin], tokens: int) -> list[WeightSpan]:
-    """Which weights drew which of so many tokens; nothing unless several have.
+    """Spans of output tokens by weight version. Empty unless more than one version was used.
 
-    A stop may have cut off all that the last ones drew.
+    A stop sequence may have removed all tokens of the last version.
     """
     spans: list[WeightSpan] = []
     for number, origin in enumerate(origins):

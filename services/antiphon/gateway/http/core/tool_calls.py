@@ -1,4 +1,4 @@
-"""What the chats of every family come to: which tools are shown, and what an answer is held to."""
+"""Shared by the chat APIs: which tools the model sees, and the resulting output constraint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def to_json(value: object, field: str) -> Json:
-    """JSON that was left as it came, as values.
+    """Decode raw JSON to Python values.
 
     Raises:
-        InvalidRequest: It holds what nobody can read, as a number beyond all bounds.
+        InvalidRequest: It has values that cannot be decoded, such as a number out of range.
     """
     return cast("Json", decode(msgspec.json.encode(value), object, field))
 
@@ -35,52 +35,61 @@ def tool_plan(
     format_: ToolFormat | None,
     *,
     parallel: bool,
-    form: Grammar | None,
-    insists: bool = True,
+    constraint: Grammar | None,
+    requires_strict: bool = True,
 ) -> ToolPlan:
-    """What the tools of a request come to.
+    """Plan the tools of a request.
 
     Args:
-        tools: Those of the request.
-        choice: What it says of them.
-        format_: How this model writes calls; None: it is not known.
-        parallel: Whether there may be several calls in an answer.
-        form: The form of an answer that is no call. An answer that has to be a call has none: the
-            call wins, as at OpenAI.
-        insists: Whether strict tools have to be held; or are where that can be done.
+        tools: Tools of the request.
+        choice: Its tool choice.
+        format_: The model's tool call format; None if unknown.
+        parallel: Whether several calls are allowed.
+        constraint: Output constraint of text. Ignored if a tool call is required, as at OpenAI.
+        requires_strict: Whether strict tools must be enforced, or only where possible.
 
     Raises:
-        Unsupported: The model may call as it likes, and nobody knows how it would, or no grammar
-            can hold it to the schemas of strict tools.
+        Unsupported: The tool call format is unknown and calls are optional, or no grammar can
+            enforce the schemas of strict tools.
     """
     if choice.mode is Mode.AUTO and tools and format_ is None:
-        text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
+        text = (
+            "tools: the tool call format of this model is unknown; set "
+            "gateway.tool_call_parser (--tool-call-parser)"
+        )
         raise Unsupported(text, param="tools")
-    return plan_tools(tools, choice, format_, parallel=parallel, insists=insists, form=form)
+    return plan_tools(
+        tools,
+        choice,
+        format_,
+        parallel=parallel,
+        requires_strict=requires_strict,
+        constraint=constraint,
+    )
 
 
 def template_tools(plan: ToolPlan) -> str | None:
-    """The tools as the chat template reads them."""
+    """Return the tools in the format of the chat template."""
     tools = [tool.written for tool in plan.tools]
     return msgspec.json.encode(tools).decode() if tools else None
 
 
 def with_tool_constraints(
-    gen_request: GenerationRequest, plan: ToolPlan, reasoning: ReasoningFormat | None
+    gen_request: GenerationRequest, plan: ToolPlan, format_: ReasoningFormat | None
 ) -> GenerationRequest:
-    """Hold the answer to what was planned, and let the marks of calls be seen."""
+    """Apply the plan's output constraint, and keep its special tokens in the text."""
     sampling, field = gen_request.sampling, gen_request.grammar_field
     if plan.grammar is not None and sampling.grammar is None:
         field = "tools"
     if plan.grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
-    special = bool((plan.format and plan.format.special) or (reasoning and reasoning.special))
+    special = bool((plan.format and plan.format.special) or (format_ and format_.special))
     stop = msgspec.structs.replace(
         gen_request.stop, skip_special_tokens=gen_request.stop.skip_special_tokens and not special
     )
-    thinking = gen_request.thinking
+    thinking = gen_request.reasoning
     if thinking is not None and plan.format is not None:
         thinking = msgspec.structs.replace(thinking, call_marks=plan.format.marks)
     return msgspec.structs.replace(
-        gen_request, sampling=sampling, grammar_field=field, stop=stop, thinking=thinking
+        gen_request, sampling=sampling, grammar_field=field, stop=stop, reasoning=thinking
     )

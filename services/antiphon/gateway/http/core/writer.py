@@ -1,4 +1,4 @@
-"""How a family of APIs tells an answer: the one thing that each writes for itself."""
+"""The response writer: the part that each family of APIs implements."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ if TYPE_CHECKING:
 
 
 class ResponseWriter(ABC):
-    """Writes one client's answer, whole or in pieces. One an answer: it may remember what it said.
+    """Formats one response, complete or as a stream. There is one per response; it may keep state.
 
-    `ResponseHandler` calls `whole`, or `begin`, then `chunks` for each batch of events, and `end`
-    or `failure`; it joins what they return into as few writes as there can be. While there is
-    nothing to write for long, `ping` is. Before the client hears the end, `keep` is called; if that
-    raises, `failure` is told in place of the end.
+    `ResponseHandler` calls `full_response`, or `begin`, then `chunks` for each batch of events, and
+    `end` or `failure`; it joins their output into as few writes as possible. `ping` is written
+    while there is no output. `persist` is called before the client receives the end; if it raises,
+    `failure` is written instead of the end.
     """
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
-    """Of a stream."""
+    """Content type of a stream."""
 
     @abstractmethod
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """All of it, as JSON: the answers to the prompts in their order."""
+        """Return the complete response as JSON; the outputs are in the order of the prompts."""
 
     @abstractmethod
     def begin(self) -> bytes:
-        """What comes before any text."""
+        """Return what precedes any text."""
 
     @abstractmethod
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """More of the answer to one prompt."""
+        """Return more of the output for one prompt."""
 
     def ping(self) -> bytes:
-        """What shows that the stream lives while the model has written nothing new."""
+        """Return what keeps the stream alive while there is no output."""
         return PING
 
     @abstractmethod
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """What comes after all has been said well; the tokens of each prompt."""
+        """Return what follows a successful end; the token usage of each prompt."""
 
     @abstractmethod
     def failure(self, error: EngineError) -> bytes:
-        """What comes in place of the end when the answer breaks off."""
+        """Return what replaces the end if the request fails."""
 
-    async def persist(self) -> None:  # noqa: B027  # most answers are told, and that is all
-        """Put by what has to be there when the client hears the end.
+    async def persist(self) -> None:  # noqa: B027  # most writers store nothing
+        """Store what must be available when the client receives the end.
 
         Raises:
-            EngineError: It could not be put by.
+            EngineError: It could not be stored.
         """
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """The tokens of several prompts together."""
+    """Sum the token usage of several prompts."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),

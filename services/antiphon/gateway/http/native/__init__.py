@@ -1,1 +1,1 @@
-"""SGLang's own APIs: generation, control, and what a server says of itself."""
+"""SGLang's native APIs: generation, control, and server information."""

@@ -1,4 +1,4 @@
-"""SGLang's routes that are not served here: each says why, in place of a bare 404."""
+"""SGLang routes that are not supported: each returns the reason instead of a plain 404."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Why = Literal["not_built", "gpu_only", "by_design"]
 
 
 class AbsentRoute(msgspec.Struct, frozen=True):
-    """A route of SGLang's, and why it is not here."""
+    """An SGLang route that is not supported, and why."""
 
     methods: tuple[str, ...]
     path: str
@@ -27,21 +27,21 @@ class AbsentRoute(msgspec.Struct, frozen=True):
 
 
 class NotBuilt(InvalidRequest):
-    """The route is known, and what it does is not built."""
+    """The route is not implemented."""
 
     code = "not_built"
     status = 404
 
 
 class GpuOnly(InvalidRequest):
-    """The route is known, and makes sense with a GPU only."""
+    """The route applies to GPUs only."""
 
     code = "gpu_only"
     status = 404
 
 
 class ByDesign(InvalidRequest):
-    """The route is known, and left out on purpose."""
+    """The route is left out by design."""
 
     code = "by_design"
     status = 404
@@ -56,12 +56,12 @@ _POST, _GET = ("POST",), ("GET",)
 _BOTH = ("GET", "POST")
 _UPDATE = "weights are read when a worker starts; restart it to serve a new checkpoint"
 _TRAINER = "weights are not received from a trainer; restart the workers with a new checkpoint"
-_LORA = "LoRA adapters are not built"
-_MEMORY = "a worker keeps its memory until it ends, and has no device memory to release"
-_EXPERTS = "which experts tokens are routed to is not recorded"
-_PROFILE = "the profiler is not built; traces and metrics show where time goes"
+_LORA = "LoRA adapters are not supported"
+_MEMORY = "a worker keeps its memory until it exits, and has no device memory to release"
+_EXPERTS = "expert routing is not recorded"
+_PROFILE = "the profiler is not supported; use traces and metrics"
 _HICACHE = "the KV cache has one level, without a storage backend"
-_CORPUS = "speculative decoding, which would use the corpus, is not built"
+_CORPUS = "speculative decoding, which would use the corpus, is not supported"
 _AUDIO = "models read and write text only"
 
 ABSENT: tuple[AbsentRoute, ...] = (
@@ -106,13 +106,13 @@ ABSENT: tuple[AbsentRoute, ...] = (
         )
     ),
     AbsentRoute(
-        _BOTH, "/freeze_gc", "by_design", "every service sets its garbage collector at start"
+        _BOTH, "/freeze_gc", "by_design", "every service tunes its garbage collector at startup"
     ),
     AbsentRoute(
         _BOTH,
         "/set_trace_level",
         "by_design",
-        "traces have one level; --telemetry-trace-ratio sets how many there are",
+        "traces have one level of detail; --telemetry-trace-ratio sets the sampling ratio",
     ),
     AbsentRoute(
         ("POST", "PUT"),
@@ -149,19 +149,19 @@ ABSENT: tuple[AbsentRoute, ...] = (
 
 
 class AbsentRoutesEndpoints:
-    """Refuses each of them with its reason."""
+    """Handlers for the unsupported routes."""
 
     def __init__(self) -> None:
         self._by_path = {absent.path: absent for absent in ABSENT}
 
     def operations(self) -> list[Operation]:
-        """All of them."""
+        """Return one operation per route."""
         return [
             Operation(
                 method=method,
                 path=absent.path,
                 handler=self._refuse,
-                summary=f"Refused (`{absent.why}`): {absent.reason}.",
+                summary=f"Not supported (`{absent.why}`): {absent.reason}.",
             )
             for absent in ABSENT
             for method in absent.methods
@@ -169,6 +169,6 @@ class AbsentRoutesEndpoints:
 
     async def _refuse(self, request: web.Request) -> NoReturn:
         resource = request.match_info.route.resource
-        assert resource is not None, "a handler was found by its path"
+        assert resource is not None, "the handler was matched by its path"
         absent = self._by_path[resource.canonical]
-        raise _ERRORS[absent.why](f"{absent.path} is not served: {absent.reason}")
+        raise _ERRORS[absent.why](f"{absent.path} is not supported: {absent.reason}")

@@ -1,4 +1,4 @@
-"""What an operator tells a running server: flush, abort, pause, go on, another weight version."""
+"""Operator commands: flush, abort, pause, continue, set the weight version."""
 
 from __future__ import annotations
 
@@ -28,45 +28,58 @@ FLUSH_WAIT_MAX_S = 600.0
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /abort_request: the requests whose names begin so, or all."""
+    """Abort the requests whose ids start with `rid`, or all requests."""
 
-    rid: Annotated[str, Meta(max_length=256)] = ""
-    abort_all: bool = False
+    rid: Annotated[
+        Annotated[str, Meta(max_length=256)],
+        Meta(description="Prefix of the ids of the requests to abort."),
+    ] = ""
+    abort_all: Annotated[bool, Meta(description="Whether to abort all requests.")] = False
 
 
 class PauseBody(msgspec.Struct, frozen=True):
-    """POST /pause_generation: `abort` ends what runs, the others go on with it later."""
+    """Pause generation.
 
-    mode: PauseMode = PauseMode.ABORT
+    With `abort` running requests are aborted; otherwise they continue later.
+    """
+
+    mode: Annotated[PauseMode, Meta(description="What to do with running requests.")] = (
+        PauseMode.ABORT
+    )
 
 
 class ContinueBody(msgspec.Struct, frozen=True):
-    """POST /continue_generation. There is nothing to say."""
+    """Continue generation. The body has no fields."""
 
 
 class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /update_weight_version."""
+    """Set the weight version. Cached prefixes of the old version are not reused."""
 
-    new_version: Annotated[str, Meta(min_length=1, max_length=256)]
-    abort_all_requests: bool = True
+    new_version: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)],
+        Meta(description="The new weight version."),
+    ]
+    abort_all_requests: Annotated[
+        bool, Meta(description="Whether to abort all running requests.")
+    ] = True
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True):
-    """An order was obeyed by every worker."""
+    """Confirmation that every worker applied the command."""
 
     success: bool = True
     status: str = "ok"
     message: str
 
 
-class WeightsNamed(ControlReply, frozen=True, kw_only=True):
-    """The weights have a new name."""
+class WeightVersionReply(ControlReply, frozen=True, kw_only=True):
+    """Confirmation of the new weight version."""
 
     new_version: str
 
 
 class ControlEndpoints:
-    """Orders go to every worker of the model, whichever gateway takes them."""
+    """Handlers for operator commands, which go to every worker of the model."""
 
     def __init__(
         self, response_handler: ResponseHandler, submission: Submission, workers: WorkerControl
@@ -76,7 +89,7 @@ class ControlEndpoints:
         self._workers = workers
 
     def operations(self) -> list[Operation]:
-        """All orders."""
+        """Return the operations."""
         return [
             *(
                 Operation(
@@ -84,8 +97,11 @@ class ControlEndpoints:
                     path="/flush_cache",
                     admin=True,
                     handler=self._flush,
-                    summary="Drops the prefix cache of every worker; 400 while requests run.",
-                    query={"timeout": "Seconds to wait until nothing runs; 0 unless said."},
+                    summary="Flush the prefix cache of every worker. Fails with 400 "
+                    "while requests are running or queued.",
+                    query={
+                        "timeout": "Seconds to wait until no request is running. Defaults to 0."
+                    },
                 )
                 for method in ("GET", "POST")
             ),
@@ -94,7 +110,7 @@ class ControlEndpoints:
                 path="/abort_request",
                 admin=True,
                 handler=self._abort,
-                summary="Ends requests as aborted, whichever gateway owns them.",
+                summary="Abort requests, whichever gateway owns them.",
                 body=AbortBody,
                 examples=({"rid": "mine"},),
             ),
@@ -103,7 +119,7 @@ class ControlEndpoints:
                 path="/pause_generation",
                 admin=True,
                 handler=self._pause,
-                summary="Runs no more steps until told to go on.",
+                summary="Pause generation on every worker.",
                 body=PauseBody,
                 reply=ControlReply,
                 examples=({"mode": "in_place"},),
@@ -113,7 +129,7 @@ class ControlEndpoints:
                 path="/continue_generation",
                 admin=True,
                 handler=self._continue,
-                summary="Runs steps again.",
+                summary="Continue generation on every worker.",
                 body=ContinueBody,
                 reply=ControlReply,
                 examples=({},),
@@ -123,9 +139,10 @@ class ControlEndpoints:
                 path="/update_weight_version",
                 admin=True,
                 handler=self._name_weights,
-                summary="Names the weights anew; nothing that was cached is found again.",
+                summary="Set the weight version. Cached prefixes of the old version "
+                "are not reused.",
                 body=VersionBody,
-                reply=WeightsNamed,
+                reply=WeightVersionReply,
                 examples=({"new_version": "2", "abort_all_requests": False},),
             ),
         ]
@@ -133,7 +150,10 @@ class ControlEndpoints:
     async def _flush(self, request: web.Request) -> web.Response:
         pages = await self._workers.flush(_seconds(request.query.get("timeout", "0")))
         if pages is None:
-            raise InvalidRequest("the cache was not flushed: requests run or wait")
+            raise InvalidRequest(
+                "the cache was not flushed: requests are running or queued; set timeout to "
+                "wait for them"
+            )
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -149,15 +169,17 @@ class ControlEndpoints:
             request, PauseBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
         done = await self._workers.command(PauseWorker(mode=body.mode))
-        met = sum(each.requests for each in done)
-        return json_reply(ControlReply(message=f"Generation paused; {met} answers were under way."))
+        running = sum(each.requests for each in done)
+        return json_reply(
+            ControlReply(message=f"Generation paused; {running} requests were running.")
+        )
 
     async def _continue(self, request: web.Request) -> web.Response:
         await self._response_handler.parse_body(
             request, ContinueBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
         await self._workers.command(ContinueWorker())
-        return json_reply(ControlReply(message="Generation goes on."))
+        return json_reply(ControlReply(message="Generation continued."))
 
     async def _name_weights(self, request: web.Request) -> web.Response:
         body = await self._response_handler.parse_body(
@@ -167,8 +189,8 @@ class ControlEndpoints:
             SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
         )
         return json_reply(
-            WeightsNamed(
-                message=f"The weights are called '{body.new_version}'.",
+            WeightVersionReply(
+                message=f"The weight version is '{body.new_version}'.",
                 new_version=body.new_version,
             )
         )
@@ -176,7 +198,7 @@ class ControlEndpoints:
 
 def _checked(body: AbortBody) -> AbortBody:
     if not body.rid and not body.abort_all:
-        raise InvalidRequest("name a rid, or say abort_all", param="rid")
+        raise InvalidRequest("rid or abort_all is required", param="rid")
     return AbortBody(rid="" if body.abort_all else body.rid)
 
 
@@ -186,6 +208,6 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= FLUSH_WAIT_MAX_S:
-        text = f"timeout: seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
+        text = f"timeout: must be a number of seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
         raise InvalidRequest(text, param="timeout")
     return seconds

@@ -1,4 +1,4 @@
-"""POST /encode and /classify: what a model that does not generate makes of texts, as it is."""
+"""/encode and /classify: the raw output of embedding and classification models."""
 
 from __future__ import annotations
 
@@ -36,38 +36,46 @@ if TYPE_CHECKING:
 
 
 class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /encode and /classify. Exactly one of `text` and `input_ids` is given."""
+    """Encode texts to vectors, or to raw scores.
+
+    Exactly one of `text` and `input_ids` is required.
+    """
 
     text: Annotated[
         str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None,
-        Meta(description="A text, or several."),
+        Meta(description="Text to encode, or a list of texts."),
     ] = None
     input_ids: Annotated[
         Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
-        Meta(description="Token ids, or lists of them; in place of text."),
+        Meta(
+            description="Token ids to encode, or a list of token id lists. Use instead of `text`."
+        ),
     ] = None
     dimensions: Annotated[
         Dimensions | None,
-        Meta(description="So many of the vector's first numbers, of a model made for that."),
+        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
     ] = None
     rid: Annotated[
-        Rid | None, Meta(description="The client's name for it; of several, how theirs begin.")
+        Rid | None, Meta(description="Request id chosen by the client; for several texts a prefix.")
     ] = None
     priority: Annotated[
         Priority | None,
-        Meta(description="The higher goes first, where the operator goes by priorities."),
+        Meta(
+            description="Scheduling priority; higher runs first. Requires "
+            "--enable-priority-scheduling."
+        ),
     ] = None
     cache_salt: Annotated[
         CacheSaltText | None,
-        Meta(description="Cached prefixes are shared with those who say the same."),
+        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
     ] = None
 
 
 class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a vector beside its numbers."""
+    """Metadata of a vector."""
 
     id: str
     finish_reason: FinishBody
@@ -79,14 +87,14 @@ class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The vector of a text, or its scores as they leave the model."""
+    """The vector of a text, or its raw scores."""
 
     embedding: list[float]
     meta_info: EncodeMeta
 
 
 class EncodeEndpoints:
-    """SGLang's own way to ask for vectors and scores."""
+    """Handlers of SGLang's native APIs for vectors and scores."""
 
     def __init__(
         self, response_handler: ResponseHandler, vectors: PoolingHandler, runtime: Runtime
@@ -96,7 +104,7 @@ class EncodeEndpoints:
         self._runtime = runtime
 
     def operations(self) -> list[Operation]:
-        """Both, by POST and PUT."""
+        """Return the operations, each for POST and PUT."""
         return [
             Operation(
                 method=method,
@@ -110,19 +118,27 @@ class EncodeEndpoints:
                 deprecated=method == "PUT",
             )
             for path, answer, summary in (
-                ("/encode", self._encode, "The vector of a text; several get a list."),
-                ("/classify", self._classify, "The scores of a text; several get a list."),
+                (
+                    "/encode",
+                    self._encode,
+                    "Encode a text to a vector. Several texts return a list.",
+                ),
+                (
+                    "/classify",
+                    self._classify,
+                    "Score a text with a classification model. Several texts return a list.",
+                ),
             )
             for method in ("POST", "PUT")
         ]
 
     async def _encode(self, request: web.Request) -> web.Response:
         card = await self._vectors.card("embed")
-        return await self._answer(request, lambda body: _asks(body, card, "encode"))
+        return await self._answer(request, lambda body: _requests(body, card, "encode"))
 
     async def _classify(self, request: web.Request) -> web.Response:
         card = await self._vectors.scorer("classify")
-        return await self._answer(request, lambda body: _asks(body, card, "classify"))
+        return await self._answer(request, lambda body: _requests(body, card, "classify"))
 
     async def _answer(
         self,
@@ -135,8 +151,8 @@ class EncodeEndpoints:
         )
         pooled = await self._vectors.collect(request, gen_requests)
         seconds = time.monotonic() - began
-        told = [self._reply(one, seconds) for one in pooled]
-        return json_reply(told if batch else told[0])
+        results = [self._reply(one, seconds) for one in pooled]
+        return json_reply(results if batch else results[0])
 
     def _reply(self, pooled: Pooled, seconds: float) -> EncodeResult:
         return EncodeResult(
@@ -152,16 +168,18 @@ class EncodeEndpoints:
         )
 
 
-def _asks(body: EncodeBody, card: PoolingCard, door: str) -> tuple[list[GenerationRequest], bool]:
-    """The asks, and whether they came as a list."""
+def _requests(
+    body: EncodeBody, card: PoolingCard, api: str
+) -> tuple[list[GenerationRequest], bool]:
+    """Return the requests, and whether the body has a list of texts."""
     prompts, batch = _prompts(body)
     if len(prompts) > INPUTS_MAX:
-        raise InvalidRequest(f"there are more than {INPUTS_MAX} texts", param="input_ids")
+        raise InvalidRequest(f"at most {INPUTS_MAX} texts are allowed", param="input_ids")
     check_not_blank(prompts, "text")
     pool = pool_params(card, body.dimensions)
     gen_requests = pooling_requests(
         prompts,
-        api=door,
+        api=api,
         field="text" if body.input_ids is None else "input_ids",
         model=None,
         pool=pool,
@@ -174,7 +192,7 @@ def _asks(body: EncodeBody, card: PoolingCard, door: str) -> tuple[list[Generati
 
 def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
     if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("give either text or input_ids", param="text")
+        raise InvalidRequest("exactly one of text and input_ids is required", param="text")
     if body.text is not None:
         return ([body.text], False) if isinstance(body.text, str) else (list(body.text), True)
     ids = body.input_ids or []
@@ -182,5 +200,8 @@ def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
     if not rows:
         return [tuple(each for each in ids if isinstance(each, int))], False
     if len(rows) != len(ids):
-        raise InvalidRequest("token ids, or lists of them; not both", param="input_ids")
+        raise InvalidRequest(
+            "input_ids: must be a list of token ids or a list of token id lists, not a mix",
+            param="input_ids",
+        )
     return list(rows), True

@@ -1,4 +1,4 @@
-"""POST /generate, and the sessions in which its requests may stand."""
+"""/generate, and the sessions its requests may belong to."""
 
 from __future__ import annotations
 
@@ -39,23 +39,33 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /open_session. `capacity_of_str_len` 0 sets no bound; `timeout` is of idleness, in s."""
+    """Open a session.
 
-    capacity_of_str_len: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    session_id: Name | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
+    `capacity_of_str_len` 0 sets no limit; `timeout` is the idle timeout in seconds.
+    """
+
+    capacity_of_str_len: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)],
+        Meta(description="Maximum size of the session, in characters. 0 sets no limit."),
+    ] = 0
+    session_id: Annotated[
+        Name | None, Meta(description="Session id chosen by the client. Defaults to a random one.")
+    ] = None
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Idle timeout, in seconds.")
+    ] = None
 
 
 class CloseSession(msgspec.Struct, frozen=True):
-    """POST /close_session."""
+    """Close a session."""
 
-    session_id: Name
+    session_id: Annotated[Name, Meta(description="Session id.")]
 
 
 class GenerateEndpoints:
-    """Reads, stands requests in their sessions, and gives each answer its voice.
+    """Handlers of /generate and of sessions.
 
-    `rank_of` tells the place of a worker among them.
+    `rank_of` returns the index of a worker in /v1/loads.
     """
 
     def __init__(
@@ -75,14 +85,14 @@ class GenerateEndpoints:
         self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
-        """Generation and sessions."""
+        """Return the operations."""
         return [
             *(
                 Operation(
                     method=method,
                     path="/generate",
                     handler=self._generate,
-                    summary="What follows a prompt, or each of a batch; a batch gets a list.",
+                    summary="Generate text for a prompt. A batch of prompts returns a list.",
                     body=GenerateBody,
                     reply=GenerateReply | list[GenerateReply],
                     unsupported=refused.GENERATE,
@@ -95,7 +105,7 @@ class GenerateEndpoints:
                 method="POST",
                 path="/open_session",
                 handler=self._open,
-                summary="Begins a session, open at every gateway; its name is the reply.",
+                summary="Open a session, usable at every gateway. Returns the session id.",
                 body=OpenSession,
                 reply=str,
                 unsupported={"streaming": _STREAMING},
@@ -105,7 +115,7 @@ class GenerateEndpoints:
                 method="POST",
                 path="/close_session",
                 handler=self._close,
-                summary="Forgets a session, and aborts what runs in it.",
+                summary="Close a session and abort its running requests.",
                 body=CloseSession,
                 examples=({"session_id": "mine"},),
             ),
@@ -124,10 +134,12 @@ class GenerateEndpoints:
             (gen_request,) = parsed.gen_requests
 
             async def writer(
-                whole: GenerationRequest, streams: Sequence[RequestStream], keep: PersistReply
+                full_request: GenerationRequest,
+                streams: Sequence[RequestStream],
+                keep: PersistReply,
             ) -> ResponseWriter:
-                asked = msgspec.structs.replace(parsed, gen_requests=(whole,))
-                return await self._writer(asked, streams, keep)
+                whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
+                return await self._writer(whole_request, streams, keep)
 
             return await self._in_session.answer(
                 request, gen_request, params, writer, streamed=parsed.stream
@@ -139,7 +151,7 @@ class GenerateEndpoints:
     async def _budgeted(
         self, parsed: ParsedGenerateRequest, tokens_max: int
     ) -> ParsedGenerateRequest:
-        """Let the thinking of every answer be ended."""
+        """Allow the reasoning of every request to be ended."""
         formats = await formats_of(
             self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
         )
@@ -180,18 +192,18 @@ class GenerateEndpoints:
     async def _first_texts(
         self, parsed: ParsedGenerateRequest, streams: Sequence[RequestStream]
     ) -> list[str | None]:
-        """The text of each prompt's first token, where that is told: a tokenizer writes it."""
+        """Return the text of each prompt's first token, if requested: it takes a tokenizer call."""
         named = [
             unpack_ids(stream.submit.prompt_ids[:4])
-            for stream, telling in zip(streams, parsed.all_reply_options, strict=True)
-            if telling.needs_first_text
+            for stream, options in zip(streams, parsed.all_reply_options, strict=True)
+            if options.needs_first_text
         ]
         texts = iter(
             await self._tokenizers.decode(named, skip_special_tokens=False) if named else ()
         )
         return [
-            next(texts) if telling.needs_first_text else None
-            for telling in parsed.all_reply_options
+            next(texts) if options.needs_first_text else None
+            for options in parsed.all_reply_options
         ]
 
     async def _open(self, request: web.Request) -> web.Response:
@@ -212,7 +224,7 @@ class GenerateEndpoints:
 
 
 _STREAMING = refused.UnsupportedField(
-    "a session is kept as ids; none holds pages of the cache", (False,)
+    "session streaming is not supported: sessions store token ids and hold no cache pages", (False,)
 )
 _EXAMPLES = (
     {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4}},

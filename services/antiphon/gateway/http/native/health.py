@@ -1,4 +1,4 @@
-"""Whether the cluster can answer: by what its heartbeats say, and by an answer of one token."""
+"""Health checks: by heartbeats, and by generating one token."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 _GENERATE_S = 20.0
-_PAUSE_S = 1.0
-"""From the beginning of one generation to that of the next."""
+_MIN_INTERVAL_S = 1.0
+"""Minimum interval between the starts of two health generations."""
 
 
-class Healthy(msgspec.Struct, frozen=True):
-    """Everybody is there."""
+class HealthReply(msgspec.Struct, frozen=True):
+    """All services that generation needs are available."""
 
     status: str = "ok"
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /."""
+    """Server information at the root path."""
 
     name: str = "antiphon"
     version: str
@@ -58,7 +58,7 @@ _LINKS = {
 
 
 class HealthEndpoints:
-    """Answers at once, but for `/health_generate`."""
+    """Handlers of the health checks; all but `/health_generate` return immediately."""
 
     def __init__(
         self,
@@ -75,36 +75,37 @@ class HealthEndpoints:
         self._probe_at = 0.0
 
     def operations(self) -> list[Operation]:
-        """What a load balancer asks."""
-        here = "200 if an answer can be given now, else 503 that names who is missing."
+        """Return the operations."""
+        here = "Check readiness by heartbeats: 200, or 503 with the names of the missing services."
         return [
             Operation(
                 method="GET",
                 path="/",
                 handler=self._hello,
-                summary="What is served, and where to read on.",
+                summary="Server name and links to documentation.",
                 reply=Root,
             ),
             Operation(
-                method="GET", path="/health", handler=self._health, summary=here, reply=Healthy
+                method="GET", path="/health", handler=self._health, summary=here, reply=HealthReply
             ),
             Operation(
-                method="GET", path="/ping", handler=self._health, summary=here, reply=Healthy
+                method="GET", path="/ping", handler=self._health, summary=here, reply=HealthReply
             ),
             Operation(
                 method="GET",
                 path="/ready",
                 handler=self._ready,
-                summary="As /health, and no worker is paused.",
-                reply=Healthy,
+                summary="Check readiness as /health does, and that no worker is paused.",
+                reply=HealthReply,
             ),
             Operation(
                 method="GET",
                 path="/health_generate",
                 handler=self._generate,
-                summary="200 once the model has made a token, or a vector; 503 after 20 s. "
-                "All callers share one a second.",
-                reply=Healthy,
+                summary="Check health by generating one token, or a vector: 200, or "
+                "503 after 20 s. Callers share at most one generation per "
+                "second.",
+                reply=HealthReply,
             ),
         ]
 
@@ -117,47 +118,48 @@ class HealthEndpoints:
 
     async def _health(self, _: web.Request) -> web.Response:
         self._check()
-        return json_reply(Healthy())
+        return json_reply(HealthReply())
 
     async def _ready(self, _: web.Request) -> web.Response:
         self._check()
         beats = [peer.heartbeat for peer in self._runtime.peers.accepting_work(Role.WORKER)]
         if all(beat.worker is not None and beat.worker.paused for beat in beats):
             raise Unavailable("generation is paused", retry_after_s=1.0)
-        return json_reply(Healthy())
+        return json_reply(HealthReply())
 
     async def _generate(self, request: web.Request) -> web.Response:
-        """Wait for the generation that is under way, or was begun within the last second.
+        """Wait for the current health generation; start one if the last began over a second ago.
 
-        No key is needed here, so callers must not be able to make work by their number.
+        The route needs no key, so callers must not cause work in proportion to their number.
         """
         self._check()
         now = self._runtime.clock.now()
         probe = self._probe
-        if probe is None or (probe.done() and now >= self._probe_at + _PAUSE_S):
-            # No caller's leaving ends what others wait for, so it is a task of the process.
+        if probe is None or (probe.done() and now >= self._probe_at + _MIN_INTERVAL_S):
+            # Other callers wait for it, so a caller's disconnect must not cancel it: it is a task
+            # of the process.
             self._probe = probe = self._runtime.group.create_task(self._generated(request))
             self._probe_at = now
         error = await asyncio.shield(probe)
         if error is not None:
             raise decode_error(encode_error(error))
-        return json_reply(Healthy())
+        return json_reply(HealthReply())
 
     async def _generated(self, request: web.Request) -> EngineError | None:
         try:
             async with asyncio.timeout(_GENERATE_S):
                 pools = (await self._tokenizers.card(_GENERATE_S)).pooling is not None
                 gen_request = GenerationRequest(
-                    door=PROBE_API,
+                    api=PROBE_API,
                     model=None,
                     prompt_ids=(0,),
                     tokens_max=0 if pools else 1,
                     sampling=SamplingOptions(temperature=0.0, ignore_eos=True),
-                    pool=PoolParams() if pools else None,
+                    pooling=PoolParams() if pools else None,
                 )
                 await self._response_handler.collect(request, [gen_request])
         except TimeoutError:
-            text = f"the model said nothing in {_GENERATE_S:g} s"
+            text = f"the model generated nothing within {_GENERATE_S:g} s"
             return Unavailable(text, retry_after_s=1.0)
         except EngineError as error:
             return error
@@ -169,7 +171,7 @@ class HealthEndpoints:
             raise Unavailable(f"not ready: {', '.join(missing)}", retry_after_s=1.0)
 
     def _missing(self) -> list[str]:
-        """Which of the services that an answer needs do not take work."""
+        """Return the services that generation needs and that are not accepting work."""
         peers = self._runtime.peers
         missing = [
             str(role)

@@ -1,12 +1,13 @@
-"""What a server says of itself: its model, its settings, its load."""
+"""Information about the server: model, settings, load."""
 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang.arguments import rows
@@ -34,14 +35,14 @@ _SECTIONS = {
     "lora": "lora",
     "disagg": "disaggregation",
 }
-"""Fields of a load by the names of their sections in a query."""
+"""Load fields by their section name in a query."""
 _ALL, _CORE = "all", "core"
 _JSON, _PROMETHEUS = "json", "prometheus"
 Value = str | int | float | bool | None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /model_info. `disaggregation_mode` is the word null: prefill and decode are together."""
+    """Model information. `disaggregation_mode` is the string "null": there is no disaggregation."""
 
     model_path: str
     served_model_name: str
@@ -62,24 +63,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /server_info: every setting that is no secret, and the load of each worker.
+    """Server information: all settings except secrets, and the load of each worker.
 
-    Beside these stand SGLang's arguments under their own names, and what its clients read of the
-    cache: `max_total_num_tokens`, `max_req_input_len`.
-
-    Attributes:
-        metrics_ports: Where each process of the model shows its own metrics.
+    In addition to these fields it has SGLang's server arguments by their names, and the cache sizes
+    its clients read: `max_total_num_tokens`, `max_req_input_len`.
     """
 
     version: str
     model: ModelInfo
     settings: dict[str, dict[str, Value]]
-    metrics_ports: dict[str, int]
+    metrics_ports: Annotated[
+        dict[str, int], Meta(description="Metrics port of each process of the model.")
+    ]
     internal_states: list[Load]
 
 
 class OlderLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /get_load: what a worker has to do, in the words of SGLang's older routers."""
+    """Load of a worker, in the format of older SGLang routers."""
 
     dp_rank: int
     num_reqs: int
@@ -88,13 +88,13 @@ class OlderLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Version(msgspec.Struct, frozen=True):
-    """GET /version."""
+    """Version of the server."""
 
     version: str
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /tokenizer_info."""
+    """Tokenizer information."""
 
     tokenizer_path: str
     vocab_size: int
@@ -104,7 +104,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InfoEndpoints:
-    """Answers from settings and heartbeats."""
+    """Handlers that read settings and heartbeats."""
 
     def __init__(
         self,
@@ -124,19 +124,21 @@ class InfoEndpoints:
         self._version = metadata.version("antiphon")
 
     def operations(self) -> list[Operation]:
-        """All of it, and the older names."""
+        """Return the operations, including deprecated names."""
         return [
             Operation(
                 method="GET",
                 path="/v1/loads",
                 handler=self._loads,
-                summary="What each worker has to do.",
+                summary="Load of each worker.",
                 reply=Loads,
                 query={
-                    "dp_rank": "Only this worker, by its place in the list.",
-                    "include": "SGLang's sections, by commas: core, memory, queues, spec, lora, "
-                    "disagg; all unless said. The core is always told.",
-                    "format": "json, or prometheus: a gauge for each number, by worker.",
+                    "dp_rank": "Return only the worker with this index.",
+                    "include": (
+                        "Comma-separated sections to return: core, memory, queues, spec, "
+                        "lora, disagg. Defaults to all; core is always included."
+                    ),
+                    "format": "`json` (default), or `prometheus` for gauges labeled by worker.",
                 },
                 alternative_types=(EXPOSITION,),
             ),
@@ -144,7 +146,7 @@ class InfoEndpoints:
                 method="GET",
                 path="/get_load",
                 handler=self._older_loads,
-                summary="What each worker has to do; /v1/loads says more.",
+                summary="Load of each worker. Deprecated: use /v1/loads.",
                 reply=list[OlderLoad],
                 deprecated=True,
             ),
@@ -152,14 +154,14 @@ class InfoEndpoints:
                 method="GET",
                 path="/version",
                 handler=self._show_version,
-                summary="The version of the server.",
+                summary="Version of the server.",
                 reply=Version,
             ),
             Operation(
                 method="GET",
                 path="/tokenizer_info",
                 handler=self._tokenizer_info,
-                summary="The tokenizer: its vocabulary, and the longest text of prompt and answer.",
+                summary="Tokenizer information: vocabulary size and context length.",
                 reply=TokenizerInfo,
             ),
             *(
@@ -167,7 +169,7 @@ class InfoEndpoints:
                     method="GET",
                     path=path,
                     handler=self._model_info,
-                    summary="What is served.",
+                    summary="Model information.",
                     reply=ModelInfo,
                     deprecated=path.startswith("/get_"),
                 )
@@ -178,7 +180,7 @@ class InfoEndpoints:
                     method="GET",
                     path=path,
                     handler=self._server_info,
-                    summary="Every setting that is no secret, and what each worker has to do.",
+                    summary="All settings except secrets, and the load of each worker.",
                     reply=ServerInfo,
                     deprecated=path.startswith("/get_"),
                 )
@@ -223,16 +225,16 @@ class InfoEndpoints:
         query = request.query
         sections = {part for part in query.get("include", "").split(",") if part}
         if unknown := sorted(sections - _SECTIONS.keys() - {_ALL, _CORE}):
-            raise InvalidRequest(f"include: no section '{unknown[0]}'", param="include")
+            raise InvalidRequest(f"include: unknown section '{unknown[0]}'", param="include")
         form = query.get("format", _JSON)
         if form not in (_JSON, _PROMETHEUS):
-            raise InvalidRequest("format: json or prometheus", param="format")
+            raise InvalidRequest("format: must be json or prometheus", param="format")
         loads = self._each()
         if "dp_rank" in query:
             rank = query["dp_rank"]
             loads = [load for load in loads if str(load.dp_rank) == rank]
             if not loads:
-                raise InvalidRequest("dp_rank: there is no such worker", param="dp_rank")
+                raise InvalidRequest("dp_rank: no worker has this index", param="dp_rank")
         if sections and _ALL not in sections:
             hidden = {
                 field: msgspec.UNSET for name, field in _SECTIONS.items() if name not in sections
@@ -273,11 +275,11 @@ class InfoEndpoints:
                 internal_states=loads,
             )
         )
-        # The nested names win: `model` and the others are ours.
+        # Nested names take precedence: `model` and the like are ours.
         return web.json_response(self._flat(model, loads) | nested)
 
     def _flat(self, model: ModelInfo, loads: Sequence[Load]) -> dict[str, Value]:
-        """SGLang's arguments but secrets, by their names, and what it adds to them."""
+        """SGLang's server arguments except secrets, by name, and the values it adds to them."""
         settings = self._runtime.settings
         flat: dict[str, Value] = {}
         for row in rows():
@@ -291,7 +293,7 @@ class InfoEndpoints:
             "served_model_name": model.served_model_name,
             "weight_version": model.weight_version,
             "max_total_num_tokens": max((load.max_total_num_tokens for load in loads), default=0),
-            # One token at least is the answer's.
+            # At least one token is left for the output.
             "max_req_input_len": None if longest is None else longest - 1,
         }
 
@@ -300,7 +302,7 @@ class InfoEndpoints:
         try:
             card = await self._tokenizers.card()
         except EngineError:
-            card = None  # it is not known until a tokenizer was asked
+            card = None  # unknown until a tokenizer has replied
         tools, reasoning = parsers_of(settings.gateway, card)
         return ModelInfo(
             model_path=settings.model.path,

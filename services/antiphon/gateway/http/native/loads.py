@@ -1,10 +1,11 @@
-"""GET /v1/loads: what each worker has to do, as JSON or as gauges for Prometheus."""
+"""/v1/loads: load of each worker, as JSON or as Prometheus gauges."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-"""What `exposition` is written as."""
+"""Content type of the Prometheus exposition."""
 _GIB = 1024**3
 _LABELS = ("dp_rank", "worker")
 
 
 class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker keeps in memory, in GiB."""
+    """Memory of a worker, in GiB."""
 
     weight_gb: float
     kv_cache_gb: float
@@ -31,7 +32,7 @@ class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queues(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers that wait, and for what: `paused` while the worker runs no steps."""
+    """Numbers of queued requests by reason; `paused` counts those of a paused worker."""
 
     waiting: int
     grammar: int
@@ -40,46 +41,49 @@ class Queues(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's load. Tokens in the cache are counted in whole pages.
-
-    Attributes:
-        num_waiting_uncached_tokens: Of what waits; the prefix cache may have some of them.
-        num_used_tokens: That requests hold.
-        num_total_tokens: With those that wait.
-        num_active_tokens: As `num_used_tokens`: what only the prefix cache holds is not among them.
-        num_cached_tokens: What it holds.
-        gen_throughput: Tokens of answers a second, over the last ten.
-        cache_hit_rate: Of the prompts that were begun in the last minute.
-        speculative: Null, as `lora` and `disaggregation`: it has none.
-    """
+    """Load of one worker. Cached tokens are counted in whole pages."""
 
     dp_rank: int
     worker: str
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
-    num_waiting_uncached_tokens: int
-    num_used_tokens: int
-    num_total_tokens: int
-    num_active_tokens: int
-    num_cached_tokens: int
+    num_waiting_uncached_tokens: Annotated[
+        int, Meta(description="Prompt tokens of queued requests; some may be in the prefix cache.")
+    ]
+    num_used_tokens: Annotated[int, Meta(description="Tokens held by running requests.")]
+    num_total_tokens: Annotated[int, Meta(description="Tokens of running and queued requests.")]
+    num_active_tokens: Annotated[
+        int,
+        Meta(
+            description="Same as `num_used_tokens`: excludes tokens that only the prefix "
+            "cache holds."
+        ),
+    ]
+    num_cached_tokens: Annotated[int, Meta(description="Tokens in the prefix cache.")]
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
-    gen_throughput: float
-    cache_hit_rate: float
+    gen_throughput: Annotated[
+        float, Meta(description="Output tokens per second over the last ten seconds.")
+    ]
+    cache_hit_rate: Annotated[
+        float, Meta(description="Hit rate of prompts prefilled in the last minute.")
+    ]
     utilization: float
     paused: bool
     weight_version: str
     memory: WorkerMemory | UnsetType = UNSET
     queues: Queues | UnsetType = UNSET
-    speculative: UnsetType | None = UNSET
+    speculative: Annotated[
+        UnsetType | None, Meta(description="Always null, as are `lora` and `disaggregation`.")
+    ] = UNSET
     lora: UnsetType | None = UNSET
     disaggregation: UnsetType | None = UNSET
 
 
 class Loads(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /v1/loads. `accelerator` is what the workers compute on, `cpu` where they have none."""
+    """Load of all workers. `accelerator` is the device of the workers, or `cpu`."""
 
     timestamp: float
     version: str
@@ -89,7 +93,7 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
-    """Tell one worker's load by its heartbeat; `rank` is its place in the list."""
+    """Convert a worker's heartbeat; `rank` is its index in the list."""
     figures = load.figures
     running = sum(not held.ended for held in load.running)
     used = (load.pages_total - load.pages_free) * load.page_tokens
@@ -131,22 +135,24 @@ def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
 
 
 def exposition(loads: Sequence[Load]) -> bytes:
-    """Write loads as Prometheus reads them: a gauge for each number, a series for each worker."""
+    """Format loads for Prometheus: one gauge per number, one series per worker."""
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
     for load in loads:
         for name, value in _numbers(load):
             if name not in gauges:
-                told = f"{name} of /v1/loads."
-                gauges[name] = Gauge(f"antiphon_load_{name}", told, _LABELS, registry=registry)
+                description = f"{name} of /v1/loads."
+                gauges[name] = Gauge(
+                    f"antiphon_load_{name}", description, _LABELS, registry=registry
+                )
             gauges[name].labels(str(load.dp_rank), load.worker).set(value)
     return generate_latest(registry)
 
 
-def _numbers(told: msgspec.Struct, section: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a load by their names, those of a section behind its own name."""
-    for name in told.__struct_fields__:
-        value = getattr(told, name)
+def _numbers(section_values: msgspec.Struct, section: str = "") -> Iterator[tuple[str, float]]:
+    """Return the numbers of a load by name, those of a section prefixed with its name."""
+    for name in section_values.__struct_fields__:
+        value = getattr(section_values, name)
         if isinstance(value, msgspec.Struct):
             yield from _numbers(value, f"{name}_")
         elif isinstance(value, int | float) and name not in _LABELS:

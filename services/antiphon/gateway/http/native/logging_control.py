@@ -1,4 +1,4 @@
-"""POST /configure_logging: what this gateway logs of requests, changed while it runs."""
+"""/configure_logging: change this gateway's request log at run time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PICKLE = (
     "requests are not dumped as pickle files, since reading one runs code; log_requests_level 3 "
     "with a folder as log_requests_target writes them as JSON lines"
 )
-_START = "the folder of crash dumps is chosen at the start, by --crash-dump-folder"
+_START = "the crash dump folder is set at startup with --crash-dump-folder"
 REFUSED: Mapping[str, UnsupportedField] = {
     "dump_requests_folder": UnsupportedField(_PICKLE, (None, "")),
     "dump_requests_threshold": UnsupportedField(_PICKLE, (None, 1000)),
@@ -42,7 +42,7 @@ Place = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class ConfigureLogging(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /configure_logging. What is null or absent stays as it is."""
+    """Change the request log. Fields that are null or absent stay unchanged."""
 
     log_requests: bool | None = None
     log_requests_level: LogLevel | None = None
@@ -53,7 +53,7 @@ class ConfigureLogging(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are logged now."""
+    """The current request log settings."""
 
     success: bool = True
     message: str
@@ -64,7 +64,7 @@ class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggingEndpoints:
-    """Changes the request log of this gateway; others keep theirs."""
+    """Handler of /configure_logging. It changes this gateway only."""
 
     def __init__(
         self, response_handler: ResponseHandler, request_log: RequestLog, access: Access
@@ -74,14 +74,14 @@ class LoggingEndpoints:
         self._access = access
 
     def operations(self) -> list[Operation]:
-        """One."""
+        """Return the operation."""
         return [
             Operation(
                 method="POST",
                 path="/configure_logging",
                 admin=True,
                 handler=self._configure,
-                summary="Changes what this gateway logs of requests.",
+                summary="Change the request log settings of this gateway.",
                 body=ConfigureLogging,
                 reply=LoggingConfigured,
                 unsupported=REFUSED,
@@ -116,11 +116,11 @@ class LoggingEndpoints:
         )
 
     async def _check_folder(self, name: str) -> None:
-        """Refuse a folder that cannot be used, or that a stranger may not choose."""
+        """Reject a folder that is not usable, or that the caller may not choose."""
         if name not in self._request_log.folders and not self._access.admin_guarded:
             text = (
-                f"{_TARGET}: {name} is not named by --log-requests-target; another folder is taken "
-                "only where the server has keys (--api-key or --admin-api-key)"
+                f"{_TARGET}: {name} is not in --log-requests-target; other folders are only "
+                "allowed if the server has keys (--api-key or --admin-api-key)"
             )
             raise Forbidden(text, param=_TARGET)
         try:

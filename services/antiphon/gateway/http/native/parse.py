@@ -1,4 +1,4 @@
-"""The body of /generate, checked into asks: one for each prompt of a batch."""
+"""Parses the body of /generate into one request per prompt."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FULL = "full"
-"""Hidden states of the prompt, too."""
+"""Return hidden states of the prompt too."""
 _FIELDS = TokenOutputFields(
-    ids="sampling_params.n",  # they are always told
+    ids="sampling_params.n",  # always returned
     logprobs="return_logprob",
     top="top_logprobs_num",
     named_ids="token_ids_logprob",
@@ -51,22 +51,22 @@ _CLIENT_FIELDS = {
     "stop_token_ids": "sampling_params.stop_token_ids",
     "stop_regex": "sampling_params.stop_regex",
 }
-"""What /generate calls fields that others call otherwise."""
+"""Field names of /generate that differ from the internal ones."""
 _FALSE = False
 
 
 class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of one prompt's answers beside their text and ids.
+    """Response options of one prompt.
 
     Attributes:
-        logprobs: Whether log-probabilities are told.
-        start: From which token of the prompt on; -1: of the answer only.
-        top: Of how many of the likeliest.
-        named_ids: And of these.
-        texts: Whether the text of each token is named.
-        hidden: `full`, `last`, or nothing.
-        prompt_ids: Whether the ids of the prompt are told.
-        interval: How many tokens are worth an event of a stream, after the first.
+        logprobs: Whether to return logprobs.
+        start: First prompt token to return logprobs for; -1 for output tokens only.
+        top: Number of top logprobs.
+        named_ids: Token ids to return logprobs for.
+        texts: Whether logprobs have token texts.
+        hidden: `full`, `last` or nothing.
+        prompt_ids: Whether to return prompt token ids.
+        interval: Number of tokens per stream event, after the first.
     """
 
     logprobs: bool = False
@@ -80,12 +80,12 @@ class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_first_text(self) -> bool:
-        """Whether the text of the prompt's first token is told, which no detail has."""
+        """Whether to return the text of the first prompt token, which has no token outputs."""
         return self.logprobs and self.texts and self.start == 0
 
     @property
     def token_outputs(self) -> TokenOutputParams:
-        """What the engine is asked for; ids always are."""
+        """Token outputs to request from the engine; ids always are."""
         full = self.hidden == FULL
         return TokenOutputParams(
             ids=True,
@@ -98,11 +98,11 @@ class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedGenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was read.
+    """A parsed body.
 
     Attributes:
-        batch: Whether the reply is a list.
-        budget: After how many tokens thinking is ended; None: never.
+        batch: Whether the response is a list.
+        budget: Reasoning budget in tokens; None without a limit.
     """
 
     gen_requests: tuple[GenerationRequest, ...]
@@ -113,27 +113,30 @@ class ParsedGenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
-    """Read a body.
+    """Parse a body.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
     prompts, batch = _prompts(body)
     count = len(prompts)
     samplings = _per_prompt(body.sampling_params, SamplingBody(), count, "sampling_params")
     choices = {sampling.n or 1 for sampling in samplings}
     if len(choices) > 1:
-        raise InvalidRequest("all of a batch have the same n", param="sampling_params.n")
+        raise InvalidRequest(
+            "sampling_params.n: must be the same for all prompts of a batch",
+            param="sampling_params.n",
+        )
     named_ids = _named_ids(body, count, batch=batch)
     all_reply_options = _response_options(
         body, named_ids, [one.stream_interval or 1 for one in samplings]
     )
     names = _names(body.rid, count)
     if body.session_params is not None and body.session_id is not None:
-        text = "give either session_id or session_params"
+        text = "session_id and session_params cannot be combined"
         raise InvalidRequest(text, param="session_id")
     if body.session_params is not None and (batch or choices != {1}):
-        raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+        raise InvalidRequest("session_params: only one prompt is allowed", param="session_params")
     salts = map(
         cache_salt,
         _per_prompt(body.cache_salt, "", count, "cache_salt"),
@@ -142,7 +145,7 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
     processors = _processors(body, samplings)
     each = zip(prompts, samplings, processors, all_reply_options, names, salts, strict=True)
     return ParsedGenerateRequest(
-        gen_requests=tuple(_ask(body, *parts) for parts in each),
+        gen_requests=tuple(_request(body, *parts) for parts in each),
         all_reply_options=all_reply_options,
         stream=bool(body.stream),
         batch=batch or choices != {1},
@@ -151,9 +154,9 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
-    """The prompts, and whether they came as a list."""
+    """Return the prompts, and whether the body has a list."""
     if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("give either text or input_ids", param="text")
+        raise InvalidRequest("exactly one of text and input_ids is required", param="text")
     if isinstance(body.text, str):
         return [body.text], False
     if body.text is not None:
@@ -163,12 +166,15 @@ def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
     if not rows:
         return [tuple(each for each in ids if isinstance(each, int))], False
     if len(rows) != len(ids):
-        raise InvalidRequest("token ids, or lists of them; not both", param="input_ids")
+        raise InvalidRequest(
+            "input_ids: must be a list of token ids or a list of token id lists, not a mix",
+            param="input_ids",
+        )
     return list(rows), True
 
 
 def _per_prompt(given: T | list[T] | None, default: T, count: int, field: str) -> list[T]:
-    """One value for each prompt."""
+    """Return one value per prompt."""
     if isinstance(given, list):
         values = cast("list[T]", given)
         if len(values) != count:
@@ -216,50 +222,50 @@ def _response_options(
 
 
 def _named_ids(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[int, ...]]:
-    """The ids that are told of, for each prompt: the same, or a list of its own."""
+    """Return the token ids to report for each prompt: the same, or one list each."""
     given = body.token_ids_logprob or []
     flat = tuple(each for each in given if isinstance(each, int))
     rows = [tuple(row) for row in given if isinstance(row, list)]
     field = "token_ids_logprob"
     if len(flat) > NAMED_MAX:
-        raise InvalidRequest(f"{field}: at most {NAMED_MAX} ids", param=field)
+        raise InvalidRequest(f"{field}: at most {NAMED_MAX} ids are allowed", param=field)
     if not rows:
         return [flat] * count
     if flat or not batch:
-        raise InvalidRequest(f"{field} is a flat list of integers", param=field)
+        raise InvalidRequest(f"{field}: must be a flat list of integers", param=field)
     return _per_prompt(rows, (), count, field)
 
 
-def _ask(
+def _request(
     body: GenerateBody,
     prompt: str | tuple[int, ...],
-    said: SamplingBody,
+    sampling: SamplingBody,
     processors: tuple[LogitProcessor, ...],
     reply_options: GenerateResponseOptions,
     name: str | None,
     salt: bytes,
 ) -> GenerationRequest:
-    _check_served(said)
-    form = _form(said)
+    _check_served(sampling)
+    constraint = _output_constraint(sampling)
     return GenerationRequest(
-        door="native",
+        api="native",
         model=None,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_ids=None if isinstance(prompt, str) else prompt,
         prompt_field="text" if isinstance(prompt, str) else "input_ids",
         fields=_CLIENT_FIELDS,
-        tokens_max=said.max_new_tokens,
+        tokens_max=sampling.max_new_tokens,
         tokens_field="max_new_tokens",
         tokens_default=ANSWER_TOKENS,
-        choices=said.n or 1,
-        sampling=_sampling(said, processors, reply_options, form),
-        grammar_field=form.field if form else "grammar",
+        choices=sampling.n or 1,
+        sampling=_sampling(sampling, processors, reply_options, constraint),
+        grammar_field=constraint.field if constraint else "grammar",
         detail_fields=_FIELDS,
         stop=StopStrings(
-            strings=_as_tuple(said.stop),
-            patterns=_as_tuple(said.stop_regex),
-            include=bool(said.no_stop_trim),
-            skip_special_tokens=said.skip_special_tokens is not False,
+            strings=_as_tuple(sampling.stop),
+            patterns=_as_tuple(sampling.stop_regex),
+            include=bool(sampling.no_stop_trim),
+            skip_special_tokens=sampling.skip_special_tokens is not False,
             token_texts=reply_options.texts,
         ),
         priority=body.priority,
@@ -269,13 +275,13 @@ def _ask(
     )
 
 
-def _check_served(said: SamplingBody) -> None:
-    if said.spaces_between_special_tokens is False:
+def _check_served(sampling: SamplingBody) -> None:
+    if sampling.spaces_between_special_tokens is False:
         field = "sampling_params.spaces_between_special_tokens"
-        raise Unsupported(f"{field}: the tokenizer decides", param=field)
-    if said.watermark is not None and said.watermark.enabled:
+        raise Unsupported(f"{field}: only true is supported", param=field)
+    if sampling.watermark is not None and sampling.watermark.enabled:
         field = "sampling_params.watermark"
-        raise Unsupported(f"{field}: watermarks are not built", param=field)
+        raise Unsupported(f"{field}: watermarks are not supported", param=field)
 
 
 def _processors(
@@ -283,43 +289,45 @@ def _processors(
 ) -> list[tuple[LogitProcessor, ...]]:
     named = _per_prompt(body.custom_logit_processor, None, len(samplings), NAME)
     return [
-        processor_of(name, said.custom_params, field=_PARAMS)
-        for name, said in zip(named, samplings, strict=True)
+        processor_of(name, sampling.custom_params, field=_PARAMS)
+        for name, sampling in zip(named, samplings, strict=True)
     ]
 
 
 def _sampling(
-    said: SamplingBody,
+    body_sampling: SamplingBody,
     processors: tuple[LogitProcessor, ...],
     reply_options: GenerateResponseOptions,
-    form: RequestedGrammar | None,
+    constraint: RequestedGrammar | None,
 ) -> SamplingOptions:
-    if said.top_k == 0:
+    if body_sampling.top_k == 0:
         raise InvalidRequest(
-            "top_k: -1 keeps every token, else it is 1 or more", param="sampling_params.top_k"
+            "top_k: must be -1 (no limit) or at least 1", param="sampling_params.top_k"
         )
     return SamplingOptions(
-        temperature=said.temperature,
-        top_p=said.top_p,
-        top_k=said.top_k,
-        min_p=said.min_p,
-        frequency_penalty=said.frequency_penalty or 0.0,
-        presence_penalty=said.presence_penalty or 0.0,
-        repetition_penalty=said.repetition_penalty,
-        tokens_min=said.min_new_tokens or 0,
-        logit_bias=said.logit_bias or {},
+        temperature=body_sampling.temperature,
+        top_p=body_sampling.top_p,
+        top_k=body_sampling.top_k,
+        min_p=body_sampling.min_p,
+        frequency_penalty=body_sampling.frequency_penalty or 0.0,
+        presence_penalty=body_sampling.presence_penalty or 0.0,
+        repetition_penalty=body_sampling.repetition_penalty,
+        tokens_min=body_sampling.min_new_tokens or 0,
+        logit_bias=body_sampling.logit_bias or {},
         processors=processors,
-        grammar=form.grammar if form else None,
-        seed=said.sampling_seed,
-        stop_token_ids=tuple(said.stop_token_ids or ()),
-        ignore_eos=bool(said.ignore_eos),
+        grammar=constraint.grammar if constraint else None,
+        seed=body_sampling.sampling_seed,
+        stop_token_ids=tuple(body_sampling.stop_token_ids or ()),
+        ignore_eos=bool(body_sampling.ignore_eos),
         details=reply_options.token_outputs,
     )
 
 
-def _form(said: SamplingBody) -> RequestedGrammar | None:
-    plain = sglang_grammars(regex=said.regex, ebnf=said.ebnf, json_schema=said.json_schema)
-    tag = schema_text(said.structural_tag)
+def _output_constraint(sampling: SamplingBody) -> RequestedGrammar | None:
+    plain = sglang_grammars(
+        regex=sampling.regex, ebnf=sampling.ebnf, json_schema=sampling.json_schema
+    )
+    tag = schema_text(sampling.structural_tag)
     tagged = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=tag) if tag else None
     forms = plain | {"structural_tag": tagged}
     return single_grammar({f"sampling_params.{name}": form for name, form in forms.items()})

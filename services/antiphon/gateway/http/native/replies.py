@@ -1,10 +1,11 @@
-"""What /generate tells: text, ids, and what is known of them."""
+"""Response bodies of /generate."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.gateway.http.core.logprobs import LOWEST
 from antiphon.gateway.http.core.token_origins import CachedTokensDetails, WeightSpan
@@ -22,14 +23,14 @@ UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
 
 Scored = tuple[float | None, int, str | None]
-"""A log-probability, its token, and the token's text where that was asked for."""
+"""Logprob, token id and, if requested, token text."""
 States = list[list[float | list[float]]]
 
 
 class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an answer ended.
+    """Why generation ended.
 
-    Somebody wanted an abort: it has no status. What fails with one is told as an error.
+    An abort requested by a client has no status code. A failed request returns an error instead.
     """
 
     type: Literal["stop", "length", "abort"]
@@ -41,17 +42,9 @@ class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an answer beside what it says.
+    """Metadata of a response.
 
-    `reasoning_tokens` is 0, as in SGLang where a request does not require reasoning.
-
-    Attributes:
-        weight_version: What the weights are called that drew its last token.
-        weight_versions: Which drew which of its tokens, if they were renamed meanwhile.
-        num_retractions: How often it lost its place in a worker, and went on later.
-        dp_rank: The place of the last worker in the list of /v1/loads, if it is there yet.
-        e2e_latency: Seconds from the request to its end; told with the end.
-        response_sent_to_client_ts: When that was, in seconds since 1970.
+    `reasoning_tokens` is 0, as in SGLang for a request without `require_reasoning`.
     """
 
     id: str
@@ -61,12 +54,31 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     cached_tokens: int
     cached_tokens_details: CachedTokensDetails
-    weight_version: str
-    weight_versions: list[WeightSpan] | UnsetType = UNSET
-    num_retractions: int
-    dp_rank: int | None
-    e2e_latency: float | UnsetType = UNSET
-    response_sent_to_client_ts: float | UnsetType = UNSET
+    weight_version: Annotated[str, Meta(description="Weight version that sampled the last token.")]
+    weight_versions: Annotated[
+        list[WeightSpan] | UnsetType,
+        Meta(
+            description="Spans of output tokens by weight version, if it changed during generation."
+        ),
+    ] = UNSET
+    num_retractions: Annotated[
+        int,
+        Meta(
+            description="Number of times the request was retracted from a running batch "
+            "and resumed."
+        ),
+    ]
+    dp_rank: Annotated[
+        int | None,
+        Meta(description="Index of the last worker in /v1/loads, if it is still listed."),
+    ]
+    e2e_latency: Annotated[
+        float | UnsetType,
+        Meta(description="Seconds from receiving the request to its end. Set in the last event."),
+    ] = UNSET
+    response_sent_to_client_ts: Annotated[
+        float | UnsetType, Meta(description="Unix time at which the last event was sent.")
+    ] = UNSET
     input_token_logprobs: list[Scored] | UnsetType = UNSET
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET
@@ -78,7 +90,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, or what is known of it so far. `index` numbers the answers of a batch."""
+    """A completion, or one event of its stream. `index` is the position in a batch."""
 
     text: str
     output_ids: list[int]
@@ -88,7 +100,7 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """The columns of one stretch of tokens."""
+    """Logprob columns for a run of tokens."""
 
     tokens: list[Scored]
     tops: list[list[Scored] | None]
@@ -96,7 +108,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def finish_body(finished: Finished | None, tokens: int) -> FinishBody | None:
-    """Write how an answer ended, after so many tokens."""
+    """Convert a finish reason; `tokens` is the completion length."""
     if finished is None:
         return None
     match finished.reason:
@@ -109,7 +121,7 @@ def finish_body(finished: Finished | None, tokens: int) -> FinishBody | None:
 
 
 def output_ids(piece: TokenOutputsChunk | None) -> list[int]:
-    """The ids of an answer; those of its prompt lie before offset 0."""
+    """Output token ids of a piece. Prompt tokens have offsets below 0."""
     if piece is None:
         return []
     ids = unpack_ids(piece.details.token_ids)
@@ -125,26 +137,28 @@ def scores(
     first_text: str | None,
     begins: bool,
 ) -> dict[str, Sequence[object]]:
-    """What the fields of `MetaInfo` that tell of log-probabilities get from a piece.
+    """Compute the logprob fields of `MetaInfo` for a piece.
 
     Args:
-        piece: More of an answer, perhaps of its prompt.
-        reply_options: What is told of it.
-        prompt_ids: Of the prompt.
-        texts: Of tokens, as far as they are known.
-        first_text: Of the prompt's first token, where texts are told: nothing else tells of it.
-        begins: Whether it is the first piece.
+        piece: The next tokens, which may include prompt tokens.
+        reply_options: Which fields to return.
+        prompt_ids: Token ids of the prompt.
+        texts: Known token texts.
+        first_text: Text of the prompt's first token, if texts are requested: it has no logprobs.
+        begins: Whether this is the first piece.
     """
     first = reply_options.start - len(prompt_ids)
     entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
-    told = _scores((token for offset, token in entries if offset >= 0), texts, reply_options)
-    columns = _columns("output", told, reply_options)
+    output_scores = _scores(
+        (token for offset, token in entries if offset >= 0), texts, reply_options
+    )
+    columns = _columns("output", output_scores, reply_options)
     if reply_options.start < 0 or (piece.offset >= 0 and not begins):
         return columns
     read = _scores(
         (token for offset, token in entries if first <= offset < 0), texts, reply_options
     )
-    if begins and reply_options.start == 0:  # the first token of a prompt follows nothing
+    if begins and reply_options.start == 0:  # the first prompt token has no logprob
         read.tokens.insert(0, (None, prompt_ids[0], first_text))
         read.tops.insert(0, None)
         read.named.insert(0, None)

@@ -1,4 +1,4 @@
-"""The body of /generate: every field, its bounds and its meaning. A null is as good as nothing."""
+"""Request body of /generate. A null is equivalent to an omitted field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from antiphon.wire.sampling import (
 )
 
 ANSWER_TOKENS = 128
-"""How long an answer gets that says nothing."""
+"""Default of `max_new_tokens`."""
 BATCH_MAX = 256
 
 TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -49,7 +49,7 @@ def _is(meaning: str) -> Meta:
 
 
 class Watermark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mark in the choice of tokens, as SGLang describes it."""
+    """Watermark options of SGLang."""
 
     enabled: bool | None = None
     key: int | str | None = None
@@ -57,137 +57,181 @@ class Watermark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn and when an answer ends. Unknown fields are refused, as in SGLang."""
+    """Sampling parameters. Unknown fields are rejected, as in SGLang."""
 
     max_new_tokens: Annotated[
-        TokensMax | None, _is("Longest answer; 128 unless said. 0 only reads the prompt.")
+        TokensMax | None,
+        _is("Maximum number of tokens to generate. Defaults to 128; 0 only processes the prompt."),
     ] = None
-    min_new_tokens: Annotated[TokensMax | None, _is("No end token is drawn before.")] = None
-    temperature: Annotated[Temperature | None, _is("0 takes the likeliest token.")] = None
-    top_p: Annotated[TopP | None, _is("Draws from the likeliest tokens up to this mass.")] = None
+    min_new_tokens: Annotated[TokensMax | None, _is("Minimum number of tokens to generate.")] = None
+    temperature: Annotated[
+        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
+    ] = None
+    top_p: Annotated[
+        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
+    ] = None
     top_k: Annotated[
-        Annotated[int, Meta(ge=-1)] | None, _is("Draws from so many; -1 from all.")
+        Annotated[int, Meta(ge=-1)] | None,
+        _is("Number of most likely tokens to consider. -1: all."),
     ] = None
-    min_p: Annotated[MinP | None, _is("Draws from tokens at least so likely.")] = None
+    min_p: Annotated[
+        MinP | None, _is("Minimum probability, relative to the most likely token.")
+    ] = None
     frequency_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit for each time its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for each time a token was generated.")
     ] = None
     presence_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit once its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for tokens that were generated.")
     ] = None
     repetition_penalty: Annotated[
-        RepetitionPenalty | None, _is("Divides the logits of tokens that were drawn.")
+        RepetitionPenalty | None, _is("Divides the logits of generated tokens. 1 disables it.")
     ] = None
-    stop: Annotated[Stops | None, _is("Texts that end the answer, and are left out of it.")] = None
+    stop: Annotated[Stops | None, _is("Sequences that stop generation; not returned.")] = None
     stop_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(max_length=1024)] | None, _is("Tokens that end it.")
+        Annotated[list[TokenId], Meta(max_length=1024)] | None,
+        _is("Further token ids that stop generation."),
     ] = None
-    stop_regex: Annotated[StopPatterns | None, _is("Regular expressions that end it.")] = None
-    logit_bias: Annotated[LogitBiases | None, _is("Added to the logits of single tokens.")] = None
-    sampling_seed: Annotated[Seed | None, _is("The same draws each time.")] = None
-    json_schema: Annotated[Schema | None, _is("The answer is JSON of this schema.")] = None
-    regex: Annotated[str | None, _is("The answer matches this as a whole.")] = None
-    ebnf: Annotated[str | None, _is("The answer is a `root` of these rules.")] = None
-    structural_tag: Annotated[Schema | None, _is("The answer is text with tags of this form.")] = (
-        None
-    )
-    ignore_eos: Annotated[bool | None, _is("The model's own end tokens do not end it.")] = None
-    skip_special_tokens: Annotated[bool | None, _is("Special tokens write no text.")] = None
-    spaces_between_special_tokens: Annotated[bool | None, _is("Only true is served.")] = None
-    no_stop_trim: Annotated[bool | None, _is("Leaves the stop in the text.")] = None
+    stop_regex: Annotated[
+        StopPatterns | None,
+        _is("Regular expressions that stop generation, without lookaround and anchors."),
+    ] = None
+    logit_bias: Annotated[LogitBiases | None, _is("Biases added to logits, by token id.")] = None
+    sampling_seed: Annotated[Seed | None, _is("Seed for reproducible sampling.")] = None
+    json_schema: Annotated[Schema | None, _is("JSON schema of the output.")] = None
+    regex: Annotated[str | None, _is("Regular expression that the output must match.")] = None
+    ebnf: Annotated[str | None, _is("EBNF grammar of the output, with start rule `root`.")] = None
+    structural_tag: Annotated[
+        Schema | None, _is("Structural tag: constrains the tagged parts of the output.")
+    ] = None
+    ignore_eos: Annotated[bool | None, _is("Whether to continue past end tokens.")] = None
+    skip_special_tokens: Annotated[
+        bool | None, _is("Whether to omit special tokens. Defaults to true.")
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, _is("Only true is supported.")] = None
+    no_stop_trim: Annotated[bool | None, _is("Whether to return the stop sequence.")] = None
     n: Annotated[
-        Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None, _is("How many answers to each prompt.")
+        Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None,
+        _is("Number of completions to generate for each prompt."),
     ] = None
-    beam_width: Annotated[Literal[1] | None, _is("Beam search is not built.")] = None
+    beam_width: Annotated[Literal[1] | None, _is("Not supported: must be 1.")] = None
     custom_params: Annotated[
         dict[str, msgspec.Raw] | None,
-        _is("The parameters of the `custom_logit_processor` that the body names."),
+        _is("Parameters passed to the processor named by `custom_logit_processor`."),
     ] = None
-    watermark: Annotated[
-        Watermark | None, _is("Watermarks are not built: only what is not enabled is served.")
-    ] = None
+    watermark: Annotated[Watermark | None, _is("Not supported: accepted only if not enabled.")] = (
+        None
+    )
     stream_interval: Annotated[
-        Annotated[int, Meta(ge=1)] | None, _is("How many tokens are worth an event of a stream.")
+        Annotated[int, Meta(ge=1)] | None, _is("Number of tokens between two events of a stream.")
     ] = None
 
 
 class SessionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in a session a request stands.
+    """Position of a request in a session."""
 
-    Attributes:
-        rid: The request that it goes on from; none: it begins the session anew.
-        offset: How many tokens of what was before it are kept; 0 or none: all; below zero: all but
-            so many.
-        replace: What else went on from there is aborted and forgotten.
-        drop_previous_output: The answer before it is left out.
-    """
-
-    id: str
-    rid: str | None = None
-    offset: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
+    id: Annotated[str, Meta(description="Session id.")]
+    rid: Annotated[
+        str | None,
+        Meta(
+            description="Request to continue from. If unset, the request starts from an "
+            "empty context."
+        ),
+    ] = None
+    offset: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+        Meta(
+            description="Number of tokens of the earlier context to keep. 0 or unset "
+            "keeps all of it; a negative value drops that many from the end."
+        ),
+    ] = None
+    replace: Annotated[
+        bool | None,
+        Meta(
+            description="Whether to abort and discard other requests that continue from "
+            "the same one."
+        ),
+    ] = None
+    drop_previous_output: Annotated[
+        bool | None, Meta(description="Whether to drop the output of the request continued from.")
+    ] = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /generate. A batch has a list of prompts; what may differ in it may be a list, too."""
+    """Generate text from a prompt or a batch of prompts.
+
+    For a batch, fields that may differ between prompts take a list with one value per prompt.
+    """
 
     text: Annotated[
-        str | Annotated[list[str], Batch] | None, _is("The prompt, or a batch of prompts.")
+        str | Annotated[list[str], Batch] | None, _is("Prompt text, or a list of prompt texts.")
     ] = None
     input_ids: Annotated[
         Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
-        _is("The prompt as token ids, or a batch of them; in place of text."),
+        _is("Prompt as token ids, or a list of such prompts. Use instead of `text`."),
     ] = None
     sampling_params: Annotated[
-        SamplingBody | PerPrompt[SamplingBody] | None, _is("How tokens are drawn.")
+        SamplingBody | PerPrompt[SamplingBody] | None,
+        _is("Sampling parameters, or a list of them with one entry per prompt."),
     ] = None
     rid: Annotated[
         Rid | PerPrompt[Rid] | None,
-        _is("The client's name for the request; of a batch, how the names begin."),
+        _is("Request id chosen by the client, or for a batch a prefix or one id per prompt."),
     ] = None
-    stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
+    stream: Annotated[bool | None, _is("Whether to stream the response as it is generated.")] = None
     custom_logit_processor: Annotated[
         str | PerPrompt[str | None] | None,
-        _is("The name of a processor that is registered; code is refused."),
+        _is("Name of a registered logits processor. Serialized code is rejected."),
     ] = None
     return_logprob: Annotated[
         bool | PerPrompt[bool] | None, _is("Whether to return the log probability of each token.")
     ] = None
     logprob_start_len: Annotated[
         LogprobStart | PerPrompt[LogprobStart] | None,
-        _is("From which token of the prompt on; -1: only of the answer."),
+        _is(
+            "First prompt token to return logprobs for. -1 returns logprobs of output tokens only."
+        ),
     ] = None
     top_logprobs_num: Annotated[
-        TopLogprobs | PerPrompt[TopLogprobs] | None, _is("And of so many of the likeliest.")
+        TopLogprobs | PerPrompt[TopLogprobs] | None,
+        _is("Number of most likely tokens to return at each position."),
     ] = None
     token_ids_logprob: Annotated[
         Annotated[list[TokenId | NamedIds], Meta(max_length=BATCH_MAX)] | None,
-        _is("And of these tokens, at each place; for a batch it may be a list for each prompt."),
+        _is(
+            "Token ids to return logprobs for at each position. For a batch, one list per "
+            "prompt is allowed."
+        ),
     ] = None
-    return_text_in_logprobs: Annotated[bool | None, _is("Names the text of each token.")] = None
+    return_text_in_logprobs: Annotated[
+        bool | None, _is("Whether to include the text of each token in logprobs.")
+    ] = None
     return_hidden_states: Annotated[
         Hidden | PerPrompt[Hidden] | None,
-        _is("Tells the states that tokens followed from, those of the prompt first; or the last."),
+        _is("Whether to return hidden states: those of the prompt, then those of output tokens."),
     ] = None
-    return_prompt_token_ids: Annotated[bool | None, _is("Tells the ids of the prompt.")] = None
-    session_id: Annotated[str | None, _is("A label; where session_params stand, it is not.")] = None
+    return_prompt_token_ids: Annotated[
+        bool | None, _is("Whether to return the prompt token ids.")
+    ] = None
+    session_id: Annotated[
+        str | None, _is("Label of the request. Ignored if `session_params` is set.")
+    ] = None
     session_params: Annotated[
-        SessionParams | None, _is("Where in a session the request stands.")
+        SessionParams | None, _is("Position of the request in a session.")
     ] = None
-    max_thinking_tokens: Annotated[
-        TokensMax | None, _is("After so many tokens of thinking its mark ends it.")
-    ] = None
+    max_thinking_tokens: Annotated[TokensMax | None, _is("Maximum number of reasoning tokens.")] = (
+        None
+    )
     priority: Annotated[
-        Priority | None, _is("The higher goes first, where the operator goes by priorities.")
+        Priority | None,
+        _is("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
     ] = None
     cache_salt: Annotated[
         CacheSaltText | PerPrompt[CacheSaltText] | None,
-        _is("Cached prefixes are shared with those who say the same."),
+        _is("Restricts prefix cache sharing to requests with the same salt."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | PerPrompt[CacheSaltText] | None, _is("Likewise; both must be the same.")
+        CacheSaltText | PerPrompt[CacheSaltText] | None, _is("Like `cache_salt`; both must match.")
     ] = None
     no_logs: Annotated[
-        bool | None, _is("Leaves the request out of request logs and crash dumps.")
+        bool | None, _is("Exclude the request from request logs and crash dumps.")
     ] = None

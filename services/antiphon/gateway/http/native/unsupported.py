@@ -1,4 +1,4 @@
-"""Fields of SGLang's /generate that are documented and not served here, and why."""
+"""Documented fields of SGLang's native API that this server rejects, each with a reason."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NOTHING: tuple[object, ...] = ({}, [], "")
-_MEDIA = UnsupportedField("this model reads text only", _NOTHING)
-_FLAT = UnsupportedField("log-probabilities are told as lists", (False,))
-_MASKS = UnsupportedField("it is not told of", (False,))
+_MEDIA = UnsupportedField("this model accepts text only", _NOTHING)
+_FLAT = UnsupportedField("logprobs are returned as lists", (False,))
+_MASKS = UnsupportedField("sampling masks are not returned", (False,))
 
 GENERATE: Mapping[str, UnsupportedField] = {
     **openai.COMMON,
-    "input_embeds": UnsupportedField("prompts are text or token ids"),
+    "input_embeds": UnsupportedField(
+        "embeddings are not accepted as prompts; use text or input_ids"
+    ),
     "image_data": _MEDIA,
     "video_data": _MEDIA,
     "audio_data": _MEDIA,
@@ -26,36 +28,46 @@ GENERATE: Mapping[str, UnsupportedField] = {
     "modalities": _MEDIA,
     "video_config": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
-    "routing_key": UnsupportedField("where a request runs is the scheduler's to say"),
-    "background": UnsupportedField("an answer is told to whoever waits for it", (False,)),
-    "external_trace_header": UnsupportedField("say it as the header traceparent", _NOTHING),
+    "routing_key": UnsupportedField(
+        "requests are placed by the scheduler; clients cannot select a worker"
+    ),
+    "background": UnsupportedField(
+        "background generation is not supported by /generate; use /v1/responses", (False,)
+    ),
+    "external_trace_header": UnsupportedField("set the traceparent header instead", _NOTHING),
     "return_flat_raw_top_logprobs": _FLAT,
     "return_flat_raw_output_top_logprobs": _FLAT,
     "return_flat_raw_top_logprobs_b64": _FLAT,
-    "routed_experts_start_len": UnsupportedField(
-        "which experts a token went through is not told", (0, -1)
-    ),
-    "return_input_ids_in_sglext": UnsupportedField("say return_prompt_token_ids", (False,)),
-    "return_output_ids_in_sglext": UnsupportedField("the reply has output_ids", (False,)),
+    "routed_experts_start_len": UnsupportedField("expert routing is not recorded", (0, -1)),
+    "return_input_ids_in_sglext": UnsupportedField("use return_prompt_token_ids", (False,)),
+    "return_output_ids_in_sglext": UnsupportedField("output_ids are always returned", (False,)),
     "return_indexer_topk": _MASKS,
     "return_entropy": _MASKS,
     "return_sampling_mask": _MASKS,
     "sampling_logprobs_mode": UnsupportedField(
-        "log-probabilities are of the whole vocabulary", ("",)
+        "logprobs are always computed over the whole vocabulary", ("",)
     ),
-    "require_reasoning": UnsupportedField("a chat's form begins behind its thinking", (False,)),
-    "decode_tp_size": UnsupportedField("prefill and decode run in one worker"),
-    "kv_hints": UnsupportedField("where a request runs is the scheduler's to say", _NOTHING),
+    "require_reasoning": UnsupportedField(
+        "reasoning is not required by this API; use /v1/chat/completions", (False,)
+    ),
+    "decode_tp_size": UnsupportedField("prefill and decode run in the same worker"),
+    "kv_hints": UnsupportedField(
+        "requests are placed by the scheduler; clients cannot select a worker", _NOTHING
+    ),
 }
 
 ENCODE: Mapping[str, UnsupportedField] = {
     **openai.EMBEDDING,
-    "input_embeds": UnsupportedField("prompts are text or token ids"),
+    "input_embeds": UnsupportedField(
+        "embeddings are not accepted as inputs; use text or input_ids"
+    ),
     "image_data": _MEDIA,
     "video_data": _MEDIA,
     "audio_data": _MEDIA,
     "modalities": _MEDIA,
-    "sampling_params": UnsupportedField("nothing is drawn", _NOTHING),
-    "is_cross_encoder_request": UnsupportedField("pairs of texts are for /v1/rerank", (False,)),
-    "return_pooled_hidden_states": UnsupportedField("they are what is told", (False,)),
+    "sampling_params": UnsupportedField("this API does not sample tokens", _NOTHING),
+    "is_cross_encoder_request": UnsupportedField("use /v1/rerank for pairs of texts", (False,)),
+    "return_pooled_hidden_states": UnsupportedField(
+        "the pooled output is always returned", (False,)
+    ),
 }

@@ -1,4 +1,4 @@
-"""How /generate tells its answers: whole, or so far, or what is new."""
+"""Writer of /generate: complete, cumulative or incremental responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class GenerateResponseWriter(ResponseWriter):
-    """POST /generate. An event tells all so far, unless `news` says only what is new."""
+    """Writes responses of /generate.
+
+    Events are cumulative, unless `news` makes them incremental.
+    """
 
     def __init__(
         self,
@@ -46,23 +49,23 @@ class GenerateResponseWriter(ResponseWriter):
             firsts=firsts,
             rank_of=rank_of,
             weight_version=weight_version,
-            keep=keep,
+            persist=keep,
         )
         self._replies = self._record.replies
         self._sent_tokens = [0] * len(self._replies)
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """One object, or a list of them."""
+        """Return one object, or a list of them."""
         self._record.add_all(answers)
         replies = [self._reply(index) for index in range(len(self._replies))]
         return msgspec.json.encode(replies if self._parsed.batch else replies[0])
 
     def begin(self) -> bytes:
-        """Nothing comes before the text."""
+        """Return nothing: no data precedes the text."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """One event for each answer that says enough."""
+        """Return one event for each output that has enough new tokens."""
         met: dict[int, None] = {}
         for each in events:
             self._record.add(prompt, each)
@@ -70,29 +73,29 @@ class GenerateResponseWriter(ResponseWriter):
         return b"".join(self._event(index) for index in met if self._event_due(prompt, index))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """The mark of the end."""
+        """Return the end marker."""
         return DONE
 
     def failure(self, error: EngineError) -> bytes:
-        """The error, and the mark of the end."""
+        """Return the error and the end marker."""
         return event(msgspec.json.encode(envelope(error))) + DONE
 
     async def persist(self) -> None:
-        """Put by what a session goes on from."""
+        """Store the output for the session."""
         await self._record.persist()
 
     def _event_due(self, prompt: int, index: int) -> bool:
-        """Whether an answer has said so much that an event is worth it: its first token has."""
-        told, before = self._replies[index], self._sent_tokens[index]
+        """Whether an output has enough new tokens for an event; its first token always has."""
+        reply, before = self._replies[index], self._sent_tokens[index]
         enough = self._parsed.all_reply_options[prompt].interval if before else 1
-        return told.finished is not None or told.tokens - before >= enough
+        return reply.finished is not None or reply.tokens - before >= enough
 
     def _event(self, index: int) -> bytes:
-        told = event(msgspec.json.encode(self._reply(index)))
+        data = event(msgspec.json.encode(self._reply(index)))
         self._sent_tokens[index] = self._replies[index].tokens
         if self._incremental:
             self._replies[index].restart()
-        return told
+        return data
 
     def _reply(self, index: int) -> GenerateReply:
         prompt = index // self._parsed.gen_requests[0].choices

@@ -1,1 +1,1 @@
-"""The Ollama family: bodies to asks by way of OpenAI's, answers to its objects, a line each."""
+"""Ollama's API; bodies are converted to OpenAI's format."""

@@ -1,4 +1,4 @@
-"""POST /api/embed, and its older form /api/embeddings."""
+"""/api/embed, and its older form /api/embeddings."""
 
 from __future__ import annotations
 
@@ -31,38 +31,40 @@ if TYPE_CHECKING:
 
 
 class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
-    options: Annotated[Json | None, Meta(description="Changes nothing: nothing is drawn.")] = None
+    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
+    options: Annotated[
+        Json | None, Meta(description="Accepted and ignored: no tokens are sampled.")
+    ] = None
     keep_alive: Annotated[
-        str | float | None, Meta(description="Changes nothing: the model stays loaded.")
+        str | float | None, Meta(description="Accepted and ignored: the model stays loaded.")
     ] = None
 
 
 class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
-    """POST /api/embed."""
+    """Create an embedding vector for each input."""
 
     input: Annotated[
         str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)],
-        Meta(description="A text, or several."),
+        Meta(description="Text to embed, or a list of texts."),
     ]
     dimensions: Annotated[
         Dimensions | None,
-        Meta(description="So many of the vector's first numbers, of a model made for that."),
+        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
     ] = None
     truncate: Annotated[
         bool | None,
-        Meta(description="false: a text that is too long is refused, never truncated."),
+        Meta(description="Whether to truncate a text that is too long. Only false is supported."),
     ] = None
 
 
 class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
-    """POST /api/embeddings."""
+    """Create an embedding vector for one text."""
 
-    prompt: Annotated[str, Meta(description="A text.")]
+    prompt: Annotated[str, Meta(description="Text to embed.")]
 
 
 class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The vectors, in the order of the texts; durations in nanoseconds."""
+    """Embedding vectors, in the order of the inputs. Durations are in nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -72,13 +74,13 @@ class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
-    """One vector."""
+    """One embedding vector."""
 
     embedding: list[float]
 
 
 class OllamaEmbeddingEndpoints:
-    """Has vectors made as every other door does."""
+    """Handlers of Ollama's embedding routes."""
 
     def __init__(
         self,
@@ -91,13 +93,13 @@ class OllamaEmbeddingEndpoints:
         self._served = served
 
     def operations(self) -> list[Operation]:
-        """Both forms."""
+        """Return the operations."""
         return [
             Operation(
                 method="POST",
                 path="/api/embed",
                 handler=self._embed,
-                summary="A vector for each text, of a model that embeds.",
+                summary="Create embedding vectors. Requires an embedding model.",
                 body=OllamaEmbedBody,
                 reply=OllamaEmbedReply,
                 unsupported=EMBED,
@@ -107,7 +109,8 @@ class OllamaEmbeddingEndpoints:
                 method="POST",
                 path="/api/embeddings",
                 handler=self._embed_one,
-                summary="The vector of one text.",
+                summary="Create an embedding vector. Requires an embedding model. "
+                "Deprecated: use /api/embed.",
                 body=OllamaEmbeddingBody,
                 reply=OllamaEmbeddingReply,
                 examples=({"prompt": "Hello"},),
@@ -119,7 +122,7 @@ class OllamaEmbeddingEndpoints:
         began = time.monotonic()
         card = await self._vectors.embedder()
         gen_requests = await self._response_handler.parse_body(
-            request, OllamaEmbedBody, lambda body: self._asks(body, card), EMBED
+            request, OllamaEmbedBody, lambda body: self._requests(body, card), EMBED
         )
         pooled = await self._vectors.collect(request, gen_requests)
         return json_reply(
@@ -134,12 +137,12 @@ class OllamaEmbeddingEndpoints:
     async def _embed_one(self, request: web.Request) -> web.Response:
         card = await self._vectors.embedder()
         gen_requests = await self._response_handler.parse_body(
-            request, OllamaEmbeddingBody, lambda body: self._asks(body, card)
+            request, OllamaEmbeddingBody, lambda body: self._requests(body, card)
         )
         (pooled,) = await self._vectors.collect(request, gen_requests)
         return json_reply(OllamaEmbeddingReply(pooled.numbers))
 
-    def _asks(
+    def _requests(
         self, body: OllamaEmbedBody | OllamaEmbeddingBody, card: PoolingCard
     ) -> list[GenerationRequest]:
         if isinstance(body, OllamaEmbeddingBody):

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate."""
+"""/api/chat and /api/generate."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 _LOADED = "load"
-"""Why an answer to nothing is done: the model is there."""
+"""`done_reason` of a request without a prompt: the model is loaded."""
 
 
 class OllamaGenerationEndpoints:
-    """Reads, and gives each answer its voice."""
+    """Handlers of Ollama's generation routes."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class OllamaGenerationEndpoints:
         self._served = served_names(runtime.settings)
 
     def operations(self) -> list[Operation]:
-        """Both."""
+        """Return the operations."""
         hello = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
         return [
             Operation(
                 method="POST",
                 path="/api/chat",
                 handler=self._chat,
-                summary="The assistant's answer to a conversation.",
+                summary="Generate the assistant's reply to a conversation.",
                 body=OllamaChatBody,
                 reply=OllamaChatReply,
                 streamed_as=CONTENT_TYPE,
@@ -86,7 +86,7 @@ class OllamaGenerationEndpoints:
                 method="POST",
                 path="/api/generate",
                 handler=self._generate,
-                summary="The answer to a prompt, or what follows a raw one.",
+                summary="Generate text for a prompt.",
                 body=OllamaGenerateBody,
                 reply=OllamaGenerateReply,
                 streamed_as=CONTENT_TYPE,
@@ -160,10 +160,10 @@ class OllamaGenerationEndpoints:
         )
 
     def _checked(self, body: OllamaBody) -> str:
-        """What the client calls the model.
+        """Return the model name that the client used.
 
         Raises:
-            UnknownModel: It is not served here.
+            UnknownModel: It is not served.
         """
         other = reading.model_of(body.model, self._served)
         if other is not None:
@@ -173,7 +173,7 @@ class OllamaGenerationEndpoints:
 
 @contextmanager
 def _as_prompt_error() -> Generator[None]:
-    """What is wrong with the messages that were made of a prompt is wrong with the prompt."""
+    """Attribute errors in the messages built from a prompt to the prompt."""
     try:
         yield
     except EngineError as error:

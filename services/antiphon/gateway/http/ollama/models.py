@@ -1,13 +1,14 @@
-"""What there is, as Ollama lists it; and what it does with models, which is not done here."""
+"""Ollama's model routes: listing is supported, management is not."""
 
 from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
@@ -30,50 +31,53 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import EncodeReply
 
 API_VERSION = "0.13.0"
-"""The version of Ollama whose API is spoken: clients ask for it to know what they may say."""
+"""Version of the Ollama API that is implemented; clients read it to choose features."""
 _FAMILY = "antiphon"
 _DONE = "success"
 _DIGEST_CHARACTERS = 12
-"""How much of a digest the command line shows; it takes no shorter one."""
+"""Digest length shown by the command line client, which requires at least this many."""
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEM_BYTES = {"float32": 4}
 _NEVER = "9999-12-31T23:59:59Z"
-_CHOSEN = "the model is chosen at the start: antiphon serve --model-path MODEL"
+_CHOSEN = "the model is set at startup: antiphon serve --model-path MODEL"
 _KEPT = "the served model cannot be copied or deleted by a request"
 _UNSERVED = {
     "/api/create": ("POST", _CHOSEN),
     "/api/blobs/{digest}": ("POST", _CHOSEN),
-    "/api/push": ("POST", "models are not pushed anywhere"),
+    "/api/push": ("POST", "models cannot be pushed"),
     "/api/copy": ("POST", _KEPT),
     "/api/delete": ("DELETE", _KEPT),
 }
 
 
 class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /api/show. `name` is the older name of `model`."""
+    """Show model information. `name` is a deprecated alias of `model`."""
 
-    model: str | None = None
-    name: str | None = None
-    verbose: bool | None = None
+    model: Annotated[str | None, Meta(description="Name of the model.")] = None
+    name: Annotated[str | None, Meta(description="Deprecated: use `model`.")] = None
+    verbose: Annotated[bool | None, Meta(description="Accepted and ignored.")] = None
 
 
 class PullBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /api/pull. `name` is the older name of `model`."""
+    """Pull a model. `name` is a deprecated alias of `model`."""
 
-    model: str | None = None
-    name: str | None = None
+    model: Annotated[str | None, Meta(description="Name of the model.")] = None
+    name: Annotated[str | None, Meta(description="Deprecated: use `model`.")] = None
     stream: bool | None = None
     insecure: bool | None = None
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """How far it is."""
+    """Progress of a pull."""
 
     status: str
 
 
 class OllamaDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the weights are; `parameter_size` and `quantization_level` by the model's folder."""
+    """Format of the weights.
+
+    `parameter_size` and `quantization_level` come from the model folder.
+    """
 
     parent_model: str = ""
     format: str = ""
@@ -84,7 +88,7 @@ class OllamaDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. `modified_at` is when this gateway began to serve it."""
+    """A model. `modified_at` is the start time of this gateway."""
 
     name: str
     model: str
@@ -95,13 +99,13 @@ class OllamaModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaModels(msgspec.Struct, frozen=True):
-    """GET /api/tags."""
+    """List of models."""
 
     models: tuple[OllamaModel, ...]
 
 
 class OllamaProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One model that runs. It is never unloaded."""
+    """A running model. It is never unloaded."""
 
     name: str
     model: str
@@ -114,13 +118,13 @@ class OllamaProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaProcesses(msgspec.Struct, frozen=True):
-    """GET /api/ps."""
+    """List of running models."""
 
     models: tuple[OllamaProcess, ...]
 
 
-class OllamaShown(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /api/show. `parameters` are what the model recommends, a line each."""
+class OllamaShowReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Model information. `parameters` are the model's recommended values, one per line."""
 
     parameters: str
     details: OllamaDetails = OllamaDetails()
@@ -130,13 +134,13 @@ class OllamaShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct, frozen=True):
-    """GET /api/version."""
+    """Version of the API."""
 
     version: str
 
 
 class OllamaModelsEndpoints:
-    """Answers from settings, heartbeats, and what tokenizers say of the model."""
+    """Handlers that read settings, heartbeats and tokenizer metadata."""
 
     def __init__(
         self,
@@ -157,43 +161,44 @@ class OllamaModelsEndpoints:
         self._since = written(datetime.fromtimestamp(runtime.clock.unix_ms() / 1000, UTC))
 
     def operations(self) -> list[Operation]:
-        """All that can be asked of models."""
+        """Return the operations."""
         return [
             Operation(
                 method="GET",
                 path="/api/tags",
                 handler=self._list,
-                summary="The model that is served.",
+                summary="List the served model.",
                 reply=OllamaModels,
             ),
             Operation(
                 method="GET",
                 path="/api/ps",
                 handler=self._running,
-                summary="The same, while a worker runs it.",
+                summary="List the served model if a worker is running it.",
                 reply=OllamaProcesses,
             ),
             Operation(
                 method="POST",
                 path="/api/show",
                 handler=self._show,
-                summary="What is known of a model.",
+                summary="Show model information.",
                 body=ShowBody,
-                reply=OllamaShown,
+                reply=OllamaShowReply,
                 examples=({},),
             ),
             Operation(
                 method="GET",
                 path="/api/version",
                 handler=self._version,
-                summary="The version of Ollama whose API is spoken.",
+                summary="Version of the Ollama API that is implemented.",
                 reply=OllamaVersion,
             ),
             Operation(
                 method="POST",
                 path="/api/pull",
                 handler=self._pull,
-                summary="Succeeds for the served model; another one is not fetched.",
+                summary="Pull a model. Succeeds for the served model; other models "
+                "are not downloaded.",
                 body=PullBody,
                 reply=PullStatus,
                 streamed_as=CONTENT_TYPE,
@@ -201,7 +206,10 @@ class OllamaModelsEndpoints:
             ),
             *(
                 Operation(
-                    method=method, path=path, handler=self._refuse, summary=f"Refused: {reason}."
+                    method=method,
+                    path=path,
+                    handler=self._refuse,
+                    summary=f"Not supported: {reason}.",
                 )
                 for path, (method, reason) in _UNSERVED.items()
             ),
@@ -241,7 +249,7 @@ class OllamaModelsEndpoints:
 
     async def _show(self, request: web.Request) -> web.Response:
         name = await self._response_handler.parse_body(
-            request, ShowBody, _asked, bytes_max=SMALL_BODY_BYTES_MAX
+            request, ShowBody, _requested_name, bytes_max=SMALL_BODY_BYTES_MAX
         )
         other = model_of(name, self._served)
         if not self._shown(request):
@@ -252,10 +260,10 @@ class OllamaModelsEndpoints:
         tools, reasoning = parsers_of(self._runtime.settings.gateway, card)
         capabilities = {"completion": True, "tools": tools, "thinking": reasoning}
         return json_reply(
-            OllamaShown(
+            OllamaShowReply(
                 parameters=_parameters(card),
                 details=await self._details(),
-                # Clients look up the context under the name of the architecture.
+                # Clients look up the context length under the architecture's name.
                 model_info={
                     "general.architecture": (family := card.model_type or _FAMILY),
                     "general.basename": self._model,
@@ -269,16 +277,16 @@ class OllamaModelsEndpoints:
         )
 
     async def _pull(self, request: web.Request) -> web.Response:
-        """Nothing has to be fetched: clients pull before they run."""
+        """Nothing is downloaded; clients pull before they run a model."""
         body = await self._response_handler.parse_body(
             request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        name = _asked(ShowBody(model=body.model, name=body.name))
+        name = _requested_name(ShowBody(model=body.model, name=body.name))
         other = model_of(name, self._served)
         if other is not None or not self._shown(request):
             raise UnknownModel(
-                f"model '{other or self._model}' is not served and not fetched: {_CHOSEN}; this "
-                f"server serves {', '.join(self._served)}",
+                f"model '{other or self._model}' is not served and cannot be downloaded: "
+                f"{_CHOSEN}; this server serves {', '.join(self._served)}",
                 param="model",
             )
         if body.stream is False:
@@ -288,11 +296,11 @@ class OllamaModelsEndpoints:
         return web.Response(body=lines, content_type=CONTENT_TYPE)
 
     async def _details(self) -> OllamaDetails:
-        """What is known of the weights: their family by the tokenizer, their size by workers."""
+        """Describe the weights: their family from the tokenizer, their size from workers."""
         try:
             family = (await self._tokenizers.card()).model_type or _FAMILY
         except EngineError:
-            family = _FAMILY  # it is not known until a tokenizer was asked
+            family = _FAMILY  # unknown until a tokenizer has replied
         model = self._runtime.settings.model
         stored = str(model.quantization or "")
         return OllamaDetails(
@@ -304,13 +312,13 @@ class OllamaModelsEndpoints:
         )
 
     def _weight_bytes(self) -> int:
-        """Of the model in the memory of a worker; 0 while there is none."""
+        """Weight bytes of the model in a worker's memory; 0 while there is no worker."""
         beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
         figures = [beat.worker.figures for beat in beats if beat.worker is not None]
         return max((each.weight_bytes for each in figures), default=0)
 
     def _parameter_count(self) -> int:
-        """About how many parameters these are, by the settings' number format."""
+        """Approximate number of parameters, from the weight bytes and the configured dtype."""
         model = self._runtime.settings.model
         item_bytes = 1 if model.quantization else _ITEM_BYTES.get(str(model.dtype), 2)
         return self._weight_bytes() // item_bytes
@@ -323,19 +331,19 @@ class OllamaModelsEndpoints:
 
     async def _refuse(self, request: web.Request) -> NoReturn:
         resource = request.match_info.route.resource
-        assert resource is not None, "a handler was found by its path"
+        assert resource is not None, "the handler was matched by its path"
         raise Unsupported(_UNSERVED[resource.canonical][1])
 
 
 def _digest(configured: str, model: ModelName) -> str:
-    """What names the weights: the configured digest, else one of the name. Clients cut it short."""
+    """Digest of the weights: configured, else of the model name. Clients truncate it."""
     if len(configured) >= _DIGEST_CHARACTERS:
         return configured
     return hashlib.sha256(f"{configured}{model}".encode()).hexdigest()
 
 
 def _short(count: int) -> str:
-    """A number of parameters as people write it: 135M, 7.2B."""
+    """Format a number of parameters: 135M, 7.2B."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= size:
             text = f"{count / size:.1f}".removesuffix(".0")
@@ -343,20 +351,20 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _asked(body: ShowBody) -> str | None:
+def _requested_name(body: ShowBody) -> str | None:
     if body.model and body.name and tagged(body.model) != tagged(body.name):
-        raise InvalidRequest("name: model says another one", param="name")
+        raise InvalidRequest("name: differs from model; send only one of them", param="name")
     return body.model or body.name
 
 
 def _parameters(card: EncodeReply) -> str:
     defaults = card.defaults
-    said = {
+    parameters = {
         "temperature": defaults.temperature,
         "top_k": defaults.top_k,
         "top_p": defaults.top_p,
         "min_p": defaults.min_p,
         "repeat_penalty": defaults.repetition_penalty,
     }
-    lines = (f"{name:<30} {value}" for name, value in said.items() if value is not None)
+    lines = (f"{name:<30} {value}" for name, value in parameters.items() if value is not None)
     return "\n".join(lines)

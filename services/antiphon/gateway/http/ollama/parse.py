@@ -1,4 +1,4 @@
-"""Bodies of /api/chat and /api/generate, written as those of the OpenAI family and read as such."""
+"""Parses bodies of /api/chat and /api/generate by converting them to OpenAI's format."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ _LATEST = "latest"
 def parse_chat(
     body: OllamaChatBody, formats: Formats, served: Sequence[ModelName]
 ) -> ParsedOpenAiRequest | None:
-    """Read a conversation; None: it has no messages, and asks only whether the model is there.
+    """Parse a chat; None if it has no messages and only checks that the model is ready.
 
     Raises:
-        InvalidRequest: Names the field at fault.
+        InvalidRequest: Names the invalid field.
     """
     if not body.messages:
         return _is_load_request(body, served)
     last = body.messages[-1]
-    asked = ChatBody(
+    chat = ChatBody(
         messages=[_turn(turn, f"messages[{index}]") for index, turn in enumerate(body.messages)],
         tools=body.tools,
         continue_final_message=last.role == "assistant"
         and bool(last.content)
         and not last.tool_calls,
     )
-    return _chat("ollama_chat", body, asked, formats, served)
+    return _chat("ollama_chat", body, chat, formats, served)
 
 
 def parse_generate(
     body: OllamaGenerateBody, formats: Formats, served: Sequence[ModelName]
 ) -> ParsedOpenAiRequest | None:
-    """Read a prompt; None: it is empty, and asks only whether the model is there.
+    """Parse a prompt; None if it is empty and only checks that the model is ready.
 
     Raises:
-        InvalidRequest: Names the field at fault.
+        InvalidRequest: Names the invalid field.
     """
     if not body.prompt and not body.suffix:
         return _is_load_request(body, served)
@@ -75,17 +75,17 @@ def parse_generate(
     if body.raw or body.suffix:
         return _raw(body, prompt, served)
     turns = [ChatMessageParam(role="system", content=body.system)] if body.system else []
-    asked = ChatBody(messages=[*turns, ChatMessageParam(role="user", content=prompt)])
-    return _chat("ollama_generate", body, asked, formats, served)
+    chat = ChatBody(messages=[*turns, ChatMessageParam(role="user", content=prompt)])
+    return _chat("ollama_generate", body, chat, formats, served)
 
 
 def tagged(name: str) -> str:
-    """A model's name with its tag, which is `latest` unless said."""
+    """Return a model name with its tag, `latest` by default."""
     return name if ":" in name.rpartition("/")[2] else f"{name}:{_LATEST}"
 
 
 def model_of(name: str | None, served: Sequence[ModelName]) -> str | None:
-    """The model that is meant; None: the one that is served."""
+    """Return the requested model; None for the served one."""
     if name and tagged(name) in map(tagged, served):
         return None
     return openai.model_of(name)
@@ -93,65 +93,67 @@ def model_of(name: str | None, served: Sequence[ModelName]) -> str | None:
 
 def _is_load_request(body: OllamaBody, served: Sequence[ModelName]) -> None:
     if model_of(body.model, served) is None and _unloads(body.keep_alive):
-        text = "keep_alive: the model stays loaded as long as it is served"
+        text = "keep_alive: unloading is not supported; the model stays loaded"
         raise Unsupported(text, param="keep_alive")
 
 
 def _unloads(keep_alive: str | float | None) -> bool:
-    """Whether the model shall go at once."""
+    """Whether the model should be unloaded immediately."""
     if isinstance(keep_alive, str):
         return not keep_alive.strip("0.hmnuµs") and "0" in keep_alive
     return keep_alive == 0
 
 
 def _chat(
-    door: str, body: OllamaBody, asked: ChatBody, formats: Formats, served: Sequence[ModelName]
+    api: str, body: OllamaBody, chat: ChatBody, formats: Formats, served: Sequence[ModelName]
 ) -> ParsedOpenAiRequest:
     if body.think and formats.reasoning is None:
         text = (
-            "think: it is not known how this model marks its thinking: set gateway.reasoning_parser"
+            "think: the reasoning format of this model is unknown; set "
+            "gateway.reasoning_parser (--reasoning-parser)"
         )
         raise Unsupported(text, param="think")
-    asked = msgspec.structs.replace(
-        asked,
+    chat = msgspec.structs.replace(
+        chat,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
         reasoning_effort=body.think if isinstance(body.think, str) else None,
         chat_template_kwargs=_switches(body.think),
     )
     return _with_ollama_names(
-        door, body, openai.parse_chat(_with_common_fields(asked, body), formats), served
+        api, body, openai.parse_chat(_with_common_fields(chat, body), formats), served
     )
 
 
 def _raw(body: OllamaGenerateBody, prompt: str, served: Sequence[ModelName]) -> ParsedOpenAiRequest:
     if body.system:
         raise InvalidRequest(
-            "system: a prompt without a template has a place for it, if any", param="system"
+            "system: cannot be combined with raw; include it in the prompt", param="system"
         )
     if body.think:
-        raise InvalidRequest(
-            "think: a prompt without a template says so itself, if at all", param="think"
-        )
+        raise InvalidRequest("think: cannot be combined with raw", param="think")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    asked = CompletionBody(
+        raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
+    completion = CompletionBody(
         prompt=prompt,
         suffix=body.suffix,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return _with_ollama_names(
-        "ollama_generate", body, openai.parse_completion(_with_common_fields(asked, body)), served
+        "ollama_generate",
+        body,
+        openai.parse_completion(_with_common_fields(completion, body)),
+        served,
     )
 
 
-def _with_common_fields(asked: B, body: OllamaBody) -> B:
-    """Add what both kinds of body say in the same way."""
+def _with_common_fields(converted: B, body: OllamaBody) -> B:
+    """Add the fields common to chats and prompts."""
     options = body.options or OllamaOptions()
     _check(options)
     top_k = options.top_k
     return msgspec.structs.replace(
-        asked,
+        converted,
         temperature=options.temperature,
         top_k=-1 if top_k is not None and top_k <= 0 else top_k,
         top_p=options.top_p,
@@ -161,7 +163,7 @@ def _with_common_fields(asked: B, body: OllamaBody) -> B:
         frequency_penalty=options.frequency_penalty,
         seed=None if options.seed == -1 else options.seed,
         stop=options.stop,
-        response_format=_form(body.format),
+        response_format=_response_format(body.format),
         stream=body.stream is not False,
     )
 
@@ -173,14 +175,14 @@ def _check(options: OllamaOptions) -> None:
             raise Unsupported(f"options.{name}: {why.reason}", param=f"options.{name}")
 
 
-def _form(said: str | Json | None) -> ResponseFormat | None:
-    if isinstance(said, dict):
-        return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=said))
-    return ResponseFormat(type="json_object") if said else None
+def _response_format(format_: str | Json | None) -> ResponseFormat | None:
+    if isinstance(format_, dict):
+        return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=format_))
+    return ResponseFormat(type="json_object") if format_ else None
 
 
 def _switches(think: bool | str | None) -> Json | None:
-    """What chat templates call the switch of their thinking, each in its own way."""
+    """Return the template variables that turn reasoning on and off, whose names vary by model."""
     if think is None:
         return None
     on = msgspec.Raw(msgspec.json.encode(bool(think)))
@@ -188,14 +190,14 @@ def _switches(think: bool | str | None) -> Json | None:
 
 
 def _with_ollama_names(
-    door: str, body: OllamaBody, parsed: ParsedOpenAiRequest, served: Sequence[ModelName]
+    api: str, body: OllamaBody, parsed: ParsedOpenAiRequest, served: Sequence[ModelName]
 ) -> ParsedOpenAiRequest:
-    """Name things as Ollama does; a limit over what the context leaves is none."""
+    """Apply Ollama's field names; a token limit beyond the context is accepted."""
     (gen_request,) = parsed.gen_requests
     limit = None if body.options is None else body.options.num_predict
     gen_request = msgspec.structs.replace(
         gen_request,
-        door=door,
+        api=api,
         model=model_of(body.model, served),
         tokens_max=None,
         tokens_default=None if limit is None or limit < 0 else limit,
@@ -208,7 +210,7 @@ def _with_ollama_names(
 
 def _turn(turn: OllamaTurn, at: str) -> ChatMessageParam:
     if turn.images:
-        raise Unsupported(f"{at}.images: this model reads text only", param=f"{at}.images")
+        raise Unsupported(f"{at}.images: this model accepts text only", param=f"{at}.images")
     return ChatMessageParam(
         role=turn.role,
         content=turn.content,

@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of an answer: one object, or one for each piece of it."""
+"""Response bodies of the Ollama API: one object, or one for each piece of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UnsetType = msgspec.UnsetType
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant said. Calls are told whole."""
+    """The assistant's message. A tool call is never split."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -28,11 +28,11 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands on every object of an answer; counts and durations are on the last one.
+    """Fields of every response object. The last one has counts and durations.
 
-    Durations are in nanoseconds, as this gateway has measured them: `total` from when the request
-    was read, `prompt_eval` from when it was encoded to its first text, waiting in the queue
-    included, and `eval` from there to its end. Nothing is loaded for a request.
+    Durations are in nanoseconds as measured by the gateway: `total` from receiving the request,
+    `prompt_eval` from the end of tokenization to the first text (queueing included), `eval` from
+    there to the end. The load duration is 0: no model is loaded for a request.
     """
 
     model: str
@@ -49,32 +49,32 @@ class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatReply(OllamaReply, frozen=True, kw_only=True):
-    """Of a chat."""
+    """Response of /api/chat."""
 
     message: OllamaMessage
 
 
 class OllamaGenerateReply(OllamaReply, frozen=True, kw_only=True):
-    """Of a prompt."""
+    """Response of /api/generate."""
 
     response: str
     thinking: str | UnsetType = UNSET
 
 
 def now() -> str:
-    """The time, as Ollama writes it."""
+    """The current time in Ollama's format."""
     return written(datetime.now(UTC))
 
 
 def written(time: datetime) -> str:
-    """A time of UTC, as Ollama writes it."""
+    """Format a UTC time as Ollama does."""
     return f"{time:%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
 def measured(stream: RequestStream, usage: Usage) -> dict[str, int]:
-    """The counts and durations of a request that has ended."""
+    """Counts and durations of a finished request."""
     ended_at = stream.ended_at
-    assert ended_at is not None, "all that is told of it was said"
+    assert ended_at is not None, "the request has ended"
     said_at = ended_at if stream.first_token_at is None else stream.first_token_at
     return {
         "total_duration": _nanoseconds(ended_at - stream.received_at),

@@ -1,7 +1,7 @@
-"""The bodies of /api/chat and /api/generate: every field, its bounds and its meaning.
+"""Request bodies of /api/chat and /api/generate.
 
-A null is as good as nothing. Options that are not here say how Ollama loads a model (`num_ctx`,
-`num_gpu`, ...): that is the operator's to say, and they are ignored.
+A null is equivalent to an omitted field. Ollama options that configure model loading (`num_ctx`,
+`num_gpu`, ...) are ignored: loading is configured by the operator.
 """
 
 from __future__ import annotations
@@ -30,41 +30,52 @@ def _is(meaning: str) -> Meta:
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn and when an answer ends."""
+    """Sampling parameters and stop conditions."""
 
     num_predict: Annotated[
-        TokensMost | None, _is("Longest answer; below 0, or unsaid: what the context leaves.")
+        TokensMost | None,
+        _is("Maximum number of tokens to generate. Negative or unset: up to the context length."),
     ] = None
     temperature: Annotated[
-        Temperature | None, _is("0 takes the likeliest token; 1 is the model as it is.")
+        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
     ] = None
-    top_k: Annotated[int | None, _is("Draws from so many; 0 and below: from all.")] = None
-    top_p: Annotated[TopP | None, _is("Draws from the likeliest tokens up to this mass.")] = None
+    top_k: Annotated[
+        int | None, _is("Number of most likely tokens to consider. 0 or less: all.")
+    ] = None
+    top_p: Annotated[
+        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
+    ] = None
     min_p: Annotated[
-        MinP | None, _is("Draws from tokens at least so likely, as a part of the likeliest.")
+        MinP | None, _is("Minimum probability, relative to the most likely token.")
     ] = None
     repeat_penalty: Annotated[
-        RepetitionPenalty | None, _is("Divides the logits of tokens that were drawn.")
+        RepetitionPenalty | None, _is("Divides the logits of generated tokens. 1 disables it.")
     ] = None
     presence_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit once its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for tokens that were generated.")
     ] = None
     frequency_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit for each time its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for each time a token was generated.")
     ] = None
-    seed: Annotated[Seed | None, _is("The same draws each time; -1: others each time.")] = None
-    stop: Annotated[Stops | None, _is("Texts that end the answer, and are left out of it.")] = None
+    seed: Annotated[
+        Seed | None, _is("Seed for reproducible sampling. -1 selects a random seed.")
+    ] = None
+    stop: Annotated[Stops | None, _is("Sequences that stop generation; not returned.")] = None
     repeat_last_n: Annotated[
-        int | None, _is("-1, or 64 which Ollama takes unsaid: penalties are of the whole answer.")
+        int | None,
+        _is(
+            "Window of penalties. Only -1 and 64 (Ollama's default) are accepted: penalties "
+            "cover the whole output."
+        ),
     ] = None
-    typical_p: Annotated[float | None, _is("Only 1 is served.")] = None
-    tfs_z: Annotated[float | None, _is("Only 1 is served.")] = None
-    mirostat: Annotated[int | None, _is("Only 0 is served.")] = None
-    penalize_newline: Annotated[bool | None, _is("Only true is served.")] = None
+    typical_p: Annotated[float | None, _is("Only 1 is supported.")] = None
+    tfs_z: Annotated[float | None, _is("Only 1 is supported.")] = None
+    mirostat: Annotated[int | None, _is("Only 0 is supported.")] = None
+    penalize_newline: Annotated[bool | None, _is("Only true is supported.")] = None
 
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was called; `arguments` is an object, `index` counts the calls of an answer."""
+    """The called function. `arguments` is an object; `index` is the position of the call."""
 
     index: int | None = None
     name: Name
@@ -72,7 +83,7 @@ class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class OllamaCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call of a tool, of an earlier turn or of an answer."""
+    """A tool call, in an earlier turn or in a response."""
 
     id: CallId | None = None
     function: OllamaFunction
@@ -91,22 +102,24 @@ class OllamaTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What /api/chat and /api/generate share."""
+    """Fields common to /api/chat and /api/generate."""
 
-    model: Annotated[str | None, _is("The served model, with `:latest` or not; null takes it.")] = (
-        None
-    )
-    format: Annotated[
-        Literal["", "json"] | Json | None, _is("`json`, or the JSON schema of the answer.")
+    model: Annotated[
+        str | None, _is("Name of the served model, with or without `:latest`. Optional.")
     ] = None
-    options: Annotated[OllamaOptions | None, _is("How tokens are drawn.")] = None
+    format: Annotated[
+        Literal["", "json"] | Json | None, _is("Output format: `json`, or a JSON schema.")
+    ] = None
+    options: Annotated[OllamaOptions | None, _is("Sampling parameters and stop conditions.")] = None
     think: Annotated[
         bool | Literal["low", "medium", "high"] | None,
-        _is("Whether the model thinks first, for the chat template; or how much."),
+        _is(
+            "Whether the model reasons first, or its reasoning effort. Passed to the chat template."
+        ),
     ] = None
     stream: Annotated[bool | None, _is("Whether to stream the answer; true by default.")] = None
     keep_alive: Annotated[
-        str | float | None, _is("The model stays loaded, so there is nothing to keep.")
+        str | float | None, _is("Accepted and ignored: the model stays loaded.")
     ] = None
     logprobs: Annotated[
         bool | None, _is("Whether to return the log probability of each token.")
@@ -115,27 +128,37 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
         TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
     ] = None
     truncate: Annotated[
-        bool | None, _is("false: a prompt that is too long is refused, never truncated.")
+        bool | None, _is("Whether to truncate a prompt that is too long. Only false is supported.")
     ] = None
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
-    """POST /api/chat."""
+    """Generate the assistant's reply to a conversation."""
 
     messages: Annotated[
         Messages[OllamaTurn] | None,
-        _is("The conversation; a last one of the assistant is continued. None: the model is ready"),
+        _is(
+            "The conversation so far. A final assistant message is continued. If empty, only "
+            "checks that the model is ready."
+        ),
     ] = None
     tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
-    """POST /api/generate."""
+    """Generate text for a prompt."""
 
-    prompt: Annotated[str | None, _is("What the user says. Nothing: the model is ready.")] = None
+    prompt: Annotated[
+        str | None, _is("The user's prompt. If empty, only checks that the model is ready.")
+    ] = None
     suffix: Annotated[
         str | None,
-        _is("What comes after a gap behind the prompt; the answer fills it, without a template."),
+        _is(
+            "Text after the insertion point, for fill-in-the-middle models. No chat template "
+            "is applied."
+        ),
     ] = None
-    system: Annotated[str | None, _is("A message of the system before it.")] = None
-    raw: Annotated[bool | None, _is("The prompt is the whole text, without a template.")] = None
+    system: Annotated[str | None, _is("System message placed before the prompt.")] = None
+    raw: Annotated[
+        bool | None, _is("Whether to use the prompt as is, without a chat template.")
+    ] = None

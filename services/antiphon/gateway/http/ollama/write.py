@@ -1,4 +1,4 @@
-"""How Ollama's clients hear an answer: whole, or a line for each piece; counts come last."""
+"""Writer of the Ollama API: one object, or a line per piece; counts are in the last one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one object tells of what was said."""
+    """Content of one response object."""
 
     content: str = ""
     thinking: str = ""
@@ -49,7 +49,7 @@ class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaResponseWriter(ResponseWriter):
-    """What chats and prompts have in common; an answer is one choice."""
+    """Shared by chats and prompts; a response has one choice."""
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
 
@@ -66,40 +66,40 @@ class OllamaResponseWriter(ResponseWriter):
         self._reason = FinishReason.STOP
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """One object."""
+        """Return one object."""
         (answer,) = answers
         (collected,) = answer.choices
         events = [*self._parser.feed(collected.text), *self._parser.end()]
         self._reason = collected.end.reason
-        told = self._last(_merge_pieces(self._pieces(events)), answer.usage)
+        reply = self._last(_merge_pieces(self._pieces(events)), answer.usage)
         return msgspec.json.encode(
-            msgspec.structs.replace(told, logprobs=self._logprobs(collected.details))
+            msgspec.structs.replace(reply, logprobs=self._logprobs(collected.details))
         )
 
     def begin(self) -> bytes:
-        """Nothing comes before the text."""
+        """Return nothing: no data precedes the text."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """A line for each text, for each piece of thinking, and for each call."""
+        """Return a line for each piece of text or reasoning, and for each tool call."""
         return b"".join(map(self._lines, events))
 
     def ping(self) -> bytes:
-        """A line without text: this format has no comments, and clients read every line."""
+        """Return a line without text: the format has no comments, and clients parse every line."""
         return line(msgspec.json.encode(self._reply(OllamaPiece(), done=False)))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """A line without text, with why it ended, counts and durations."""
+        """Return a line without text, with done reason, counts and durations."""
         (usage,) = usages
         return line(msgspec.json.encode(self._last(OllamaPiece(), usage)))
 
     def failure(self, error: EngineError) -> bytes:
-        """A line in the form of every error."""
+        """Return a line in the format of all errors."""
         return line(msgspec.json.encode(plain(error)))
 
     @abstractmethod
     def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
-        """An object with a piece of the answer."""
+        """Return an object with a piece of the output."""
 
     def _last(self, piece: OllamaPiece, usage: Usage) -> OllamaReply:
         return msgspec.structs.replace(
@@ -108,28 +108,28 @@ class OllamaResponseWriter(ResponseWriter):
             **measured(self._stream, usage),
         )
 
-    def _lines(self, said: TextDelta | Finished) -> bytes:
-        if isinstance(said, Finished):
-            self._reason = said.reason
+    def _lines(self, chunk_event: TextDelta | Finished) -> bytes:
+        if isinstance(chunk_event, Finished):
+            self._reason = chunk_event.reason
             pieces, logprobs = list(self._pieces(self._parser.end())), UNSET
         else:
-            pieces = list(self._pieces(self._parser.feed(said.text)))
-            logprobs = self._logprobs(said.details)
+            pieces = list(self._pieces(self._parser.feed(chunk_event.text)))
+            logprobs = self._logprobs(chunk_event.details)
         if logprobs is not UNSET and not pieces:
             pieces = [OllamaPiece()]
         lines: list[bytes] = []
         for number, piece in enumerate(pieces):
-            told = self._reply(piece, done=False)
+            reply = self._reply(piece, done=False)
             if number == 0:
-                told = msgspec.structs.replace(told, logprobs=logprobs)
-            lines.append(line(msgspec.json.encode(told)))
+                reply = msgspec.structs.replace(reply, logprobs=logprobs)
+            lines.append(line(msgspec.json.encode(reply)))
         return b"".join(lines)
 
     def _logprobs(
         self, details: TokenOutputsChunk | None
     ) -> list[TokenLogprob] | msgspec.UnsetType:
-        told = chat_logprobs(details) if self._wants_logprobs else None
-        return UNSET if told is None else told.content
+        chat = chat_logprobs(details) if self._wants_logprobs else None
+        return UNSET if chat is None else chat.content
 
     def _pieces(self, events: Iterable[Event]) -> Iterator[OllamaPiece]:
         for event in events:
@@ -146,7 +146,7 @@ class OllamaResponseWriter(ResponseWriter):
 
 
 class OllamaChatResponseWriter(OllamaResponseWriter):
-    """POST /api/chat."""
+    """Writes responses of /api/chat."""
 
     def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         message = OllamaMessage(
@@ -158,7 +158,7 @@ class OllamaChatResponseWriter(OllamaResponseWriter):
 
 
 class OllamaGenerateResponseWriter(OllamaResponseWriter):
-    """POST /api/generate."""
+    """Writes responses of /api/generate."""
 
     def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         return OllamaGenerateReply(
@@ -180,7 +180,7 @@ def _merge_pieces(pieces: Iterable[OllamaPiece]) -> OllamaPiece:
 
 
 def _ollama_call(call: ParsedToolCall) -> OllamaPiece:
-    """A call, whole. One that was cut off, or whose arguments are no object, is text like any."""
+    """Convert a tool call; a truncated one, or one whose arguments are no object, is text."""
     arguments = _object(call.arguments) if call.complete else None
     if arguments is None:
         return OllamaPiece(content=f'{{"name": "{call.name}", "arguments": {call.arguments}')
@@ -189,7 +189,7 @@ def _ollama_call(call: ParsedToolCall) -> OllamaPiece:
 
 
 def _object(text: str) -> Json | None:
-    """The members of a JSON object, in one line; None: it is none."""
+    """Return a JSON object on one line; None if the text is not an object."""
     try:
         return msgspec.json.decode(msgspec.json.format(text.encode(), indent=-1), type=Json)
     except (msgspec.DecodeError, ValueError, RecursionError):

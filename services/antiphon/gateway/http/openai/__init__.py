@@ -1,1 +1,1 @@
-"""The OpenAI family: bodies to asks, answers to its objects and chunks."""
+"""OpenAI's APIs."""

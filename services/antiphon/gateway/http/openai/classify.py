@@ -1,4 +1,4 @@
-"""POST /v1/classify: the labels of texts, and how likely each one is."""
+"""/v1/classify: labels of texts and their probabilities."""
 
 from __future__ import annotations
 
@@ -33,22 +33,26 @@ if TYPE_CHECKING:
 
 
 class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/classify."""
+    """Classify each input."""
 
-    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
-    input: Annotated[Input, Meta(description="A text or token ids, or up to 2048 of either.")]
-    rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
+    input: Annotated[
+        Input, Meta(description="Text or token ids to process, or a list of up to 2048 of either.")
+    ]
+    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
+        None
+    )
     cache_salt: Annotated[
         CacheSaltText | None,
-        Meta(description="Cached prefixes are shared with those who say the same."),
+        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
     ] = None
 
 
-class Classified(msgspec.Struct, frozen=True, kw_only=True):
-    """The likeliest label of a text, and how likely each one is."""
+class ClassifyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The most likely label of an input, and the probability of every label."""
 
     index: int
     label: str
@@ -57,18 +61,18 @@ class Classified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifyReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The labels, in the order of the texts."""
+    """Labels, in the order of the inputs."""
 
     id: str
     object: Literal["list"] = "list"
     created: int
     model: str
-    data: list[Classified]
+    data: list[ClassifyResult]
     usage: UsageBody
 
 
 class ClassifyEndpoints:
-    """Has texts scored, and tells what the scores mean."""
+    """Handler of /v1/classify."""
 
     def __init__(
         self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
@@ -78,13 +82,13 @@ class ClassifyEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Labels of texts."""
+        """Return the operation."""
         return [
             Operation(
                 method="POST",
                 path="/v1/classify",
                 handler=self._classify,
-                summary="The label of each text, of a model that has labels.",
+                summary="Classify texts. Requires a classification model.",
                 body=ClassifyBody,
                 reply=ClassifyReply,
                 unsupported=EMBEDDING,
@@ -110,7 +114,7 @@ class ClassifyEndpoints:
 
 
 def probabilities(scores: list[float], *, several: bool) -> list[float]:
-    """How likely each label is: one of all, or each by itself."""
+    """Label probabilities: softmax, or sigmoid per label for multi-label models."""
     if several or len(scores) == 1:
         return [sigmoid(score) for score in scores]
     highest = max(scores)
@@ -131,7 +135,7 @@ def _texts(body: ClassifyBody) -> list[GenerationRequest]:
     )
 
 
-def _classified(index: int, scored: Pooled, card: PoolingCard) -> Classified:
+def _classified(index: int, scored: Pooled, card: PoolingCard) -> ClassifyResult:
     probs = probabilities(scored.numbers, several=card.several)
     label = card.labels[probs.index(max(probs))]
-    return Classified(index=index, label=label, probs=probs, num_classes=len(probs))
+    return ClassifyResult(index=index, label=label, probs=probs, num_classes=len(probs))

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as chat templates read them."""
+"""Converts messages to the format of chat templates."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
 
 def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:
-    """Read all turns.
+    """Convert all messages.
 
     Raises:
-        InvalidRequest: One says what is not served.
+        InvalidRequest: A message has unsupported content.
     """
     last = len(turns) - 1
     for index, turn in enumerate(turns):
         if turn.prefix and (index != last or turn.role != "assistant"):
             raise InvalidRequest(
-                "only a last message of the assistant begins the answer",
+                "only a final assistant message can be continued",
                 param=f"messages[{index}].prefix",
             )
     return tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
 
 
 def begins_answer(turns: Sequence[ChatMessageParam]) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Whether the last message is to be continued."""
     return bool(turns and turns[-1].prefix)
 
 
 def _message(turn: ChatMessageParam, at: str) -> ChatMessage:
     if turn.role == "function":
-        raise Unsupported("say role tool", param=f"{at}.role")
+        raise Unsupported("use role tool", param=f"{at}.role")
     if turn.function_call:
-        raise Unsupported("say tool_calls", param=f"{at}.function_call")
+        raise Unsupported("use tool_calls", param=f"{at}.function_call")
     return ChatMessage(
         role=turn.role,
         content=_content(turn, at),
         name=turn.name,
-        reasoning_content=turn.reasoning_content or _thought(turn),
+        reasoning_content=turn.reasoning_content or _reasoning_of(turn),
         tool_calls=tuple(
             MessageToolCall(
                 id=call.id, name=call.function.name, arguments=_json(call.function.arguments)
@@ -63,12 +63,12 @@ def _content(turn: ChatMessageParam, at: str) -> str:
     if turn.content is None:
         if turn.role == "assistant":
             return ""
-        raise InvalidRequest("a message needs content", param=f"{at}.content")
+        raise InvalidRequest("a message requires content", param=f"{at}.content")
     parts = enumerate(turn.content)
     texts = [
         _part(part, turn, f"{at}.content[{i}]") for i, part in parts if not _thinks(part, turn)
     ]
-    # Joined by a blank, as SGLang does for templates that take plain text.
+    # Joined by a space, as in SGLang for templates that take plain text.
     return " ".join(texts)
 
 
@@ -78,12 +78,14 @@ def _part(part: ContentPart, turn: ChatMessageParam, at: str) -> str:
         raise Unsupported(f"content of type '{part.type}' is not supported", param=f"{at}.type")
     text = part.refusal if refuses else part.text
     if text is None:
-        raise InvalidRequest(f"a {part.type} part needs {part.type}", param=f"{at}.{part.type}")
+        raise InvalidRequest(
+            f"a content part of type {part.type} requires {part.type}", param=f"{at}.{part.type}"
+        )
     return text
 
 
-def _thought(turn: ChatMessageParam) -> str | None:
-    """What the assistant thought, where that is among the parts of its content."""
+def _reasoning_of(turn: ChatMessageParam) -> str | None:
+    """Return the reasoning of an assistant message, if it is among its content parts."""
     parts = turn.content if isinstance(turn.content, list) else []
     return "\n".join(part.thinking or "" for part in parts if _thinks(part, turn)) or None
 

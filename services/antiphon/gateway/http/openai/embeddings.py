@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a vector for each text."""
+"""/v1/embeddings: one vector per input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A text, as models write it that read images, too."""
+    """A text input in the format of multimodal models."""
 
     text: str | None = None
     image: str | None = None
@@ -50,34 +50,44 @@ Input = (
 
 
 class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/embeddings."""
+    """Create an embedding vector for each input."""
 
-    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
-    input: Annotated[Input, Meta(description="A text or token ids, or up to 2048 of either.")]
+    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
+    input: Annotated[
+        Input, Meta(description="Text or token ids to process, or a list of up to 2048 of either.")
+    ]
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
-        Meta(description="Numbers, or base64 of float32, little-endian; numbers unless said."),
+        Meta(
+            description="Format of the vectors: `float` (default), or `base64` of little-endian "
+            "float32."
+        ),
     ] = None
     dimensions: Annotated[
         Dimensions | None,
-        Meta(description="So many of the vector's first numbers, of a model made for that."),
+        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
     ] = None
-    rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
+        None
+    )
     priority: Annotated[
         Priority | None,
-        Meta(description="The higher goes first, where the operator goes by priorities."),
+        Meta(
+            description="Scheduling priority; higher runs first. Requires "
+            "--enable-priority-scheduling."
+        ),
     ] = None
     cache_salt: Annotated[
         CacheSaltText | None,
-        Meta(description="Cached prefixes are shared with those who say the same."),
+        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
     ] = None
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The vector of one text."""
+    """The embedding vector of one input."""
 
     object: Literal["embedding"] = "embedding"
     embedding: list[float] | str
@@ -85,7 +95,7 @@ class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The vectors, in the order of the texts."""
+    """Embedding vectors, in the order of the inputs."""
 
     object: Literal["list"] = "list"
     data: list[EmbeddingObject]
@@ -94,7 +104,7 @@ class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingsEndpoints:
-    """Has vectors made and writes them as they were asked for."""
+    """Handler of /v1/embeddings."""
 
     def __init__(
         self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
@@ -104,13 +114,13 @@ class EmbeddingsEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Embeddings."""
+        """Return the operation."""
         return [
             Operation(
                 method="POST",
                 path="/v1/embeddings",
                 handler=self._embed,
-                summary="A vector for each text, of a model that embeds.",
+                summary="Create embedding vectors. Requires an embedding model.",
                 body=EmbeddingBody,
                 reply=EmbeddingReply,
                 unsupported=EMBEDDING,
@@ -125,7 +135,7 @@ class EmbeddingsEndpoints:
     async def _embed(self, request: web.Request) -> web.Response:
         card = await self._vectors.embedder()
         body, gen_requests = await self._response_handler.parse_body(
-            request, EmbeddingBody, lambda body: (body, _asks(body, card)), EMBEDDING
+            request, EmbeddingBody, lambda body: (body, _requests(body, card)), EMBEDDING
         )
         pooled = await self._vectors.collect(request, gen_requests)
         as_text = body.encoding_format == "base64"
@@ -139,7 +149,7 @@ class EmbeddingsEndpoints:
 
 
 def prompts_of(given: Input, field: str) -> list[Prompt]:
-    """The texts of a body: one, or a list; token ids, or lists of them.
+    """Return the inputs of a body: one or a list of texts, or one or a list of token id lists.
 
     Raises:
         InvalidRequest: There are too many, they are mixed, or one is empty.
@@ -148,10 +158,10 @@ def prompts_of(given: Input, field: str) -> list[Prompt]:
     listed = [given] if isinstance(given, str) else given
     ids = [each for each in listed if isinstance(each, int)]
     if ids and len(ids) < len(listed):
-        raise InvalidRequest(f"{field}: texts, or token ids; not both", param=field)
+        raise InvalidRequest(f"{field}: must be texts or token ids, not both", param=field)
     prompts: list[Prompt] = [tuple(ids)] if ids else [_prompt(each, field) for each in listed]
     if len(prompts) > INPUTS_MAX:
-        raise InvalidRequest(f"{field}: there are more than {INPUTS_MAX} texts", param=field)
+        raise InvalidRequest(f"{field}: more than {INPUTS_MAX} texts", param=field)
     check_not_blank(prompts, field)
     return prompts
 
@@ -159,12 +169,12 @@ def prompts_of(given: Input, field: str) -> list[Prompt]:
 def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
     if isinstance(given, InputPart):
         if given.image is not None or given.video is not None:
-            raise Unsupported(f"{field}: this model reads text only", param=field)
+            raise Unsupported(f"{field}: this model accepts text only", param=field)
         return given.text or ""
     return tuple(given) if isinstance(given, list) else str(given)
 
 
-def _asks(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
+def _requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
     return pooling_requests(
         prompts_of(body.input, "input"),
         api="embeddings",

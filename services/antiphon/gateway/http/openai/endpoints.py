@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""/v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
 class CompletionsEndpoints:
-    """Reads, and gives each answer its voice."""
+    """Handlers of chat and text completions."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class CompletionsEndpoints:
         self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
-        """Both kinds of completion."""
+        """Return the operations."""
         return [
             Operation(
                 method="POST",
                 path="/v1/chat/completions",
                 handler=self._chat,
-                summary="The assistant's answer to a conversation.",
+                summary="Create a chat completion.",
                 body=ChatBody,
                 reply=ChatReply,
                 unsupported=refused.CHAT,
@@ -83,7 +83,7 @@ class CompletionsEndpoints:
                 method="POST",
                 path="/invocations",
                 handler=self._chat,
-                summary="The same, at the path that SageMaker calls.",
+                summary="Create a chat completion, at the path that SageMaker uses.",
                 body=ChatBody,
                 reply=ChatReply,
                 unsupported=refused.CHAT,
@@ -92,7 +92,7 @@ class CompletionsEndpoints:
                 method="POST",
                 path="/v1/completions",
                 handler=self._complete,
-                summary="Texts that go on from prompts.",
+                summary="Create a text completion.",
                 body=CompletionBody,
                 reply=TextReply,
                 unsupported=refused.COMPLETION,
@@ -138,14 +138,16 @@ class CompletionsEndpoints:
         if params is not None:
             (gen_request,) = parsed.gen_requests
 
-            async def voice_in_session(
-                whole: GenerationRequest, streams: Sequence[RequestStream], keep: PersistReply
+            async def writer_in_session(
+                full_request: GenerationRequest,
+                streams: Sequence[RequestStream],
+                keep: PersistReply,
             ) -> ResponseWriter:
-                asked = msgspec.structs.replace(parsed, gen_requests=(whole,))
-                return await self._completion_writer(asked, streams, keep)
+                whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
+                return await self._completion_writer(whole_request, streams, keep)
 
             return await self._in_session.answer(
-                request, gen_request, params, voice_in_session, streamed=parsed.stream
+                request, gen_request, params, writer_in_session, streamed=parsed.stream
             )
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
@@ -156,7 +158,7 @@ class CompletionsEndpoints:
         )
 
     def _with_usage(self, parsed: ParsedOpenAiRequest) -> ParsedOpenAiRequest:
-        """End the stream with usage if the server does so and the request does not say."""
+        """Apply the server's default for usage in streams, if the request sets none."""
         if parsed.reply_options.usage_last is not None:
             return parsed
         usage_last = self._runtime.settings.gateway.stream_usage
@@ -183,7 +185,7 @@ class CompletionsEndpoints:
     async def _with_end_token(
         self, parsed: ParsedOpenAiRequest, formats: Formats
     ) -> ParsedOpenAiRequest:
-        """Find out which token ends the thinking, where a form or a budget needs it."""
+        """Find the token that ends reasoning, if a grammar or a reasoning budget needs it."""
         (gen_request,) = parsed.gen_requests
         gen_request = await with_end_token(gen_request, self._tokenizers)
         if parsed.budget is not None:
@@ -217,11 +219,11 @@ class CompletionsEndpoints:
         parsed: ParsedOpenAiRequest,
         streams: Sequence[RequestStream],
         firsts: Sequence[str | None],
-        keep: PersistReply | None = None,
+        persist: PersistReply | None = None,
     ) -> GenerateOutputs | None:
-        """Notes what is told at the end of choices, or kept, where anything is."""
+        """Collects what is returned at the end of choices or stored, if anything is."""
         reply_options = parsed.reply_options
-        if not (reply_options.meta_info or reply_options.output_ids or keep):
+        if not (reply_options.meta_info or reply_options.output_ids or persist):
             return None
         return GenerateOutputs(
             streams,
@@ -229,15 +231,15 @@ class CompletionsEndpoints:
             firsts=firsts,
             rank_of=self._rank_of,
             weight_version=header.weight_version,
-            keep=keep,
+            persist=persist,
         )
 
     async def _echoes(
         self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]
     ) -> list[PromptEcho]:
-        """The prompts as text, where they are told: ids are written by a tokenizer.
+        """Return the prompts as text, if requested; token ids are decoded by a tokenizer.
 
-        Of a truncated prompt the text is that of the ids which are left.
+        For a truncated prompt the text is that of the remaining ids.
         """
         if not parsed.reply_options.echo:
             return [PromptEcho() for _ in streams]
@@ -252,7 +254,7 @@ class CompletionsEndpoints:
         ]
         if given:
             gen_request = parsed.gen_requests[0]
-            # Text did not have the special tokens that the tokenizer added.
+            # The text lacks the special tokens that the tokenizer added.
             skips = gen_request.stop.skip_special_tokens or gen_request.prompt is not None
             written = iter(await self._tokenizers.decode(given, skip_special_tokens=skips))
             texts = [text if text is not None else next(written) for text in texts]
@@ -264,7 +266,7 @@ class CompletionsEndpoints:
 
 
 def weight_version(runtime: Runtime) -> str:
-    """What the weights of the workers are called."""
+    """Weight version of the workers."""
     beats = (peer.heartbeat for peer in runtime.peers.with_role(Role.WORKER))
     named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
     return next((name for name in named if name), "default")

@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served."""
+"""/v1/models: the served models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One model as OpenAI's clients read it, and Anthropic's, which have other names for the same.
+    """A model, with the fields of OpenAI's and of Anthropic's API.
 
-    `max_model_len` and `max_input_tokens` are null until a tokenizer was asked.
+    `max_model_len` and `max_input_tokens` are null until a tokenizer has replied.
     """
 
     id: str
@@ -43,7 +43,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them, on one page."""
+    """List of models, on one page."""
 
     object: str = "list"
     data: tuple[ModelEntry, ...]
@@ -53,7 +53,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelsEndpoints:
-    """Answers from what is known already; only the context length may cost a call, once."""
+    """Handlers that use known data; only the context length may need one call."""
 
     def __init__(
         self, runtime: Runtime, model: ModelName, tokenizers: TokenizerClient, access: Access
@@ -65,20 +65,20 @@ class ModelsEndpoints:
         self._created = runtime.clock.unix_ms() // 1000
 
     def operations(self) -> list[Operation]:
-        """The list, and one of it."""
+        """Return the operations."""
         return [
             Operation(
                 method="GET",
                 path="/v1/models",
                 handler=self._list,
-                summary="The names of the served model, if the key may use it.",
+                summary="List the served models that the key may use.",
                 reply=ModelList,
             ),
             Operation(
                 method="GET",
                 path="/v1/models/{name:.+}",
                 handler=self._one,
-                summary="One model by its name.",
+                summary="Retrieve a model by name.",
                 reply=ModelEntry,
             ),
         ]

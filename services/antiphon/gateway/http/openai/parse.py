@@ -1,4 +1,4 @@
-"""Bodies of chat and text completions, checked into asks."""
+"""Parses bodies of chat and text completions into requests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from antiphon.gateway.http.openai.response_options import (
 from antiphon.gateway.http.openai.schema import (
     COMPLETION_TOKENS,
     PROMPTS_MAX,
-    Body,
     ChatBody,
     CompletionBody,
+    CompletionFields,
     ResponseFormat,
 )
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 _MODEL = "default"
-"""What SGLang's clients call the model when they do not care."""
+"""SGLang clients use this name for any model."""
 
 
 class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was read: the requests in it, and how their answers are told.
+    """A parsed body: its requests, and the options of the response.
 
-    `budget` is after how many tokens thinking is ended; None: never.
+    `budget` is the reasoning budget in tokens; None without a limit.
     """
 
     gen_requests: tuple[GenerationRequest, ...]
@@ -76,33 +76,33 @@ class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_chat(
-    body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True
+    body: ChatBody, formats: Formats = NO_FORMATS, *, requires_strict: bool = True
 ) -> ParsedOpenAiRequest:
-    """Read the body of a chat completion.
+    """Parse the body of a chat completion.
 
     Args:
-        body: What was sent.
-        formats: How the model writes calls and thinking.
-        insists: Whether strict tools have to be held; or are where that can be done.
+        body: The body.
+        formats: The model's reasoning and tool call formats.
+        requires_strict: Whether strict tools must be enforced, or only where possible.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
     completing = body.max_completion_tokens is not None
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
     wanted = token_outputs_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
-    plan = _plan(body, formats.tools, insists=insists)
+    plan = _plan(body, formats.tools, requires_strict=requires_strict)
     messages = conversation(body.messages)
     gen_request = GenerationRequest(
-        door="chat",
+        api="chat",
         model=model_of(body.model),
         messages=None if body.input_ids else messages,
         prompt_ids=tuple(body.input_ids) if body.input_ids else None,
         prompt_field="input_ids" if body.input_ids else None,
         continue_final_message=bool(body.continue_final_message) or begins_answer(body.messages),
         template=TemplateParams(options=_options(body), tools=template_tools(plan)),
-        thinking=_thinking(body, formats.reasoning),
+        reasoning=_reasoning_params(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
@@ -135,10 +135,10 @@ def parse_chat(
 
 
 def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
-    """Read the body of a text completion: an ask for each prompt.
+    """Parse the body of a text completion into one request per prompt.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
     choices = _best_of(body)
     wanted = token_outputs_wanted(
@@ -152,12 +152,12 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
     if suffix is not None:
         _check_suffix(body, prompts)
     if body.session_params is not None and (len(prompts), choices) != (1, 1):
-        raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+        raise InvalidRequest("session_params: only one prompt is allowed", param="session_params")
     if body.session_params is not None and suffix is not None:
-        raise InvalidRequest("a session takes no suffix", param="suffix")
+        raise InvalidRequest("session_params: cannot be combined with suffix", param="suffix")
     gen_requests = (
         GenerationRequest(
-            door="completions",
+            api="completions",
             model=model_of(body.model),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,
@@ -191,12 +191,12 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
 
 
 def model_of(name: str | None) -> str | None:
-    """The model that is meant; None: the one that is served."""
+    """Return the requested model; None for the served one."""
     return None if name in (None, "", _MODEL) else name
 
 
 def _name(rid: str | None, index: int, count: int) -> str | None:
-    """The name of one prompt's request: the client's own begins it."""
+    """Return the request id of one prompt, prefixed with the client's."""
     return rid if rid is None or count == 1 else f"{rid}_{index}"
 
 
@@ -204,27 +204,27 @@ def _best_of(body: CompletionBody) -> int:
     shown = body.n or 1
     made = body.best_of or shown
     if made < shown:
-        raise InvalidRequest(f"best_of is {made}, less than n", param="best_of")
+        raise InvalidRequest(f"best_of ({made}) must not be less than n", param="best_of")
     if made > shown and body.stream:
-        raise InvalidRequest("the best of several cannot be streamed", param="best_of")
+        raise InvalidRequest("best_of: must equal n if stream is true", param="best_of")
     return made
 
 
 def _with_common_fields(
     gen_request: GenerationRequest,
-    body: Body,
+    body: CompletionFields,
     wanted: TokenOutputParams | None,
     *,
     name: str | None,
     choices: int = 0,
 ) -> GenerationRequest:
-    """Add what both kinds of body say in the same way."""
-    form = _form(body)
+    """Add the fields common to chat and text completions."""
+    constraint = _output_constraint(body)
     return msgspec.structs.replace(
         gen_request,
         choices=choices or body.n or 1,
-        sampling=_sampling(body, wanted, form),
-        grammar_field=form.field if form else gen_request.grammar_field,
+        sampling=_sampling(body, wanted, constraint),
+        grammar_field=constraint.field if constraint else gen_request.grammar_field,
         stop=StopStrings(
             strings=_as_tuple(body.stop),
             patterns=_as_tuple(body.stop_regex),
@@ -239,10 +239,10 @@ def _with_common_fields(
 
 
 def _sampling(
-    body: Body, wanted: TokenOutputParams | None, form: RequestedGrammar | None
+    body: CompletionFields, wanted: TokenOutputParams | None, constraint: RequestedGrammar | None
 ) -> SamplingOptions:
     if body.top_k == 0:
-        raise InvalidRequest("top_k: -1 keeps every token, else it is 1 or more", param="top_k")
+        raise InvalidRequest("top_k: must be -1 (no limit) or at least 1", param="top_k")
     return SamplingOptions(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -256,7 +256,7 @@ def _sampling(
         processors=processor_of(
             body.custom_logit_processor, body.custom_params, field="custom_params"
         ),
-        grammar=form.grammar if form else None,
+        grammar=constraint.grammar if constraint else None,
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -268,7 +268,7 @@ def _as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
-def _form(body: Body) -> RequestedGrammar | None:
+def _output_constraint(body: CompletionFields) -> RequestedGrammar | None:
     plain = sglang_grammars(regex=body.regex, ebnf=body.ebnf, json_schema=body.json_schema)
     return single_grammar(plain | {"response_format": _response_form(body.response_format)})
 
@@ -280,11 +280,15 @@ def _response_form(given: ResponseFormat | None) -> Grammar | None:
         return Grammar(kind=GrammarKind.JSON_OBJECT)
     if given.type == "json_schema":
         if given.json_schema is None:
-            raise InvalidRequest("it has no json_schema", param="response_format.json_schema")
+            raise InvalidRequest(
+                "response_format: json_schema is required", param="response_format.json_schema"
+            )
         schema = msgspec.json.encode(given.json_schema.schema).decode()
         return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
     if given.format is None and given.structures is None:
-        raise InvalidRequest("it has neither format nor structures", param="response_format.format")
+        raise InvalidRequest(
+            "response_format: format or structures is required", param="response_format.format"
+        )
     tag = {"format": given.format} if given.format is not None else _legacy_structural_tag(given)
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=msgspec.json.encode(tag).decode())
 
@@ -293,12 +297,12 @@ def _legacy_structural_tag(given: ResponseFormat) -> dict[str, object]:
     return {"structures": given.structures, "triggers": given.triggers or []}
 
 
-def _plan(body: ChatBody, format_: ToolFormat | None, *, insists: bool) -> ToolPlan:
-    """What the tools of a request come to.
+def _plan(body: ChatBody, format_: ToolFormat | None, *, requires_strict: bool) -> ToolPlan:
+    """Plan the tools of a request.
 
     Raises:
-        InvalidRequest: They are malformed, or contradict the form of the answer.
-        Unsupported: The model may call as it likes, and nobody knows how it would.
+        InvalidRequest: They are malformed, or contradict the output format.
+        Unsupported: The model's tool call format is unknown and calls are optional.
     """
     tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
     return tool_plan(
@@ -306,26 +310,30 @@ def _plan(body: ChatBody, format_: ToolFormat | None, *, insists: bool) -> ToolP
         read_choice(to_json(body.tool_choice, "tool_choice"), tools),
         format_,
         parallel=body.parallel_tool_calls is not False,
-        form=form.grammar if (form := _form(body)) is not None else None,
-        insists=insists,
+        constraint=constraint.grammar
+        if (constraint := _output_constraint(body)) is not None
+        else None,
+        requires_strict=requires_strict,
     )
 
 
-def _thinking(body: ChatBody, format_: ReasoningFormat | None) -> ReasoningParams | None:
+def _reasoning_params(body: ChatBody, format_: ReasoningFormat | None) -> ReasoningParams | None:
     if format_ is None:
         return None
-    said: object = None
+    switch_value: object = None
     if format_.switch is not None:
-        said = to_json(
+        switch_value = to_json(
             (body.chat_template_kwargs or {}).get(format_.switch), "chat_template_kwargs"
         )
-    if said is None and body.reasoning_effort == "none":
-        said = False
-    return ReasoningParams(format=format_, switched=said if isinstance(said, bool) else None)
+    if switch_value is None and body.reasoning_effort == "none":
+        switch_value = False
+    return ReasoningParams(
+        format=format_, enabled=switch_value if isinstance(switch_value, bool) else None
+    )
 
 
 def _options(body: ChatBody) -> str | None:
-    """The variables of the chat template, as JSON."""
+    """Return the chat template variables as JSON."""
     options: dict[str, object] = {}
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -344,7 +352,9 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
     if len(ids) == len(prompt):
         return [ids]
     if ids:
-        raise InvalidRequest("a list of ids, or of prompts; not of both", param="prompt")
+        raise InvalidRequest(
+            "prompt: must be a list of token ids or a list of prompts, not a mix", param="prompt"
+        )
     if len(prompt) > PROMPTS_MAX:
         text = f"prompt: {len(prompt)} prompts; the limit is {PROMPTS_MAX}"
         raise InvalidRequest(text, param="prompt")
@@ -353,9 +363,9 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
 
 def _check_suffix(body: CompletionBody, prompts: list[str | tuple[int, ...]]) -> None:
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequest("suffix: it goes with prompts of text, not of ids", param="suffix")
+        raise InvalidRequest("suffix: requires text prompts, not token ids", param="suffix")
     if body.echo and body.logprobs is not None:
-        text = "echo: the tokens before a gap to fill are not those of the prompt; not logprobs too"
+        text = "echo: cannot be combined with suffix and logprobs"
         raise InvalidRequest(text, param="echo")
 
 

@@ -1,7 +1,7 @@
-"""POST /v1/rerank: documents in the order in which they answer a query.
+"""/v1/rerank: documents sorted by their relevance to a query.
 
-A cross-encoder scores the two together. A decoder that was trained for it is asked whether the
-document answers, by its own chat template, and its score is how much likelier yes is than no.
+A cross-encoder scores query and document together. A generative reranker is prompted through its
+chat template, and the score is the probability of yes against no.
 """
 
 from __future__ import annotations
@@ -44,43 +44,47 @@ if TYPE_CHECKING:
 
 
 class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/rerank."""
+    """Sort documents by their relevance to a query."""
 
-    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
-    query: Annotated[str, Meta(description="What is looked for.")]
+    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
+    query: Annotated[str, Meta(description="The query.")]
     documents: Annotated[
         list[str],
-        Meta(min_length=1, max_length=INPUTS_MAX, description="What is put in order."),
+        Meta(min_length=1, max_length=INPUTS_MAX, description="Documents to sort."),
     ]
     instruct: Annotated[
         str | None,
-        Meta(description="What makes a document an answer; for the template of a decoder."),
+        Meta(description="Task instruction, passed to the chat template of a generative reranker."),
     ] = None
     top_n: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Only so many, the best.")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Number of most relevant documents to return. Defaults to all."),
     ] = None
     return_documents: Annotated[
-        bool | None, Meta(description="Whether the texts are told again; true unless said.")
+        bool | None,
+        Meta(description="Whether to return the text of each document. Defaults to true."),
     ] = None
-    rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
+        None
+    )
     cache_salt: Annotated[
         CacheSaltText | None,
-        Meta(description="Cached prefixes are shared with those who say the same."),
+        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
     ] = None
 
 
 class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a score has cost."""
+    """Token usage of a score."""
 
     id: str
     prompt_tokens: int
 
 
-class Ranked(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a document answers; `index` is its place in the request."""
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Relevance of a document. `index` is its position in the request."""
 
     score: float
     document: str | None
@@ -89,24 +93,24 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelevanceScorer(Protocol):
-    """How a model is asked for the score of a document, and what it says."""
+    """How a kind of model scores a document."""
 
     @property
-    def refused(self) -> Mapping[str, UnsupportedField]:
-        """Fields that it has no use for."""
+    def unsupported(self) -> Mapping[str, UnsupportedField]:
+        """Fields that do not apply to this kind of model."""
         ...
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
-        """One for each document."""
+        """Build one request per document."""
         ...
 
     def score(self, answer: CollectedResponse) -> float:
-        """From 0 to 1, unless the model's own scores are told as they are."""
+        """Return the score: 0 to 1, unless the model's raw scores are returned."""
         ...
 
 
 class RerankEndpoints:
-    """Finds out how the model judges, and has it judge."""
+    """Selects the scorer for the served model and runs it."""
 
     def __init__(
         self,
@@ -119,15 +123,15 @@ class RerankEndpoints:
         self._tokenizers = tokenizers
 
     def operations(self) -> list[Operation]:
-        """One, by two methods."""
+        """Return the operation, which has two methods."""
         return [
             Operation(
                 method=method,
                 path="/v1/rerank",
                 handler=self._rerank,
-                summary="Documents, the best first, as the model scores them: a list.",
+                summary="Sort documents by relevance. Requires a reranker.",
                 body=RerankBody,
-                reply=list[Ranked],
+                reply=list[RerankResult],
                 unsupported=EMBEDDING,
                 examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
                 deprecated=method == "PUT",
@@ -138,7 +142,7 @@ class RerankEndpoints:
     async def _rerank(self, request: web.Request) -> web.Response:
         judge = await self._scorer()
         body, gen_requests = await self._response_handler.parse_body(
-            request, RerankBody, lambda body: (body, _checked(body, judge)), judge.refused
+            request, RerankBody, lambda body: (body, _checked(body, judge)), judge.unsupported
         )
 
         def read(answer: CollectedResponse) -> tuple[float, RankMeta]:
@@ -147,7 +151,7 @@ class RerankEndpoints:
 
         scored = await self._response_handler.collect_each(request, gen_requests, read, OPEN_MAX)
         ranked = [
-            Ranked(
+            RerankResult(
                 score=score,
                 document=None if body.return_documents is False else document,
                 index=index,
@@ -161,35 +165,38 @@ class RerankEndpoints:
         return json_reply(ranked[: body.top_n])
 
     async def _scorer(self) -> RelevanceScorer:
-        """How this model judges.
+        """Return the scorer for the served model.
 
         Raises:
-            Unsupported: It does not.
+            Unsupported: The model is not a reranker.
         """
         model = await self._tokenizers.card(CARD_TIMEOUT_S)
         if model.reranks and model.pooling is None:
             ids = [await self._tokenizers.token_id_of(word) for word in ("yes", "no")]
             if None in ids:
-                text = "this model does not rerank: its tokenizer has no token for yes, or for no"
+                text = "this model does not rerank: its tokenizer has no single token for yes or no"
                 raise Unsupported(text, param="model")
             return YesNoScorer(tuple(each for each in ids if each is not None))
         card = await self._vectors.scorer("rerank")
         if card.width != 1:
-            text = f"this model does not rerank: it scores {card.width} labels, not one"
+            text = (
+                f"this model does not rerank: it is a classification model with {card.width} "
+                "labels; reranking requires one label"
+            )
             raise Unsupported(text, param="model")
         return CrossEncoder(card)
 
 
 class CrossEncoder:
-    """Scores two texts that it reads together."""
+    """Scores a query and a document with a cross-encoder."""
 
-    refused = RERANK
+    unsupported = RERANK
 
     def __init__(self, card: PoolingCard) -> None:
         self._card = card
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
-        """Pairs."""
+        """Build text pairs."""
         queries = [body.query] * len(body.documents)
         gen_requests = pooling_requests(
             queries,
@@ -201,26 +208,26 @@ class CrossEncoder:
             salt=cache_salt(body.cache_salt, body.extra_key),
         )
         return [
-            msgspec.structs.replace(gen_request, pair=document)
+            msgspec.structs.replace(gen_request, text_pair=document)
             for gen_request, document in zip(gen_requests, body.documents, strict=True)
         ]
 
     def score(self, answer: CollectedResponse) -> float:
-        """Through a sigmoid, unless the model says otherwise."""
+        """Apply a sigmoid, unless the model's configuration sets no activation."""
         (score,) = pooled_vector(answer).numbers
         return score if self._card.plain_score else sigmoid(score)
 
 
 class YesNoScorer:
-    """Asks a decoder; `label_ids` are its tokens for yes and no."""
+    """Scores with a generative reranker; `label_ids` are its tokens for yes and no."""
 
-    refused = EMBEDDING
+    unsupported = EMBEDDING
 
     def __init__(self, label_ids: tuple[int, ...]) -> None:
         self._details = TokenOutputParams(named_ids=label_ids)
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
-        """Conversations of query and document, as SGLang gives them to the chat template."""
+        """Build conversations of query and document, in SGLang's format for the chat template."""
         options = {"instruct": body.instruct} if body.instruct else {}
         template = TemplateParams(options=msgspec.json.encode(options).decode())
         gen_requests = pooling_requests(
@@ -246,9 +253,9 @@ class YesNoScorer:
         ]
 
     def score(self, answer: CollectedResponse) -> float:
-        """How much of the chance of both has yes."""
-        (told,) = pooled_outputs(answer).iter_tokens()
-        yes, no = told.named
+        """Return the probability of yes, normalized over yes and no."""
+        (outputs,) = pooled_outputs(answer).iter_tokens()
+        yes, no = outputs.named
         if -math.inf in (yes, no):
             return 0.0 if yes == -math.inf else 1.0
         return sigmoid(yes - no)
@@ -256,6 +263,6 @@ class YesNoScorer:
 
 def _checked(body: RerankBody, judge: RelevanceScorer) -> list[GenerationRequest]:
     if not body.query.strip():
-        raise InvalidRequest("query: it is empty or white space", param="query")
+        raise InvalidRequest("query: must not be empty or white space", param="query")
     check_not_blank(body.documents, "documents")
     return judge.requests(body)

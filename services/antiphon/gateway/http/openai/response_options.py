@@ -1,4 +1,4 @@
-"""What is told beside the text of chat and text completions, as their bodies ask for it."""
+"""Optional fields of chat and text completion responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from antiphon.gateway.requests.generation_request import TokenOutputFields
 from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
-    from antiphon.gateway.http.openai.schema import Body
+    from antiphon.gateway.http.openai.schema import CompletionFields
 
 CHAT_FIELDS = TokenOutputFields(
     ids="return_token_ids",
@@ -26,24 +26,24 @@ TEXT_FIELDS = msgspec.structs.replace(CHAT_FIELDS, top="logprobs")
 
 
 class OpenAiResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client wants to be told beside the text.
+    """Which fields the client requested.
 
     Attributes:
-        choices: Answers to each prompt that it wants.
-        name: Its own for the answer.
-        logprobs: Whether log-probabilities are told.
-        usage_last: Whether a stream ends with a chunk of the tokens; None: as the server does.
-        usage_always: Whether each chunk of it has them.
-        hidden: Whether hidden states are told.
-        ids: Whether ids of the answer are told.
-        prompt_ids: Whether ids of the prompt are told.
-        cached_details: Whether it is told where the cached tokens were.
-        meta_info: Whether each choice tells what /generate would of it.
-        input_ids: Whether ids of the prompts are told beside the choices.
-        output_ids: Whether those of the answers are.
-        recorded: What `meta_info` tells of tokens.
-        echo: Whether the text begins with the prompt.
-        hearing: How a chat's answer is taken apart.
+        choices: Number of choices per prompt.
+        name: The client's request id.
+        logprobs: Whether to return logprobs.
+        usage_last: Whether a stream ends with a usage chunk; None for the server's default.
+        usage_always: Whether each chunk has usage.
+        hidden: Whether to return hidden states.
+        ids: Whether to return output token ids.
+        prompt_ids: Whether to return prompt token ids.
+        cached_details: Whether to return cached tokens by tier.
+        meta_info: Whether each choice has the `meta_info` of /generate.
+        input_ids: Whether `sglext` has prompt token ids.
+        output_ids: Whether `sglext` has output token ids.
+        recorded: Token outputs that `meta_info` has.
+        echo: Whether the text starts with the prompt.
+        parser_options: How to parse the output of a chat.
     """
 
     choices: int = 1
@@ -64,21 +64,21 @@ class OpenAiResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bare(self) -> bool:
-        """Whether a chunk in the middle of an answer tells nothing beside the text."""
+        """Whether chunks in the middle of the output have nothing but text."""
         return not (self.logprobs or self.usage_always or self.hidden or self.ids)
 
 
 def response_options(
-    body: Body, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
+    body: CompletionFields, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
 ) -> OpenAiResponseOptions:
-    """What a body wants to be told.
+    """Collect the response options of a body.
 
     Args:
-        body: What was sent.
-        logprobs: Whether that is log-probabilities.
-        top: And of how many of the likeliest.
-        prompt_ids: Whether it is the ids of the prompt.
-        echo: Whether the text begins with the prompt.
+        body: The body.
+        logprobs: Whether logprobs are requested.
+        top: Number of top logprobs.
+        prompt_ids: Whether prompt token ids are requested.
+        echo: Whether the text starts with the prompt.
     """
     options = body.stream_options or StreamOptions()
     return OpenAiResponseOptions(
@@ -105,16 +105,16 @@ def response_options(
     )
 
 
-def with_id_field(fields: TokenOutputFields, body: Body) -> TokenOutputFields:
-    """Call ids of the answer by the field that wants them."""
+def with_id_field(fields: TokenOutputFields, body: CompletionFields) -> TokenOutputFields:
+    """Name the field that requested output token ids."""
     wanting = [name for name, wants in _fields_needing_ids(body).items() if wants]
     return msgspec.structs.replace(fields, ids=wanting[0]) if wanting else fields
 
 
 def token_outputs_wanted(
-    body: Body, *, logprobs: bool, top: int, prompt_too: bool = False
+    body: CompletionFields, *, logprobs: bool, top: int, prompt_too: bool = False
 ) -> TokenOutputParams | None:
-    """What the engine is asked for, of the answer and perhaps of the prompt; None: text alone."""
+    """Token outputs to request from the engine, of output and possibly prompt, if any."""
     hidden, ids = bool(body.return_hidden_states), any(_fields_needing_ids(body).values())
     if not (logprobs or hidden or ids):
         return None
@@ -123,8 +123,8 @@ def token_outputs_wanted(
     )
 
 
-def _fields_needing_ids(body: Body) -> dict[str, bool | None]:
-    """The fields for which ids of the answer have to be known: `meta_info` counts them."""
+def _fields_needing_ids(body: CompletionFields) -> dict[str, bool | None]:
+    """Fields that need output token ids: `meta_info` counts them."""
     return {
         "return_token_ids": body.return_token_ids,
         "return_output_ids_in_sglext": body.return_output_ids_in_sglext,

@@ -1,7 +1,7 @@
-"""The bodies of chat and text completions: every field, its bounds and its meaning.
+"""Request bodies of chat and text completions.
 
-The reader, the OpenAPI document and the table in the docs are all made from these structs. A null
-is as good as nothing, as in SGLang.
+These structs define parsing, the OpenAPI document and the reference page. A null is equivalent to
+an omitted field, as in SGLang.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from antiphon.wire.sampling import (
 )
 
 COMPLETION_TOKENS = 16
-"""How long a text completion gets that says nothing."""
+"""Default of `max_tokens` of a text completion."""
 PROMPTS_MAX = 256
 _STOP_IDS_MAX = 1024
 
@@ -51,16 +51,18 @@ def _is(meaning: str) -> Meta:
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells beside its text."""
+    """Options for streaming responses."""
 
-    include_usage: Annotated[bool | None, _is("A last chunk tells the tokens of all of it.")] = None
-    continuous_usage_stats: Annotated[bool | None, _is("Every chunk tells the tokens so far.")] = (
-        None
-    )
+    include_usage: Annotated[
+        bool | None, _is("Whether to send a final chunk with the token usage of the request.")
+    ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, _is("Whether to include the token usage so far in every chunk.")
+    ] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON schema with a name. The name and the description change nothing."""
+    """A named JSON schema. The name and the description are ignored."""
 
     name: str | None = None
     description: str | None = None
@@ -69,7 +71,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of an answer. A structural tag is of the newer kind, `format`, or the older one."""
+    """Output format. A structural tag is accepted in the newer form (`format`) or the older one."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -78,92 +80,102 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     triggers: Tools[str] | None = None
 
 
-class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """What every kind of body says of how an answer is made."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling and scheduling fields common to all generation bodies."""
 
-    model: Annotated[str | None, _is("The served model; null takes it.")] = None
+    model: Annotated[str | None, _is("Name of the served model. Optional.")] = None
     temperature: Annotated[
-        Temperature | None, _is("0 takes the likeliest token; 1 is the model as it is.")
+        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
     ] = None
-    top_p: Annotated[TopP | None, _is("Draws from the likeliest tokens up to this mass.")] = None
-    top_k: Annotated[TopK | None, _is("Draws from so many; -1 from all.")] = None
+    top_p: Annotated[
+        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
+    ] = None
+    top_k: Annotated[TopK | None, _is("Number of most likely tokens to consider. -1: all.")] = None
     min_p: Annotated[
-        MinP | None, _is("Draws from tokens at least so likely, as a part of the likeliest.")
+        MinP | None, _is("Minimum probability, relative to the most likely token.")
     ] = None
     frequency_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit for each time its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for each time a token was generated.")
     ] = None
     presence_penalty: Annotated[
-        AdditivePenalty | None, _is("Taken off a logit once its token was drawn.")
+        AdditivePenalty | None, _is("Penalty for tokens that were generated.")
     ] = None
     repetition_penalty: Annotated[
-        RepetitionPenalty | None, _is("Divides the logits of tokens that were drawn.")
+        RepetitionPenalty | None, _is("Divides the logits of generated tokens. 1 disables it.")
     ] = None
-    min_tokens: Annotated[TokensMax | None, _is("No end token is drawn before.")] = None
-    logit_bias: Annotated[LogitBiases | None, _is("Added to the logits of single tokens.")] = None
-    seed: Annotated[Seed | None, _is("The same draws each time; each choice has its own.")] = None
-    stop: Annotated[Stops | None, _is("Texts that end the answer, and are left out of it.")] = None
+    min_tokens: Annotated[TokensMax | None, _is("Minimum number of tokens to generate.")] = None
+    logit_bias: Annotated[LogitBiases | None, _is("Biases added to logits, by token id.")] = None
+    seed: Annotated[Seed | None, _is("Seed for reproducible sampling.")] = None
+    stop: Annotated[Stops | None, _is("Sequences that stop generation; not returned.")] = None
     stop_regex: Annotated[
         StopPatterns | None,
-        _is("Regular expressions that end it; no look-around, no anchors."),
+        _is("Regular expressions that stop generation, without lookaround and anchors."),
     ] = None
-    stop_token_ids: Annotated[
-        StopIds | None, _is("Tokens that end it, beside the model's own.")
-    ] = None
-    ignore_eos: Annotated[bool | None, _is("The model's own end tokens do not end it.")] = None
-    no_stop_trim: Annotated[bool | None, _is("Leaves the stop in the text.")] = None
+    stop_token_ids: Annotated[StopIds | None, _is("Further token ids that stop generation.")] = None
+    ignore_eos: Annotated[bool | None, _is("Whether to continue past end tokens.")] = None
+    no_stop_trim: Annotated[bool | None, _is("Whether to return the stop sequence.")] = None
     skip_special_tokens: Annotated[
-        bool | None, _is("Special tokens write no text; true unless said.")
+        bool | None, _is("Whether to omit special tokens. Defaults to true.")
     ] = None
-    regex: Annotated[str | None, _is("The answer matches this as a whole.")] = None
-    ebnf: Annotated[str | None, _is("The answer is a `root` of these rules.")] = None
-    json_schema: Annotated[Schema | None, _is("The answer is JSON of this schema.")] = None
+    regex: Annotated[str | None, _is("Regular expression that the output must match.")] = None
+    ebnf: Annotated[str | None, _is("EBNF grammar of the output, with start rule `root`.")] = None
+    json_schema: Annotated[Schema | None, _is("JSON schema of the output.")] = None
     custom_logit_processor: Annotated[
-        str | None, _is("The name of a processor that is registered; code is refused.")
+        str | None, _is("Name of a registered logits processor. Serialized code is rejected.")
     ] = None
-    custom_params: Annotated[Json | None, _is("The parameters of that processor.")] = None
-    stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
+    custom_params: Annotated[Json | None, _is("Parameters passed to `custom_logit_processor`.")] = (
+        None
+    )
+    stream: Annotated[bool | None, _is("Whether to stream the response as it is generated.")] = None
     priority: Annotated[
-        Priority | None, _is("The higher goes first, where the operator goes by priorities.")
+        Priority | None,
+        _is("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
     ] = None
     cache_salt: Annotated[
-        CacheSaltText | None, _is("Cached prefixes are shared with those who say the same.")
+        CacheSaltText | None, _is("Restricts prefix cache sharing to requests with the same salt.")
     ] = None
-    extra_key: Annotated[CacheSaltText | None, _is("Likewise; both must be the same.")] = None
+    extra_key: Annotated[CacheSaltText | None, _is("Like `cache_salt`; both must match.")] = None
 
 
-class Body(Sampled, frozen=True, kw_only=True):
-    """What chat and text completions share."""
+class CompletionFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields common to chat and text completions."""
 
     max_tokens: Annotated[
-        TokensMax | None, _is("Longest answer. 16 for a text, what the context leaves for a chat.")
+        TokensMax | None,
+        _is(
+            "Maximum number of tokens to generate. Defaults to 16 for text completions, and "
+            "to what the context length allows for chat."
+        ),
     ] = None
-    n: Annotated[Choices | None, _is("How many answers to each prompt.")] = None
-    response_format: Annotated[ResponseFormat | None, _is("The form of the answer.")] = None
-    stream_options: Annotated[StreamOptions | None, _is("What a stream tells besides.")] = None
+    n: Annotated[Choices | None, _is("Number of completions to generate for each prompt.")] = None
+    response_format: Annotated[
+        ResponseFormat | None, _is("Format of the output, such as JSON that conforms to a schema.")
+    ] = None
+    stream_options: Annotated[StreamOptions | None, _is("Options for streaming responses.")] = None
     return_hidden_states: Annotated[
-        bool | None, _is("Tells the state that each token followed from, if the operator allows.")
+        bool | None, _is("Whether to return hidden states. Requires --enable-return-hidden-states.")
     ] = None
     return_token_ids: Annotated[
-        bool | None, _is("Tells the ids of prompt and answer in each choice.")
+        bool | None, _is("Whether to return the token ids of prompt and output in each choice.")
     ] = None
     return_cached_tokens_details: Annotated[
-        bool | None, _is("Tells where the tokens of the prompt were that were cached.")
+        bool | None, _is("Whether to return the number of cached prompt tokens by cache tier.")
     ] = None
     return_meta_info: Annotated[
-        bool | None, _is("Tells in each choice, at its end, the `meta_info` of /generate.")
+        bool | None,
+        _is("Whether to return the `meta_info` of /generate with the end of each choice."),
     ] = None
     return_input_ids_in_sglext: Annotated[
-        bool | None, _is("Tells the ids of the prompt in `sglext`.")
+        bool | None, _is("Whether to return the prompt token ids in `sglext`.")
     ] = None
     return_output_ids_in_sglext: Annotated[
-        bool | None, _is("Tells the ids of the answer in `sglext`.")
+        bool | None, _is("Whether to return the output token ids in `sglext`.")
     ] = None
-    rid: Annotated[Rid | None, _is("The client's name for it, unique while it runs.")] = None
+    rid: Annotated[Rid | None, _is("Request id, unique among running requests.")] = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One piece of a message's content: a `text`, or the assistant's `thinking` or `refusal`."""
+    """One part of a message's content: `text`, or the assistant's `thinking` or `refusal`."""
 
     type: str
     text: str | None = None
@@ -172,14 +184,14 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What was called; `arguments` is an object, or the JSON text of one."""
+    """The called function. `arguments` is an object, or the JSON text of one."""
 
     name: Name
     arguments: str | Json = "{}"
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call in an earlier turn of the assistant."""
+    """A tool call of an earlier assistant message."""
 
     id: CallId = ""
     type: str = "function"
@@ -193,7 +205,7 @@ MessageRole = Literal[
 
 
 class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation; the answer goes on from a last one with `prefix`."""
+    """One message of a conversation. A final assistant message with `prefix` is continued."""
 
     role: MessageRole
     content: str | Parts[ContentPart] | None = None
@@ -211,18 +223,22 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "
 Verbosity = Literal["low", "medium", "high"]
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+class ChatBody(CompletionFields, frozen=True, kw_only=True):
+    """Create a chat completion: the assistant's reply to a conversation."""
 
     messages: Annotated[
-        Messages[ChatMessageParam], Meta(min_length=1, description="The conversation.")
+        Messages[ChatMessageParam], Meta(min_length=1, description="The conversation so far.")
     ]
     input_ids: Annotated[
         Annotated[Ids[TokenId], Meta(min_length=1)] | None,
-        _is("The prompt as token ids, in place of what the template makes of the messages."),
+        _is("Prompt as token ids. Used instead of applying the chat template to `messages`."),
     ] = None
     max_completion_tokens: Annotated[
-        TokensMax | None, _is("The newer name of max_tokens; it comes first.")
+        TokensMax | None,
+        _is(
+            "Maximum number of tokens to generate, reasoning included. Takes precedence over "
+            "`max_tokens`."
+        ),
     ] = None
     logprobs: Annotated[
         bool | None, _is("Whether to return the log probability of each output token.")
@@ -230,42 +246,47 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
     ] = None
-    max_thinking_tokens: Annotated[
-        TokensMax | None, _is("After so many tokens of thinking its mark ends it.")
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, _is("The last message is the beginning of the answer.")
-    ] = None
-    chat_template_kwargs: Annotated[Json | None, _is("More variables for the chat template.")] = (
+    max_thinking_tokens: Annotated[TokensMax | None, _is("Maximum number of reasoning tokens.")] = (
         None
     )
+    continue_final_message: Annotated[
+        bool | None, _is("Whether the response continues the final message.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        Json | None, _is("Additional variables for the chat template.")
+    ] = None
     reasoning_effort: Annotated[
         Effort | Annotated[float, Meta(ge=0, lt=1)] | None,
-        _is("For the chat template; none also sets enable_thinking and thinking to false."),
+        _is(
+            "Reasoning effort, passed to the chat template. `none` also sets enable_thinking "
+            "and thinking to false."
+        ),
     ] = None
     verbosity: Annotated[
-        Verbosity | None, _is("For the chat template, which may read it or not.")
+        Verbosity | None, _is("Verbosity, passed to the chat template, which may ignore it.")
     ] = None
     return_prompt_token_ids: Annotated[
-        bool | None, _is("Tells the ids of the prompt in each choice.")
+        bool | None, _is("Whether to return the prompt token ids in each choice.")
     ] = None
     tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
     tool_choice: Annotated[
-        str | Json | None, _is("auto, none, required, or one function by its name.")
+        str | Json | None,
+        _is("How the model chooses tools: `auto`, `none`, `required`, or a function by name."),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _is("Whether there may be several calls; true unless said.")
+        bool | None, _is("Whether the model may make several tool calls. Defaults to true.")
     ] = None
     separate_reasoning: Annotated[
-        bool | None, _is("Thinking is told apart from the content; true unless said.")
+        bool | None,
+        _is("Whether to return reasoning separately from the content. Defaults to true."),
     ] = None
     stream_reasoning: Annotated[
-        bool | None, _is("A stream tells thinking as it comes; true unless said.")
+        bool | None, _is("Whether to stream reasoning as it is generated. Defaults to true.")
     ] = None
 
 
-class CompletionBody(Body, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+class CompletionBody(CompletionFields, frozen=True, kw_only=True):
+    """Create a text completion."""
 
     prompt: Annotated[
         str
@@ -273,19 +294,22 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]],
             Meta(min_length=1),
         ],
-        _is("Text or token ids, or a list of either."),
+        _is("Prompt text or token ids, or a list of either."),
     ]
     logprobs: Annotated[
         TopLogprobs | None, _is("Number of most likely tokens to return log probabilities for.")
     ] = None
     suffix: Annotated[
-        str | None,
-        _is("What comes after a gap behind each prompt of text; the answer fills the gap."),
+        str | None, _is("Text after the insertion point, for fill-in-the-middle models.")
     ] = None
-    echo: Annotated[bool | None, _is("The text begins with the prompt.")] = None
+    echo: Annotated[bool | None, _is("Whether to include the prompt in the returned text.")] = None
     session_params: Annotated[
-        SessionParams | None, _is("Where in a session the request stands.")
+        SessionParams | None, _is("Position of the request in a session.")
     ] = None
     best_of: Annotated[
-        Choices | None, _is("Makes so many answers, and returns the n likeliest by token.")
+        Choices | None,
+        _is(
+            "Number of completions to generate, of which the `n` with the highest logprob per"
+            " token are returned."
+        ),
     ] = None

@@ -1,6 +1,6 @@
-"""POST /v1/score: how likely each of some tokens is to come next.
+"""/v1/score: the probability of given tokens as the next token.
 
-A causal model is asked for no new tokens, only for what would come next.
+A causal model generates no tokens for it: only the next-token distribution is read.
 """
 
 from __future__ import annotations
@@ -38,30 +38,43 @@ _Items = Meta(min_length=1, max_length=PROMPTS_MAX)
 
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/score. Query and items are texts, or token ids."""
+    """Score items by the probability of label tokens. Query and items are texts or token ids."""
 
     model: str | None = None
-    query: Annotated[str | Ids[TokenId], Meta(description="What stands before each item.")]
+    query: Annotated[
+        str | Ids[TokenId], Meta(description="Text or token ids placed before each item.")
+    ]
     items: Annotated[
         str | Annotated[list[str | Ids[TokenId]], _Items],
-        Meta(description="What is scored, one at a time."),
+        Meta(description="Items to score, each with its own prompt."),
     ]
     label_token_ids: Annotated[
         list[TokenId],
-        Meta(min_length=1, max_length=NAMED_MAX, description="Tokens that may come next."),
+        Meta(
+            min_length=1,
+            max_length=NAMED_MAX,
+            description="Token ids whose probabilities as the next token are returned.",
+        ),
     ]
-    apply_softmax: Annotated[bool | None, Meta(description="The scores of an item sum to 1.")] = (
-        None
-    )
-    item_first: Annotated[bool | None, Meta(description="The item stands before the query.")] = None
+    apply_softmax: Annotated[
+        bool | None,
+        Meta(
+            description="Whether to normalize the scores of an item with a softmax, so "
+            "that they sum "
+            "to 1."
+        ),
+    ] = None
+    item_first: Annotated[
+        bool | None, Meta(description="Whether to place the item before the query.")
+    ] = None
     temperature: Annotated[
         Annotated[float, Meta(gt=0, le=100)] | None,
-        Meta(description="Divides the log-probabilities before the softmax."),
+        Meta(description="Divides the logprobs before the softmax."),
     ] = None
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The score of each label token, item by item."""
+    """Scores of the label tokens for each item."""
 
     object: str = "scoring"
     scores: list[list[float]]
@@ -70,20 +83,20 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreEndpoints:
-    """Scores by the log-probabilities of one place."""
+    """Handler of /v1/score."""
 
     def __init__(self, response_handler: ResponseHandler, model: ModelName) -> None:
         self._response_handler = response_handler
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Scores."""
+        """Return the operation."""
         return [
             Operation(
                 method="POST",
                 path="/v1/score",
                 handler=self._score,
-                summary="How likely each label token is to come after each item.",
+                summary="Score items by the probability of label tokens as the next token.",
                 body=ScoreBody,
                 reply=ScoreReply,
                 unsupported=refused.SCORE,
@@ -100,7 +113,7 @@ class ScoreEndpoints:
 
     async def _score(self, request: web.Request) -> web.Response:
         body = await self._response_handler.parse_body(request, ScoreBody, _checked, refused.SCORE)
-        answers = await self._response_handler.collect(request, _asks(body))
+        answers = await self._response_handler.collect(request, _requests(body))
         usages = [answer.usage for answer in answers]
         return json_reply(
             ScoreReply(
@@ -115,13 +128,15 @@ def _checked(body: ScoreBody) -> ScoreBody:
     ids = isinstance(body.query, list)
     items = [body.items] if isinstance(body.items, str) else body.items
     if any(isinstance(item, list) != ids for item in items):
-        raise InvalidRequest("query and items are all texts, or all token ids", param="items")
+        raise InvalidRequest(
+            "query and items must both be texts, or both be token ids", param="items"
+        )
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
-        raise InvalidRequest("a token is named twice", param="label_token_ids")
+        raise InvalidRequest("label_token_ids: a token id appears twice", param="label_token_ids")
     return body
 
 
-def _asks(body: ScoreBody) -> list[GenerationRequest]:
+def _requests(body: ScoreBody) -> list[GenerationRequest]:
     items = [body.items] if isinstance(body.items, str) else body.items
     details = TokenOutputParams(named_ids=tuple(body.label_token_ids))
     gen_requests: list[GenerationRequest] = []
@@ -129,7 +144,7 @@ def _asks(body: ScoreBody) -> list[GenerationRequest]:
         first, second = (item, body.query) if body.item_first else (body.query, item)
         gen_requests.append(
             GenerationRequest(
-                door="score",
+                api="score",
                 model=model_of(body.model),
                 prompt=first + second
                 if isinstance(first, str) and isinstance(second, str)
@@ -149,7 +164,7 @@ def _asks(body: ScoreBody) -> list[GenerationRequest]:
 
 def _scores(answer: CollectedResponse, body: ScoreBody) -> list[float]:
     piece = answer.choices[0].details
-    assert piece is not None, "details were asked for"
+    assert piece is not None, "token outputs were requested"
     *_, last = piece.details.iter_tokens()
     if not body.apply_softmax:
         return [math.exp(logprob) for logprob in last.named]

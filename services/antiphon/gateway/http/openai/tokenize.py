@@ -1,4 +1,4 @@
-"""POST /v1/tokenize and /v1/detokenize: between texts and token ids."""
+"""/v1/tokenize and /v1/detokenize: conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -37,30 +37,37 @@ _Rows = Meta(min_length=1, max_length=PROMPTS_MAX)
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/tokenize: a text, several, or a conversation."""
+    """Convert text, several texts, or a conversation to token ids."""
 
     model: str | None = None
     prompt: Annotated[
-        str | Annotated[list[str], _Rows] | None, Meta(description="A text, or several.")
+        str | Annotated[list[str], _Rows] | None,
+        Meta(description="Text to tokenize, or a list of texts."),
     ] = None
     messages: Annotated[
         Annotated[Messages[ChatMessageParam], Meta(min_length=1)] | None,
-        Meta(description="A conversation, in place of a text."),
+        Meta(description="Conversation to tokenize, instead of `prompt`."),
     ] = None
-    tools: Annotated[Tools[Json] | None, Meta(description="For the chat template.")] = None
+    tools: Annotated[
+        Tools[Json] | None, Meta(description="Tools, passed to the chat template.")
+    ] = None
     chat_template_kwargs: Annotated[
-        Json | None, Meta(description="More variables for the chat template.")
+        Json | None, Meta(description="Additional variables for the chat template.")
     ] = None
     add_special_tokens: Annotated[
-        bool | None, Meta(description="A text gets those of the tokenizer; true unless said.")
+        bool | None,
+        Meta(
+            description="Whether to add the tokenizer's special tokens to a text. Defaults to true."
+        ),
     ] = None
     add_generation_prompt: Annotated[
-        bool | None, Meta(description="The beginning of the answer follows; true unless said.")
+        bool | None,
+        Meta(description="Whether to append the start of the assistant's reply. Defaults to true."),
     ] = None
 
 
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids and how many they are; lists of both for several texts."""
+    """Token ids and their number; lists of both for several texts."""
 
     tokens: list[int | list[int]]
     count: int | list[int]
@@ -68,26 +75,26 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/detokenize: a list of ids, or several."""
+    """Convert token ids, or several lists of token ids, to text."""
 
     model: str | None = None
     tokens: Annotated[
         list[TokenId | Annotated[list[TokenId], Meta(max_length=_IDS_MAX)]],
-        Meta(max_length=_IDS_MAX, description="Token ids, or lists of them."),
+        Meta(max_length=_IDS_MAX, description="Token ids, or a list of token id lists."),
     ]
     skip_special_tokens: Annotated[
-        bool | None, Meta(description="Special tokens write no text; true unless said.")
+        bool | None, Meta(description="Whether to omit special tokens. Defaults to true.")
     ] = None
 
 
 class DetokenizeReply(msgspec.Struct, frozen=True):
-    """The text, or one for each list."""
+    """The text, or one text per list of token ids."""
 
     text: str | list[str]
 
 
 class TokenizeEndpoints:
-    """Asks the tokenizers and nobody else."""
+    """Handlers that use the tokenizer service only."""
 
     def __init__(
         self,
@@ -102,14 +109,14 @@ class TokenizeEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Both ways, each by two names."""
+        """Return the operations; each has two paths."""
         return [
             *(
                 Operation(
                     method="POST",
                     path=path,
                     handler=self._tokenize,
-                    summary="The token ids of a text or of a conversation.",
+                    summary="Convert text or a conversation to token ids.",
                     body=TokenizeBody,
                     reply=TokenizeReply,
                     examples=(
@@ -125,7 +132,7 @@ class TokenizeEndpoints:
                     method="POST",
                     path=path,
                     handler=self._detokenize,
-                    summary="The text of token ids.",
+                    summary="Convert token ids to text.",
                     body=DetokenizeBody,
                     reply=DetokenizeReply,
                     examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
@@ -135,7 +142,7 @@ class TokenizeEndpoints:
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        read = await self._response_handler.parse_body(request, TokenizeBody, self._asks)
+        read = await self._response_handler.parse_body(request, TokenizeBody, self._requests)
         gen_requests = [
             msgspec.structs.replace(gen_request, tenant=tenant_of(request)) for gen_request in read
         ]
@@ -148,7 +155,7 @@ class TokenizeEndpoints:
         )
         rows = [list(unpack_ids(reply.token_ids)) for reply in replies]
         counts = [len(row) for row in rows]
-        batch = gen_requests[0].door == "tokenize_batch"
+        batch = gen_requests[0].api == "tokenize_batch"
         return json_reply(
             TokenizeReply(
                 tokens=[*rows] if batch else [*rows[0]],
@@ -157,9 +164,9 @@ class TokenizeEndpoints:
             )
         )
 
-    def _asks(self, body: TokenizeBody) -> list[GenerationRequest]:
+    def _requests(self, body: TokenizeBody) -> list[GenerationRequest]:
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give either a prompt or messages", param="prompt")
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         self._check(body.model)
         if body.messages is not None:
             template = TemplateParams(
@@ -169,7 +176,7 @@ class TokenizeEndpoints:
             )
             return [
                 GenerationRequest(
-                    door="tokenize",
+                    api="tokenize",
                     model=None,
                     messages=conversation(body.messages),
                     continue_final_message=begins_answer(body.messages),
@@ -180,7 +187,7 @@ class TokenizeEndpoints:
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         return [
             GenerationRequest(
-                door="tokenize_batch" if several else "tokenize",
+                api="tokenize_batch" if several else "tokenize",
                 model=None,
                 prompt=prompt,
                 special_tokens=body.add_special_tokens is not False,
@@ -202,7 +209,10 @@ class TokenizeEndpoints:
         if not lists:
             return [[token for token in body.tokens if isinstance(token, int)]], False, skips
         if len(lists) != len(body.tokens):
-            raise InvalidRequest("token ids, or lists of them; not both", param="tokens")
+            raise InvalidRequest(
+                "tokens: must be a list of token ids or a list of token id lists, not a mix",
+                param="tokens",
+            )
         if len(lists) > PROMPTS_MAX:
             text = f"tokens: {len(lists)} lists; the limit is {PROMPTS_MAX}"
             raise InvalidRequest(text, param="tokens")
@@ -212,9 +222,9 @@ class TokenizeEndpoints:
         return lists, True, skips
 
     def _check(self, model: str | None) -> None:
-        asked, served = model_of(model), served_names(self._runtime.settings)
-        if asked is not None and asked not in served:
-            raise UnknownModel.of(asked, served)
+        requested, served = model_of(model), served_names(self._runtime.settings)
+        if requested is not None and requested not in served:
+            raise UnknownModel.of(requested, served)
 
 
 def _text(value: list[Json] | Json | None) -> str | None:

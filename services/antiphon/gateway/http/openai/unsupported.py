@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and SGLang's bodies that are documented and not served here, and why."""
+"""Documented fields of OpenAI's and SGLang's APIs that this server rejects, each with a reason."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NOTHING: tuple[object, ...] = ({}, [], "")
-_ROUTING = UnsupportedField("where a request runs is the scheduler's to say")
-_EXPERTS = UnsupportedField("which experts a token went through is not told", (False,))
+_ROUTING = UnsupportedField("requests are placed by the scheduler; clients cannot select a worker")
+_EXPERTS = UnsupportedField("expert routing is not recorded", (False,))
 SESSION_PARAMS = UnsupportedField(
-    "a chat brings all of its turns; /generate and /v1/completions go on in sessions", _NOTHING
+    "not supported by chat completions, which carry the whole conversation; use /generate"
+    " or /v1/completions",
+    _NOTHING,
 )
-_MODALITIES = UnsupportedField("this model answers in text", (["text"], []))
+_MODALITIES = UnsupportedField("this model generates text only", (["text"], []))
 
 COMMON: Mapping[str, UnsupportedField] = {
-    "beam_width": UnsupportedField("beam search is not built", (1,)),
-    "watermark": UnsupportedField("watermarks are not built", (*_NOTHING, {"enabled": False})),
+    "beam_width": UnsupportedField("beam search is not supported", (1,)),
+    "watermark": UnsupportedField("watermarks are not supported", (*_NOTHING, {"enabled": False})),
     "return_routed_experts": _EXPERTS,
     "return_spec_tokens_details": UnsupportedField(
-        "speculative decoding is not built yet", (False,)
+        "speculative decoding is not supported", (False,)
     ),
-    "lora_path": UnsupportedField("LoRA adapters are not built yet", _NOTHING),
-    "custom_labels": UnsupportedField("metric labels are fixed", _NOTHING),
+    "lora_path": UnsupportedField("LoRA adapters are not supported", _NOTHING),
+    "custom_labels": UnsupportedField("metric labels cannot be set by a request body", _NOTHING),
     "bootstrap_host": _ROUTING,
     "bootstrap_port": _ROUTING,
     "bootstrap_room": _ROUTING,
@@ -38,19 +40,19 @@ COMMON: Mapping[str, UnsupportedField] = {
 CHAT: Mapping[str, UnsupportedField] = {
     **COMMON,
     "session_params": SESSION_PARAMS,
-    "functions": UnsupportedField("say tools", _NOTHING),
-    "function_call": UnsupportedField("say tool_choice", ("none", "auto")),
+    "functions": UnsupportedField("use tools", _NOTHING),
+    "function_call": UnsupportedField("use tool_choice", ("none", "auto")),
     "modalities": _MODALITIES,
-    "audio": UnsupportedField("this model answers in text"),
-    "prediction": UnsupportedField("predicted outputs are not built"),
-    "web_search_options": UnsupportedField("there is no web search"),
-    "store": UnsupportedField("chats are not stored", (False,)),
-    "service_tier": UnsupportedField("there are no tiers", ("auto", "default")),
+    "audio": UnsupportedField("this model generates text only"),
+    "prediction": UnsupportedField("predicted outputs are not supported"),
+    "web_search_options": UnsupportedField("web search is not supported"),
+    "store": UnsupportedField("chat completions are not stored; use /v1/responses", (False,)),
+    "service_tier": UnsupportedField("service tiers are not supported", ("auto", "default")),
 }
 
 COMPLETION: Mapping[str, UnsupportedField] = {
     **COMMON,
-    "max_thinking_tokens": UnsupportedField("it is of chats and of /generate"),
+    "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
 }
 
 EMBEDDING: Mapping[str, UnsupportedField] = {
@@ -63,14 +65,10 @@ EMBEDDING: Mapping[str, UnsupportedField] = {
 }
 RERANK: Mapping[str, UnsupportedField] = {
     **EMBEDDING,
-    "instruct": UnsupportedField(
-        "a cross-encoder takes a query and a document, and no more", ("",)
-    ),
+    "instruct": UnsupportedField("a cross-encoder accepts only a query and a document", ("",)),
 }
 SCORE: Mapping[str, UnsupportedField] = {
     **EMBEDDING,
-    "return_token_logprobs": UnsupportedField("/generate tells them", (False,)),
-    "score_extraction_token": UnsupportedField(
-        "what would come next is scored, and no other place"
-    ),
+    "return_token_logprobs": UnsupportedField("use /generate for logprobs", (False,)),
+    "score_extraction_token": UnsupportedField("only the next token is scored"),
 }

@@ -1,4 +1,4 @@
-"""How OpenAI clients hear an answer: what chats and text completions have in common."""
+"""Shared parts of the writers of chat and text completions."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class CompletionHeader(msgspec.Struct, frozen=True):
-    """What stands on every object of an answer.
+    """Fields of every response object.
 
-    `weight_version` names the weights where no worker has said which ones answered.
+    `weight_version` is reported if no worker has reported one.
     """
 
     id: str
@@ -45,7 +45,7 @@ class CompletionHeader(msgspec.Struct, frozen=True):
 
 
 class OpenAiResponseWriter(ResponseWriter):
-    """What chats and text completions have in common. Choices are numbered through all prompts."""
+    """Base writer. Choices are indexed over all prompts."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class OpenAiResponseWriter(ResponseWriter):
         cached: bool,
         record: GenerateOutputs | None = None,
     ) -> None:
-        """Nothing is told yet.
+        """Start a response.
 
         Args:
-            header: What stands on every object.
+            header: Fields of every object.
             streams: One for each prompt.
-            options: What is told beside the text.
-            cached: Whether the usage tells of the prefix cache.
-            record: Notes what is told at the end, or kept, where anything is.
+            options: Optional fields.
+            cached: Whether usage includes cached tokens.
+            record: Collects outputs for `meta_info` or for a session, if needed.
         """
         self._header = header
         self._options = options
@@ -86,11 +86,11 @@ class OpenAiResponseWriter(ResponseWriter):
         self._unsent_prompts = set(range(options.choices * len(streams)))
 
     def failure(self, error: EngineError) -> bytes:
-        """The error, and the mark of the end."""
+        """Return the error and the end marker."""
         return event(msgspec.json.encode(envelope(error))) + DONE
 
     async def persist(self) -> None:
-        """Put by what a session goes on from."""
+        """Store the output for the session."""
         if self._record is not None:
             await self._record.persist()
 
@@ -101,7 +101,7 @@ class OpenAiResponseWriter(ResponseWriter):
         return usage_body(total_usage(usages), cached=self._cached)
 
     def _extension(self, usages: Sequence[Usage]) -> Extension | UnsetType:
-        """Write what is told beside the choices, once all of them are; unset: nothing is."""
+        """Build the extension object after all choices; unset if it is empty."""
         reply_options = self._options
         if not (
             reply_options.cached_details or reply_options.input_ids or reply_options.output_ids
@@ -119,28 +119,28 @@ class OpenAiResponseWriter(ResponseWriter):
         )
 
     def _record_events(self, prompt: int, events: Sequence[TextDelta | Finished]) -> None:
-        """Note what comes, where that is told at the end, or kept."""
+        """Collect events, if they are needed at the end."""
         if self._record is not None:
             for each in events:
                 self._record.add(prompt, each)
 
     def _meta_info(self, index: int, prompt: int, finished: Finished) -> MetaInfo | UnsetType:
-        """What /generate tells of a choice that has ended; its ids are told beside, at the end."""
+        """Return the `meta_info` of a finished choice; ids are returned separately at the end."""
         if self._record is None:
             return UNSET
         number = self._record.index(prompt, finished.choice)
         self._sent_ids[index] = self._record.replies[number].ids
         return self._record.meta_info(number) if self._options.meta_info else UNSET
 
-    def _usage_so_far(self, prompt: int, said: TextDelta | None) -> UsageBody | None:
+    def _usage_so_far(self, prompt: int, delta: TextDelta | None) -> UsageBody | None:
         if not self._options.usage_always:
             return None
-        if said is not None and said.usage is not None:
-            self._usages[prompt] = said.usage
+        if delta is not None and delta.usage is not None:
+            self._usages[prompt] = delta.usage
         return self._usage(self._usages)
 
     def _prompt_ids_once(self, prompt: int, choice: int) -> list[int] | UnsetType:
-        """The ids of a prompt, on the first chunk of each of its choices."""
+        """Return the prompt token ids with the first chunk of each choice."""
         index = self._index(prompt, choice)
         if index not in self._unsent_prompts:
             return UNSET
@@ -148,7 +148,7 @@ class OpenAiResponseWriter(ResponseWriter):
         return self._prompt_ids[prompt]
 
     def _collect_hidden_states(self, index: int, piece: TokenOutputsChunk | None) -> None:
-        """Keep the states of a choice: a stream sends them once, at the end of the choice."""
+        """Collect hidden states of a choice, which a stream sends once at its end."""
         states = self._hidden_states(piece)
         if states is not UNSET:
             self._hidden.setdefault(index, []).extend(states)
@@ -162,7 +162,7 @@ class OpenAiResponseWriter(ResponseWriter):
         return [list(token.hidden) for token in piece.details.iter_tokens()]
 
     def _ids(self, piece: TokenOutputsChunk | None) -> list[int] | UnsetType:
-        """Those of the answer; tokens of the prompt lie before."""
+        """Return output token ids; prompt tokens have offsets below 0."""
         if not self._options.ids or piece is None:
             return UNSET
         ids = unpack_ids(piece.details.token_ids)
@@ -170,5 +170,5 @@ class OpenAiResponseWriter(ResponseWriter):
 
 
 def _flat(rows: list[list[int]]) -> list[int | list[int]]:
-    """Lists of ids; one alone by itself."""
+    """Return lists of ids, or the single list itself."""
     return [*rows[0]] if len(rows) == 1 else [*rows]

@@ -1,4 +1,4 @@
-"""How OpenAI clients hear the answer of a chat."""
+"""Writer of chat completions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from antiphon.gateway.http.openai.chunk_frame import GAP, Frame
 from antiphon.gateway.http.openai.replies import (
     UNSET,
     AnswerMessage,
-    CallBody,
-    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatFinish,
     ChatReply,
     Delta,
+    EmptyDelta,
     Extension,
     Metadata,
-    NoDelta,
+    ToolCallFunction,
+    ToolCallReply,
     UnsetType,
     UsageBody,
 )
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class ChatResponseWriter(OpenAiResponseWriter):
-    """POST /v1/chat/completions."""
+    """Writes responses of /v1/chat/completions."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ChatResponseWriter(OpenAiResponseWriter):
         self._frames: dict[int, Frame] = {}
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """One object with all choices."""
+        """Return one object with all choices."""
         (answer,) = answers
         if self._record is not None:
             self._record.add_all(answers)
@@ -89,7 +89,7 @@ class ChatResponseWriter(OpenAiResponseWriter):
         return msgspec.json.encode(reply)
 
     def begin(self) -> bytes:
-        """The role comes first and alone, of each choice."""
+        """Return the role chunk of each choice."""
         delta = Delta(role="assistant", content="")
         return b"".join(
             self._event(
@@ -102,27 +102,27 @@ class ChatResponseWriter(OpenAiResponseWriter):
         )
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """A chunk for each text, and one without any for the end of a choice."""
+        """Return a chunk for each text, and an empty one for the end of a choice."""
         self._record_events(prompt, events)
         return b"".join(map(self._chunk, events))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
-        beside = self._extension(usages)
-        told = b"" if beside is UNSET else self._event(sglext=beside)
+        """Return the extension, usage if requested, and the end marker."""
+        extension = self._extension(usages)
+        data = b"" if extension is UNSET else self._event(sglext=extension)
         if self._options.usage_last:
-            told += self._event(usage=self._usage(usages))
-        return told + DONE
+            data += self._event(usage=self._usage(usages))
+        return data + DONE
 
     def _choice(self, index: int, collected: CollectedChoice) -> ChatChoice:
         details = collected.details
-        speech = self._parsers[index]
-        events = [*speech.feed(collected.text), *speech.end()]
+        parser = self._parsers[index]
+        events = [*parser.feed(collected.text), *parser.end()]
         return ChatChoice(
             index=index,
             message=_message(events),
             logprobs=chat_logprobs(details) if self._options.logprobs else None,
-            finish_reason=_reason(collected.end, speech),
+            finish_reason=_reason(collected.end, parser),
             matched_stop=collected.end.matched_stop,
             hidden_states=self._hidden_states(details),
             prompt_token_ids=self._prompt_ids[0],
@@ -130,54 +130,62 @@ class ChatResponseWriter(OpenAiResponseWriter):
             meta_info=self._meta_info(index, 0, collected.end),
         )
 
-    def _chunk(self, said: TextDelta | Finished) -> bytes:
-        speech = self._parsers[said.choice]
-        if isinstance(said, TextDelta):
-            events = speech.feed(said.text)
+    def _chunk(self, choice_event: TextDelta | Finished) -> bytes:
+        parser = self._parsers[choice_event.choice]
+        if isinstance(choice_event, TextDelta):
+            events = parser.feed(choice_event.text)
             if self._bare and len(events) == 1 and isinstance(events[0], Content):
-                return self._content(said.choice, events[0].text)
+                return self._content(choice_event.choice, events[0].text)
             deltas = list(map(_delta, events))
-            return self._choice_chunks(said, [delta for delta in deltas if delta is not None])
-        rest = (_delta(event) for event in speech.end())
+            return self._choice_chunks(
+                choice_event, [delta for delta in deltas if delta is not None]
+            )
+        rest = (_delta(parsed_event) for parsed_event in parser.end())
         usage = self._usage_so_far(0, None)
-        told = [
-            self._event(ChatChunkChoice(index=said.choice, delta=delta), usage=usage)
+        chunks = [
+            self._event(ChatChunkChoice(index=choice_event.choice, delta=delta), usage=usage)
             for delta in rest
             if delta is not None
         ]
         end = ChatChunkChoice(
-            index=said.choice,
-            delta=NoDelta(),
-            finish_reason=_reason(said, speech),
-            matched_stop=said.matched_stop,
-            meta_info=self._meta_info(said.choice, 0, said),
+            index=choice_event.choice,
+            delta=EmptyDelta(),
+            finish_reason=_reason(choice_event, parser),
+            matched_stop=choice_event.matched_stop,
+            meta_info=self._meta_info(choice_event.choice, 0, choice_event),
         )
-        told.append(self._event(end, usage=usage))
-        states = self._take_hidden_states(said.choice)
+        chunks.append(self._event(end, usage=usage))
+        states = self._take_hidden_states(choice_event.choice)
         if states is not UNSET:
-            beside = ChatChunkChoice(index=said.choice, delta=NoDelta(hidden_states=states))
-            told.append(self._event(beside))
-        return b"".join(told)
+            states_choice = ChatChunkChoice(
+                index=choice_event.choice, delta=EmptyDelta(hidden_states=states)
+            )
+            chunks.append(self._event(states_choice))
+        return b"".join(chunks)
 
     def _content(self, index: int, text: str) -> bytes:
-        """A chunk of content and nothing else."""
+        """Return a chunk with content only."""
         frame = self._frames.get(index)
         if frame is None:
             choice = ChatChunkChoice(index=index, delta=Delta(content=GAP))
             frame = self._frames[index] = Frame(self._event(choice))
         return frame.around(text)
 
-    def _choice_chunks(self, said: TextDelta, deltas: list[Delta]) -> bytes:
-        """A chunk for each delta: the first tells of the tokens, each of the usage."""
-        usage = self._usage_so_far(0, said)
-        self._collect_hidden_states(said.choice, said.details)
-        if not deltas and not self._bare and (said.details is not None or (usage and said.usage)):
+    def _choice_chunks(self, text_delta: TextDelta, deltas: list[Delta]) -> bytes:
+        """Return a chunk per delta: the first has the token outputs, each has usage."""
+        usage = self._usage_so_far(0, text_delta)
+        self._collect_hidden_states(text_delta.choice, text_delta.details)
+        if (
+            not deltas
+            and not self._bare
+            and (text_delta.details is not None or (usage and text_delta.usage))
+        ):
             deltas = [Delta(content="")]
         chunks: list[bytes] = []
         for number, delta in enumerate(deltas):
-            details = said.details if number == 0 else None
+            details = text_delta.details if number == 0 else None
             choice = ChatChunkChoice(
-                index=said.choice,
+                index=text_delta.choice,
                 delta=delta,
                 logprobs=chat_logprobs(details) if self._options.logprobs else None,
                 response_token_ids=self._ids(details),
@@ -203,18 +211,18 @@ class ChatResponseWriter(OpenAiResponseWriter):
 
 
 def _delta(event: Event) -> Delta | None:
-    """What a chunk says of an event; None: nothing."""
+    """Return the delta of an event, or None."""
     match event:
         case Content(text):
             return Delta(content=text)
         case Reasoning(text):
             return Delta(reasoning_content=text)
         case CallBegin(index, call_id, name):
-            function = CalledFunction(name=name, arguments="")
-            return Delta(tool_calls=[CallBody(id=call_id, index=index, function=function)])
+            function = ToolCallFunction(name=name, arguments="")
+            return Delta(tool_calls=[ToolCallReply(id=call_id, index=index, function=function)])
         case CallArguments(index, text):
-            function = CalledFunction(arguments=text)
-            return Delta(tool_calls=[CallBody(index=index, function=function)])
+            function = ToolCallFunction(arguments=text)
+            return Delta(tool_calls=[ToolCallReply(index=index, function=function)])
         case CallEnd():
             return None
 
@@ -225,10 +233,10 @@ def _message(events: Sequence[Event]) -> AnswerMessage:
         collector.add(each)
     parsed = collector.parsed()
     calls = [
-        CallBody(
+        ToolCallReply(
             id=call.id,
             index=call.index,
-            function=CalledFunction(name=call.name, arguments=call.arguments),
+            function=ToolCallFunction(name=call.name, arguments=call.arguments),
         )
         for call in parsed.calls
     ]
@@ -239,8 +247,8 @@ def _message(events: Sequence[Event]) -> AnswerMessage:
     )
 
 
-def _reason(finished: Finished, speech: OutputParser) -> ChatFinish:
-    """A call counts only where the model has ended by itself."""
-    if finished.reason is FinishReason.STOP and speech.has_tool_calls:
+def _reason(finished: Finished, parser: OutputParser) -> ChatFinish:
+    """Return the finish reason; tool calls count only if the model ended its turn."""
+    if finished.reason is FinishReason.STOP and parser.has_tool_calls:
         return ChatFinish.TOOL_CALLS
     return ChatFinish(finished.reason.value)

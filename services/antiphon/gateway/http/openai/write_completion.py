@@ -1,4 +1,4 @@
-"""How OpenAI clients hear a text completion."""
+"""Writer of text completions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class PromptEcho(msgspec.Struct, frozen=True):
-    """A prompt that its answers begin with, and the text of its first token."""
+    """A prompt to echo, and the text of its first token."""
 
     text: str = ""
     first: str = ""
 
 
 class CompletionResponseWriter(OpenAiResponseWriter):
-    """POST /v1/completions."""
+    """Writes responses of /v1/completions."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         self._frames: dict[int, Frame] = {}
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """One object with the choices of every prompt, the best of each where more were made."""
+        """Return one object with the choices of every prompt, or the best ones."""
         if self._record is not None:
             self._record.add_all(answers)
         reply = TextReply(
@@ -84,58 +84,58 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         return msgspec.json.encode(reply)
 
     def begin(self) -> bytes:
-        """Nothing comes before the text."""
+        """Return nothing: no data precedes the text."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """A chunk for each text; the last one of a choice carries its end."""
+        """Return a chunk for each text; the last one of a choice has its finish reason."""
         self._record_events(prompt, events)
-        if len(events) == 1 and self._bare and isinstance(said := events[0], TextDelta):
-            index = self._index(prompt, said.choice)
+        if len(events) == 1 and self._bare and isinstance(only := events[0], TextDelta):
+            index = self._index(prompt, only.choice)
             if index in self._begun:
-                return self._text(index, said.text)
+                return self._text(index, only.text)
         return b"".join(
             self._event(
-                self._piece(prompt, choice, said, finished),
-                usage=self._usage_so_far(prompt, said),
+                self._piece(prompt, choice, only, finished),
+                usage=self._usage_so_far(prompt, only),
             )
             + (self._states_event(self._index(prompt, choice)) if finished else b"")
-            for choice, said, finished in _merge_finish(events)
+            for choice, only, finished in _merge_finish(events)
         )
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
-        beside = self._extension(usages)
-        told = b"" if beside is UNSET else self._event(sglext=beside)
+        """Return the extension, usage if requested, and the end marker."""
+        extension = self._extension(usages)
+        data = b"" if extension is UNSET else self._event(sglext=extension)
         if self._options.usage_last:
-            told += self._event(usage=self._usage(usages))
-        return told + DONE
+            data += self._event(usage=self._usage(usages))
+        return data + DONE
 
     def _text(self, index: int, text: str) -> bytes:
-        """A chunk of text and nothing else."""
+        """Return a chunk with text only."""
         frame = self._frames.get(index)
         if frame is None:
             frame = self._frames[index] = Frame(self._event(TextChoice(index=index, text=GAP)))
         return frame.around(text)
 
     def _states_event(self, index: int) -> bytes:
-        """The hidden states of a choice, in a chunk of their own."""
+        """Return a chunk with the hidden states of a choice."""
         states = self._take_hidden_states(index)
         if states is UNSET:
             return b""
         return self._event(TextChoice(index=index, text="", hidden_states=states))
 
     def _piece(
-        self, prompt: int, choice: int, said: TextDelta | None, finished: Finished | None
+        self, prompt: int, choice: int, delta: TextDelta | None, finished: Finished | None
     ) -> TextChoice:
         index = self._index(prompt, choice)
         echo = self._echoes[prompt] if index not in self._begun else PromptEcho()
         self._begun.add(index)
-        details = said.details if said else None
+        details = delta.details if delta else None
         self._collect_hidden_states(index, details)
         return TextChoice(
             index=index,
-            text=echo.text + (said.text if said else ""),
+            text=echo.text + (delta.text if delta else ""),
             logprobs=self._logprobs(index, details, echo),
             finish_reason=finished.reason if finished else None,
             matched_stop=finished.matched_stop if finished else None,
@@ -188,7 +188,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
 
 
 def best_of(choices: Sequence[CollectedChoice], count: int) -> Sequence[CollectedChoice]:
-    """The choices with the highest mean log-probability of a token, the likeliest first."""
+    """Return the choices with the highest mean logprob per token, the best first."""
     if len(choices) == count:
         return choices
     return sorted(choices, key=_mean_logprob, reverse=True)[:count]
@@ -211,7 +211,7 @@ def _mean_logprob(collected: CollectedChoice) -> float:
 def _merge_finish(
     events: Sequence[TextDelta | Finished],
 ) -> Iterator[tuple[int, TextDelta | None, Finished | None]]:
-    """Put the end of a choice beside the text right before it."""
+    """Merge the end of a choice into the text right before it."""
     last: TextDelta | None = None
     for each in events:
         if isinstance(each, Finished):

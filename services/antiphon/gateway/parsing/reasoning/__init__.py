@@ -1,1 +1,1 @@
-"""How models mark their thinking: one format a file."""
+"""Reasoning formats of models, one per file."""

@@ -1,4 +1,4 @@
-"""Apertus: special tokens around its thinking."""
+"""Apertus: special tokens around reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cohere's Command: tokens around its thinking, and others around its answer."""
+"""Cohere Command: tokens around reasoning, and others around the answer."""
 
 from __future__ import annotations
 

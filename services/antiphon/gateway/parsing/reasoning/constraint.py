@@ -1,4 +1,4 @@
-"""Grammars of answers that think first."""
+"""Grammars that apply after reasoning."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ if TYPE_CHECKING:
 def after_thinking(
     grammar: Grammar, format_: ReasoningFormat, *, inside: bool, end_id: int | None
 ) -> Grammar:
-    """Let the answer think before it keeps to the grammar.
+    """Allow reasoning before the grammar applies.
 
     Args:
-        grammar: What follows the thinking.
-        format_: How it is marked.
-        inside: Whether the answer begins as thinking: then it begins with a grammar only after
-            the mark. Otherwise it may think or not.
-        end_id: The token of the mark at the end, if it is one token.
+        grammar: Grammar of the text after the reasoning.
+        format_: Reasoning format.
+        inside: Whether the output starts in reasoning: then the grammar applies only after the end
+            delimiter. Otherwise reasoning is optional.
+        end_id: Token of the end delimiter, if it is a single token.
 
     Raises:
-        InvalidRequest: The grammar is nested deeper than can be written.
+        InvalidRequest: The grammar is nested too deeply.
     """
     if inside and end_id is not None:
         return msgspec.structs.replace(grammar, begins_after=(end_id,))
     if format_.special:
-        # No grammar writes special tokens: thinking that is not begun yet cannot be allowed.
+        # Grammars cannot produce special tokens: reasoning that has not begun yet cannot be
+        # allowed.
         return grammar
     begin = "" if inside else format_.begin
     within: Json = {"type": "any_text"}
     marked: Json = {"type": "tag", "begin": begin, "content": within, "end": format_.end}
-    # The parser of the answer drops white space behind thinking, and only there: without thinking
-    # it would be a part of an answer that the grammar forbids.
+    # The output parser drops white space after reasoning, and only there: without reasoning it
+    # would be part of an output that the grammar forbids.
     white: Json = {"type": "regex", "pattern": r"\n{0,2}"}
     thinking: Json = {"type": "sequence", "elements": [marked, white]}
     if not inside:
@@ -52,6 +53,6 @@ def after_thinking(
         text = msgspec.json.encode(tag).decode()
     except RecursionError as error:
         raise InvalidRequest(
-            "the form of the answer is nested too deep", param="grammar"
+            "the output constraint is nested too deeply", param="grammar"
         ) from error
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)

@@ -1,4 +1,4 @@
-"""What a format of thinking declares, and how thinking between two marks is read."""
+"""Declaration of a reasoning format, and the reader of delimited reasoning."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _WHITE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models marks its thinking.
+    """How a family of models delimits its reasoning.
 
     Attributes:
-        names: What `--reasoning-parser` calls it; the first is the main one.
-        begin: The mark before it.
-        end: The mark after it.
-        inside: Whether an answer begins as thinking where the prompt does not tell: its template
-            has written the first mark, or the model leaves it out.
-        switch: The template's setting that turns thinking on and off, if it has one.
-        special: Whether the marks are special tokens: see `ToolFormat.special`.
-        cuts: Other marks that end it, where `channels` reads it.
-        around: Marks around the answer that follows; they are dropped.
-        shown: The thinking stays in the answer, with the first mark, which the prompt has written.
-        channels: The format of calls that reads thinking, too, where the two are one.
+        names: Names for `--reasoning-parser`; the first is the main one.
+        begin: Start delimiter.
+        end: End delimiter.
+        inside: Whether an output starts in reasoning if the prompt does not show it: the template
+            has written the start delimiter, or the model omits it.
+        switch: Template variable that turns reasoning on and off, if there is one.
+        special: Whether the delimiters are special tokens: see `ToolFormat.special`.
+        cuts: Other delimiters that end reasoning, if `channels` reads it.
+        around: Delimiters around the answer that follows; they are dropped.
+        shown: Reasoning stays in the content, with the start delimiter that the prompt has.
+        channels: The tool call format that reads reasoning, too, if both are one format.
     """
 
     names: tuple[str, ...]
@@ -47,12 +47,12 @@ class ReasoningFormat:
     channels: ToolFormat | None = None
 
     def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
-        """Whether an answer to this prompt begins as thinking.
+        """Whether an output to this prompt starts in reasoning.
 
         Args:
-            prompt_end: The last characters of the rendered prompt, if they are known: what
-                stands there is certain.
-            thinking: What the request said of the `switch`.
+            prompt_end: The last characters of the rendered prompt, if known; they are
+                authoritative.
+            thinking: The request's value of the `switch`.
         """
         if prompt_end is not None:
             end = prompt_end.rstrip()
@@ -61,11 +61,11 @@ class ReasoningFormat:
         return self.inside and thinking is not False
 
     def marks(self, *, inside: bool, call_marks: tuple[str, ...]) -> ThinkingMarks:
-        """What its tokens are counted by.
+        """Delimiters by which reasoning tokens are counted.
 
         Args:
-            inside: Whether the answer begins as thinking.
-            call_marks: With these calls begin.
+            inside: Whether the output starts in reasoning.
+            call_marks: Delimiters that start a tool call.
         """
         return ThinkingMarks(
             begin=self.begin,
@@ -85,9 +85,9 @@ def thinking(
     inside: bool,
     tool_marks: tuple[str, ...],
 ) -> Steps[None]:
-    """Read thinking at the beginning of an answer, and pass on the rest.
+    """Read reasoning at the start of an output, and pass on the rest.
 
-    It ends with its mark, or where a call of a tool begins. White space around it is dropped.
+    It ends at its delimiter, or where a tool call starts. White space around it is dropped.
     """
     if format_.shown:
         if inside:
@@ -97,7 +97,7 @@ def thinking(
         return
     space = yield from reader.word(_WHITE, SPACE_MAX)
     begun = yield from reader.starts(format_.begin, format_.end)
-    if begun == format_.end:  # it says so that it does not think
+    if begun == format_.end:  # the model states that it does not reason
         yield from reader.space()
     elif inside or begun:
         yield from reader.space()
@@ -113,7 +113,7 @@ def thinking(
 
 
 def bare(reader: Reader, out: EventSink, around: tuple[str, ...]) -> Steps[None]:
-    """Read an answer without calls, and drop the marks around it."""
+    """Read an output without tool calls, and drop the delimiters around it."""
     marks = Marks(*around)
     while (yield from reader.until(marks, out.content)) is not None:
         pass

@@ -1,4 +1,4 @@
-"""Harmony, which gpt-oss writes: thinking is a channel, and its calls are others."""
+"""Harmony, the format of gpt-oss: reasoning is a channel, and tool calls are others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi's first thinking models: marks of their own, in plain text."""
+"""Kimi's first reasoning models: delimiters of their own, in plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi K3: thinking is a block of its own, and so is the answer."""
+"""Kimi K3: reasoning is a block, and so is the answer."""
 
 from __future__ import annotations
 

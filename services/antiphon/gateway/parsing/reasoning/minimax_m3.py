@@ -1,4 +1,4 @@
-"""MiniMax M3: marks of its own."""
+"""MiniMax M3: delimiters of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral's reasoning models: special tokens, and only where `reasoning_effort` asks for it."""
+"""Mistral's reasoning models: special tokens, only if `reasoning_effort` requests it."""
 
 from __future__ import annotations
 

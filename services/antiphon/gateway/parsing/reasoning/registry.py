@@ -1,4 +1,4 @@
-"""The formats of thinking, by name."""
+"""Reasoning formats by name."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _BY_NAME = {name: format_ for format_ in REASONING_FORMATS for name in format_.n
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """Return the format of that name.
+    """Return a format by name.
 
     Raises:
-        InvalidRequest: There is none; names those there are.
+        InvalidRequest: It is unknown; the message lists the known ones.
     """
     if name not in _BY_NAME:
         known = ", ".join(sorted(_BY_NAME))
-        message = f"there is no reasoning parser {name!r}; there are {known}"
+        message = f"unknown reasoning parser {name!r}; available are {known}"
         raise InvalidRequest(message, param="reasoning_parser")
     return _BY_NAME[name]

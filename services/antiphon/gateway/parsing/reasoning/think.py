@@ -1,4 +1,4 @@
-"""Thinking between `<think>` and `</think>`, which most models write."""
+"""Reasoning between `<think>` and `</think>`, the format of most models."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ MARKED = ReasoningFormat(
 APPENDED = ReasoningFormat(
     names=("minimax-append-think",), begin=_BEGIN, end=_END, inside=True, shown=True
 )
-"""Its thinking is sent back as a part of the answer, which the model wants to read so again."""
+"""The reasoning is sent back as part of the answer, since the model expects it so."""

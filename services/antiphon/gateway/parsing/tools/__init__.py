@@ -1,1 +1,1 @@
-"""How models write calls of tools: one format a file."""
+"""Tool call formats of models, one per file."""

@@ -1,4 +1,4 @@
-"""Apertus: a list of objects with one key each, the name."""
+"""Apertus: a list of objects with one key each, the tool name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What `tool_choice` asks for: which tools the model sees, what it is held to, how it is read.
+"""Resolves `tool_choice`: which tools the model sees, the output constraint, and the parser.
 
 ```python
 plan = plan_tools(read_tools(body_tools), read_choice(body.tool_choice), format_, parallel=True)
 plan.tools       # for the chat template
-plan.grammar     # for the request, None: unconstrained; `after_thinking` puts it behind thinking
+plan.grammar     # for the request, None: unconstrained; `after_thinking` adds reasoning before it
 plan.format      # for the AnswerParser, None: nothing is parsed
 plan.offer(...)  # for the AnswerParser
 ```
@@ -37,34 +37,34 @@ if TYPE_CHECKING:
 
 
 _NAMES_SHOWN = 16
-"""How many tools an error names."""
+"""Maximum number of tools listed in an error."""
 
 
 class Mode(Enum):
     """Whether the model calls tools."""
 
     AUTO = "auto"
-    """As it likes."""
+    """The model decides."""
     REQUIRED = "required"
-    """At least one."""
+    """At least one call."""
     NONE = "none"
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether, and which: with `name` the model has to call that tool."""
+    """Whether to call tools, and which: with `name` the model must call that tool."""
 
     mode: Mode
     name: str | None = None
 
 
 class ToolPlan(msgspec.Struct, frozen=True):
-    """What a request with tools comes to.
+    """The resolved tools of a request.
 
     Attributes:
-        tools: Those that the chat template shows.
-        format: How calls are read; None: nothing is a call.
-        grammar: What the answer, or what follows its thinking, is held to.
-        calls_max: Most calls that count.
+        tools: Tools shown by the chat template.
+        format: Tool call format of the output; None if there are no calls.
+        grammar: Constraint of the output, or of the text after its reasoning.
+        calls_max: Maximum number of calls.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -73,11 +73,11 @@ class ToolPlan(msgspec.Struct, frozen=True):
     calls_max: int | None = None
 
     def offer(self, *, calls_before: int = 0, forward_unknown: bool = False) -> OfferedTools:
-        """What an answer may call, for its parser.
+        """Tools available to the parser of an output.
 
         Args:
-            calls_before: Calls in the messages of the request.
-            forward_unknown: Whether calls of other tools count, too.
+            calls_before: Number of tool calls in the messages of the request.
+            forward_unknown: Whether to accept calls of unavailable tools.
         """
         return OfferedTools(
             schemas={tool.name: tool.parameters for tool in self.tools},
@@ -88,23 +88,23 @@ class ToolPlan(msgspec.Struct, frozen=True):
 
 
 def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choice") -> ToolChoice:
-    """Read OpenAI's `tool_choice`; None is `auto` with tools and `none` without.
+    """Parse OpenAI's `tool_choice`; None means `auto` with tools and `none` without.
 
     Raises:
-        InvalidRequest: It is no choice, there are no tools to call, or the tool is not among them.
+        InvalidRequest: It is malformed, there are no tools, or the named tool is not among them.
     """
     if choice is None:
         return ToolChoice(Mode.AUTO if tools else Mode.NONE)
     if isinstance(choice, str) and choice in {mode.value for mode in Mode}:
         mode = Mode(choice)
         if mode is Mode.REQUIRED and not tools:
-            text = "tool_choice is 'required', and there are no tools: send some in tools"
+            text = "tool_choice is 'required', which requires tools"
             raise InvalidRequest(text, param=param)
         return ToolChoice(mode if tools else Mode.NONE)
     name = _named(choice)
     if name is None:
         message = (
-            "tool_choice is 'auto', 'none', 'required' or "
+            "tool_choice must be 'auto', 'none', 'required' or "
             '{"type": "function", "function": {"name": ...}}'
         )
         raise InvalidRequest(message, param=param)
@@ -114,12 +114,12 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
 
 
 def not_offered(name: str, tools: Sequence[Tool]) -> str:
-    """Say that there is no tool of this name, and which there are."""
+    """Message for an unknown tool, with the available ones."""
     names = [repr(tool.name) for tool in tools[:_NAMES_SHOWN]]
     more = len(tools) - len(names)
-    offered = f"the tools are {', '.join(names)}" if names else "there are no tools"
+    offered = f"available tools are {', '.join(names)}" if names else "no tools are available"
     rest = f" and {more} more" if more else ""
-    return f"there is no tool named {name!r}; {offered}{rest}"
+    return f"unknown tool {name!r}; {offered}{rest}"
 
 
 def plan_tools(
@@ -128,32 +128,36 @@ def plan_tools(
     format_: ToolFormat | None,
     *,
     parallel: bool,
-    insists: bool = True,
-    form: Grammar | None = None,
+    requires_strict: bool = True,
+    constraint: Grammar | None = None,
 ) -> ToolPlan:
-    """Decide what the model sees, what it is held to and how its answer is read.
+    """Decide which tools the model sees, the output constraint, and how the output is parsed.
 
     Args:
-        tools: Those of the request.
-        choice: What it says of them.
-        format_: How this model writes calls; None: it is not known.
-        parallel: Whether there may be several calls in an answer.
-        insists: Whether strict tools have to be held; or are where that can be done.
-        form: The form of an answer that is no call. An answer that has to be a call has none.
+        tools: Tools of the request.
+        choice: Its tool choice.
+        format_: The model's tool call format; None if unknown.
+        parallel: Whether several calls are allowed.
+        requires_strict: Whether strict tools must be enforced, or only where possible.
+        constraint: Output constraint of text. Ignored if the output must be a tool call.
 
     Raises:
-        Unsupported: A tool is strict, the model may call it as it likes, and no grammar can hold
-            what it writes.
+        Unsupported: A tool is strict, calls are optional, and no grammar can constrain them.
     """
     if not tools or choice.mode is Mode.NONE:
-        return ToolPlan(grammar=form)
+        return ToolPlan(grammar=constraint)
     calls_max = None if parallel else 1
-    if choice.mode is Mode.AUTO and form is not None:
+    if choice.mode is Mode.AUTO and constraint is not None:
         plan = _required(tools, format_, tools, calls_max)
-        assert plan.grammar is not None, "a call that has to be is held to its form"
-        return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, form))
+        assert plan.grammar is not None, "a required call has a grammar"
+        return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, constraint))
     if choice.mode is Mode.AUTO:
-        return ToolPlan(tools, format_, _strict_grammar(tools, format_, insists=insists), calls_max)
+        return ToolPlan(
+            tools,
+            format_,
+            _strict_grammar(tools, format_, requires_strict=requires_strict),
+            calls_max,
+        )
     if choice.name is not None:
         callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
     else:
@@ -167,16 +171,16 @@ def _required(
     callable_: tuple[Tool, ...],
     calls_max: int | None,
 ) -> ToolPlan:
-    """An answer that is calls, as the model writes them where a grammar can, else as JSON."""
+    """Output that must be tool calls: in the model's format if a grammar can, else as JSON."""
     if format_ is None or format_.form is None:
         return ToolPlan(tools, JSON_CALLS, calls_list(callable_, calls_max), calls_max)
     return ToolPlan(tools, format_, calls_only(callable_, format_.form, calls_max), calls_max)
 
 
 def _strict_grammar(
-    tools: tuple[Tool, ...], format_: ToolFormat | None, *, insists: bool
+    tools: tuple[Tool, ...], format_: ToolFormat | None, *, requires_strict: bool
 ) -> Grammar | None:
-    """What holds the calls of strict tools where the model may call or not, if any is strict."""
+    """Constraint for optional calls of strict tools, if any tool is strict."""
     strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
     if strict is None or format_ is None:
         return None
@@ -184,12 +188,13 @@ def _strict_grammar(
         return calls_within(tools, format_.form)
     if format_ is JSON_CALLS:
         return calls_or_text(tools)
-    if not insists:
+    if not requires_strict:
         return None
     at = f"tools[{strict}].function.strict"
     text = (
-        f"{at}: no grammar writes calls in the form {format_.names[0]}, so they cannot be held to "
-        "a schema; leave strict out, or say tool_choice 'required'"
+        f"{at}: no grammar can produce tool calls in the format {format_.names[0]}, so "
+        "their schema "
+        "cannot be enforced; omit strict, or set tool_choice to 'required'"
     )
     raise Unsupported(text, param=at)
 

@@ -1,4 +1,4 @@
-"""Cohere's Command: a JSON list of calls between two tokens, and tokens around the answer."""
+"""Cohere Command: a JSON list of calls between two tokens, and tokens around the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from antiphon.gateway.parsing.tools.format import ToolFormat, framed
 
 _BEGIN, _END = "<|START_ACTION|>", "<|END_ACTION|>"
 AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-"""What stands around text for the reader."""
+"""Delimiters around text."""
 
 FORMAT = ToolFormat(
     names=("cohere_command4",),

@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: a name and JSON between tokens of their own."""
+"""DeepSeek V3, R1 and V3.1: name and JSON between special tokens."""
 
 # ruff: noqa: RUF001  # these bars are the letters of the marks
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[^<`{\n]*")
 
 
 def _v3(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read the kind of call, always a function, then name and a fenced block of JSON."""
+    """Read the kind of call, always a function, then the name and a fenced block of JSON."""
     yield from reader.word(_NAME, NAME_MAX)
     if not (yield from reader.starts(_SEPARATOR)):
         return CallOutcome.NOTHING
@@ -40,7 +40,7 @@ def _v31(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
 
 
 def call(reader: Reader, out: EventSink, name: str) -> Steps[CallOutcome]:
-    """Read the JSON of a call whose name was read."""
+    """Read the JSON of a call after its name."""
     yield from reader.space()
     if not name or (yield from reader.peek()) != "{":
         return CallOutcome.NOTHING
@@ -50,7 +50,7 @@ def call(reader: Reader, out: EventSink, name: str) -> Steps[CallOutcome]:
 
 
 def _form(before: str, middle: str, after: str) -> CallGrammar:
-    """One call in a section of its own."""
+    """A grammar form of one call in a section of its own."""
     return CallGrammar(
         trigger=_ALL_BEGIN,
         begin=f"{_ALL_BEGIN}{_BEGIN}{before}",

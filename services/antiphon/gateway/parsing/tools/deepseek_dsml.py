@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, V4 and V4.1: invocations whose parameters say whether they are strings."""
+"""DeepSeek V3.2, V4 and V4.1: invocations whose parameters declare whether they are strings."""
 
 # ruff: noqa: RUF001  # these bars are the letters of the marks
 
@@ -9,7 +9,7 @@ from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 
 def _format(name: str, section: str, space: str = "") -> ToolFormat:
-    """The format of a model; `space` stands before the name of each element."""
+    """The format of a model; `space` precedes the name of each element."""
     begin, end = f"<｜DSML｜{space}{section}>", f"</｜DSML｜{space}{section}>"
     tags = Tags(
         call=(f'<｜DSML｜{space}invoke name="', '">'),

@@ -1,4 +1,4 @@
-"""Dots: invocations with an element for each parameter."""
+"""Dots: invocations with an element per parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a format of tool calls declares, and the shapes that several formats share."""
+"""Declaration of a tool call format, and readers shared by several formats."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from antiphon.gateway.parsing.event_sink import EventSink
 from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
 
 Read = Callable[[Reader, EventSink], Steps[None]]
-"""Reads an answer to its end."""
+"""Reads an output to its end."""
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class CallOutcome(Enum):
-    """What came of reading a call."""
+    """Outcome of reading a call."""
 
     NOTHING = 0
-    """There is none: what was read is text like any other."""
+    """No call: what was read is text."""
     BROKEN = 1
-    """It began, and ended incomplete."""
+    """The call began, and is incomplete."""
     DONE = 2
     ENDED = 3
-    """Done, and the mark after it was read, too."""
+    """Complete, and the delimiter after it was read, too."""
 
 
 Body = Callable[[Reader, EventSink], Steps[CallOutcome]]
-"""Reads one call, without the marks around it. What it reads is kept until its name is known."""
+"""Reads one call without the delimiters around it. The text is kept until the name is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """How a grammar writes calls in this format.
+    """How a grammar produces calls in this format.
 
-    A call is `begin`, the name, `middle`, the arguments and `end`; `separator` stands
-    between calls, `before` and `after` around all of them.
+    A call is `begin`, the name, `middle`, the arguments and `end`; `separator` is between calls,
+    `before` and `after` around all of them.
 
     Attributes:
-        trigger: With this, in free text, calls begin: nothing else may begin with it.
-        style: How the arguments are written: `json`, or the name of an XML notation.
-        marks: What of it may be special tokens of a model: then no grammar writes it.
-        excludes: Marks with which the format's reader sees calls, too: free text has none of them.
+        trigger: Starts calls in free text, where no other text may start with it.
+        style: Format of the arguments: `json`, or the name of an XML notation.
+        marks: Parts that may be special tokens of a model: then no grammar can produce it.
+        excludes: Delimiters that the reader also recognizes; free text must not contain them.
     """
 
     trigger: str
@@ -59,30 +59,30 @@ class CallGrammar:
 
 
 def random_id(_name: str, _number: int) -> str:
-    """An id that no other call has."""
+    """Return a unique id."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id(_name: str, _number: int) -> str:
-    """Nine letters and digits, which some templates insist on."""
+    """Return nine letters and digits, which some templates require."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls of tools.
+    """Tool call format of a family of models.
 
     Attributes:
-        names: What `--tool-call-parser` calls it; the first is the main one.
-        example: A call, for people.
-        read: Reads an answer.
-        marks: With these calls begin; they end a model's thinking, too. Empty where calls are
-            recognised by what the answer begins with.
-        special: Whether the marks are special tokens of the model, which have to be in the text:
+        names: Names for `--tool-call-parser`; the first is the main one.
+        example: An example call, for the docs.
+        read: Reads an output.
+        marks: Delimiters that start a call; they end reasoning, too. Empty if calls are recognized
+            at the start of the output only.
+        special: Whether the delimiters are special tokens of the model, which must be in the text:
             such a request is sent with `skip_special_tokens` off.
-        form: How a grammar writes calls; None where it cannot, as it never writes special tokens:
-            see `formats_of` for models whose tokenizers have the marks as plain text.
-        call_id: Makes an id from a name and the number of the call in the conversation.
+        form: How a grammar produces calls; None if it cannot, since it cannot produce special
+            tokens. See `formats_of` for models whose tokenizers have the delimiters as plain text.
+        call_id: Creates an id from a name and the index of the call in the conversation.
     """
 
     names: tuple[str, ...]
@@ -102,16 +102,16 @@ def framed(
     around: Sequence[str] = (),
     section: tuple[str, str] | None = None,
 ) -> Read:
-    """Make a reader of text with calls in it, each one after a mark.
+    """Create a reader of text with calls, each after a start delimiter.
 
     Args:
-        begin: The mark before each call.
-        end: The one after it, if there is one. Between the call and this mark all is dropped, and
-            so is what follows a broken call up to the next mark.
-        body: Reads what is in between.
-        around: Marks around text for the reader; they are dropped.
-        section: The marks before the first call and after the last one. They are dropped, too,
-            unless the first call is of a tool that was not offered.
+        begin: Start delimiter of each call.
+        end: End delimiter, if there is one. Everything between the call and it is dropped, and so
+            is the text after a malformed call up to the next delimiter.
+        body: Reads a call between them.
+        around: Delimiters around text; they are dropped.
+        section: Delimiters before the first call and after the last one. They are dropped, too,
+            unless the first call is of an unavailable tool.
     """
     others = (*around, *(section or ()))
     begins = Marks(begin, *others, trim=True)
@@ -121,7 +121,7 @@ def framed(
 
     def read(reader: Reader, out: EventSink) -> Steps[None]:
         following = begins
-        opened = ""  # the mark of a section without calls so far
+        opened = ""  # start delimiter of a section without calls so far
         closes = False
 
         def speak(text: str) -> None:

@@ -1,4 +1,4 @@
-"""GLM, and who writes like it: a name, then keys and values in elements."""
+"""GLM and similar formats: a name, then keys and values in elements."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ELEMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def elements(end: str, *, after_name: str | None = None) -> Body:
-    """Make a reader of a name, then keys and values, up to the end mark.
+    """Create a reader of a name, then keys and values, up to the end delimiter.
 
     Args:
-        end: The mark.
-        after_name: What else may stand after the name.
+        end: The end delimiter.
+        after_name: What else may follow the name.
     """
 
     def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:

@@ -1,6 +1,6 @@
-"""Harmony, which gpt-oss writes: messages on channels, of which some are calls and one is thinking.
+"""Harmony, the format of gpt-oss: messages on channels, for tool calls and reasoning.
 
-The prompt has written `<|start|>assistant`, so an answer begins inside the head of a message.
+The prompt ends with `<|start|>assistant`, so an output starts inside the header of a message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _read(reader: Reader, out: EventSink) -> Steps[None]:
 
 
 def _message(reader: Reader, out: EventSink, head: str) -> Steps[str | None]:
-    """Read a message whose head was read; return the mark at its end."""
+    """Read a message after its header; return the delimiter at its end."""
     recipient = _RECIPIENT.search(head)
     if recipient is not None:
         reader.keep(head)

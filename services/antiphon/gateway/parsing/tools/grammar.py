@@ -1,4 +1,4 @@
-"""Grammars of calls: what a model is held to where it has to call a tool."""
+"""Grammars of tool calls."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ANY_OBJECT: dict[str, Json] = {"type": "object"}
 
 
 def calls_list(tools: Sequence[Tool], calls_max: int | None) -> Grammar:
-    """A JSON list of calls, and nothing else."""
+    """A JSON list of calls only."""
     held = {tool.name for tool in tools}
     return _grammar(GrammarKind.JSON_SCHEMA, _list_schema(tools, calls_max, held))
 
 
 def calls_or_text(tools: Sequence[Tool]) -> Grammar:
-    """A JSON list of calls, those of strict tools to their schemas; or text that is no JSON.
+    """A JSON list of calls, those of strict tools with their schemas; or text that is not JSON.
 
-    What begins like JSON might be read as a call that was held to nothing.
+    Text that starts like JSON could be parsed as an unconstrained call.
     """
     held = {tool.name for tool in tools if tool.strict}
     either: list[Json] = [
@@ -71,7 +71,7 @@ def _list_schema(
 
 
 def calls_only(tools: Sequence[Tool], form: CallGrammar, calls_max: int | None) -> Grammar:
-    """Calls as the model writes them, and nothing else."""
+    """Calls in the model's format only."""
     calls: Json = {
         "type": "tags_with_separator",
         "tags": [_tag(tool, form, held=True) for tool in tools],
@@ -89,7 +89,7 @@ def calls_only(tools: Sequence[Tool], form: CallGrammar, calls_max: int | None) 
 
 
 def calls_within(tools: Sequence[Tool], form: CallGrammar) -> Grammar:
-    """Free text in which calls may stand; those of strict tools keep to their schemas."""
+    """Free text that may contain calls; those of strict tools conform to their schemas."""
     tags: list[Json] = [_tag(tool, form, held=tool.strict) for tool in tools]
     format_: dict[str, Json] = {
         "type": "triggered_tags",
@@ -101,7 +101,7 @@ def calls_within(tools: Sequence[Tool], form: CallGrammar) -> Grammar:
 
 
 def calls_or(calls: Grammar, form: Grammar) -> Grammar:
-    """Calls and nothing else, or an answer of a form."""
+    """Calls only, or output that matches a constraint."""
     format_: Json = {"type": "or", "elements": [node_of(calls), node_of(form)]}
     return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
 
@@ -112,7 +112,7 @@ def _tag(tool: Tool, form: CallGrammar, *, held: bool) -> Json:
         "json_schema": tool.parameters if held else _ANY_OBJECT,
     }
     if form.style != "json":
-        # Nothing else bounds white space in these notations, and it might never end.
+        # Nothing else bounds white space in these formats, which might never end.
         content |= {"style": form.style, "max_whitespace_cnt": 1}
     return {
         "type": "tag",
@@ -131,7 +131,7 @@ def _without_defs(tool: Tool) -> Json:
 
 
 def _definitions(tools: Sequence[Tool], word: str) -> dict[str, Json]:
-    """What the schemas of the tools refer to, at the top, where the references look for it."""
+    """Merge the definitions of the tools' schemas to the top level, where references resolve."""
     made: dict[str, Json] = {}
     for tool in tools:
         definitions = tool.parameters.get(word)
@@ -146,10 +146,8 @@ def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
     try:
         text = msgspec.json.encode(tree).decode()
     except RecursionError as error:
-        raise InvalidRequest("tools: nested too deep", param="tools") from error
+        raise InvalidRequest("tools: the schema is nested too deeply", param="tools") from error
     if len(text) > GRAMMAR_TEXT_MAX:
-        message = (
-            f"tools: their schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
-        )
+        message = f"tools: the schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
         raise InvalidRequest(message, param="tools")
     return Grammar(kind=kind, text=text)

@@ -1,4 +1,4 @@
-"""Hunyuan: a name before a mark, then keys and values in elements, as GLM writes them."""
+"""Hunyuan: a name before a delimiter, then keys and values in elements, as in GLM's format."""
 
 from __future__ import annotations
 

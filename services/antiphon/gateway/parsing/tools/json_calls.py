@@ -1,6 +1,6 @@
-"""A JSON list of calls, or one call, as the whole of the answer.
+"""A JSON list of calls, or one call, as the whole output.
 
-Models are held to it where calls are required and their own format cannot be written by a grammar.
+Used if calls are required and no grammar can produce the model's own format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kimi K2: an id that holds the name, and JSON."""
+"""Kimi K2: an id that contains the name, and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
 
 
 def _id(name: str, number: int) -> str:
-    """The id that the model's template shows it: calls are counted in the whole conversation."""
+    """The id that the model's template uses: calls are counted over the whole conversation."""
     return f"functions.{name}:{number}"
 
 

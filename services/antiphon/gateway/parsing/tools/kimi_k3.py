@@ -1,4 +1,4 @@
-"""Kimi K3: blocks that begin and end with a name between tokens, calls and arguments likewise."""
+"""Kimi K3: blocks that start and end with a name between tokens; so do calls and arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALL, _CALL_END = '<|open|>call tool="', "<|close|>call<|sep|>"
 _ARGUMENT = '<|open|>argument key="'
 _SEP = '"<|sep|>'
 AROUND = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
-"""What stands around text for the reader, and at the end of a message."""
+"""Delimiters around text, and at the end of a message."""
 
 _QUOTED = re.compile(r'[^"<]*')
 _VALUE_END = Marks("<|close|>argument<|sep|>")
@@ -45,7 +45,7 @@ def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
 
 
 def _attribute(reader: Reader, before: str) -> Steps[str]:
-    """Read the last attribute of a block, and the end of its head; empty if it is not there."""
+    """Read the last attribute of a block and the end of its header; empty if it is missing."""
     if not (yield from reader.starts(before)):
         return ""
     value = yield from reader.word(_QUOTED, NAME_MAX)

@@ -1,4 +1,4 @@
-"""Llama 3: JSON objects after a token, or as the whole of the answer."""
+"""Llama 3: JSON objects after a token, or as the whole output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHITE = re.compile(r"[ \t\r\n]*")
 
 
 def _row(one: Body) -> Body:
-    """Make a reader of calls with semicolons between them."""
+    """Create a reader of calls separated by semicolons."""
 
     def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         outcome = yield from one(reader, out)
@@ -35,7 +35,7 @@ def _row(one: Body) -> Body:
 
 
 def _next(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read a call after others; what is none breaks the row."""
+    """Read a further call; anything else ends the row."""
     outcome = yield from objects.call(reader, out)
     return CallOutcome.BROKEN if outcome is CallOutcome.NOTHING else outcome
 

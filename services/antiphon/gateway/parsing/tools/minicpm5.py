@@ -1,4 +1,4 @@
-"""MiniCPM: an element for each call, with an element for each parameter."""
+"""MiniCPM: an element per call, with an element per parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniMax M2: invocations with an element for each parameter."""
+"""MiniMax M2: invocations with an element per parameter."""
 
 from __future__ import annotations
 

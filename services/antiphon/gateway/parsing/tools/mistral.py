@@ -1,4 +1,4 @@
-"""Mistral: a list of JSON objects, or a name and JSON, after a mark."""
+"""Mistral: a list of JSON objects, or a name and JSON, after a delimiter."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ FORMAT = ToolFormat(
     read=framed(_BEGIN, None, _body),
     marks=(_BEGIN,),
     special=True,
-    call_id=short_id,  # its templates refuse longer ids in the next turn
+    call_id=short_id,  # its templates reject longer ids in the next turn
 )

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects: a name and arguments, in either order."""
+"""Calls as JSON objects: name and arguments, in either order."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _BESIDE = ("type", "id", "tool_call_id")
 
 
 def call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read `{"name": ..., "arguments": ...}`. Other keys are passed over."""
+    """Read `{"name": ..., "arguments": ...}`. Other keys are skipped."""
     return (yield from _Object(reader, out, certain=True).read())
 
 
 def likely_call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read an object that may be meant for the reader.
+    """Read an object that may be content.
 
-    It is a call if it names an offered tool, or a name and arguments.
+    It is a call if it names an available tool, or has a name and arguments.
     """
     return (yield from _Object(reader, out, certain=False).read())
 
 
 def calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read a list of calls, or one. If the first one is none, nothing is."""
+    """Read one call or a list of calls. If the first one is not a call, none is."""
     return (yield from _calls(reader, out, call))
 
 
 def likely_calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read a list of calls, or one, which may be meant for the reader: see `likely_call`."""
+    """Read one call or a list of calls that may be content: see `likely_call`."""
     return (yield from _calls(reader, out, likely_call))
 
 
 def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome]:
-    """Read a list of calls whose first bracket was read."""
+    """Read a list of calls after its opening bracket."""
     outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
@@ -54,7 +54,7 @@ def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[Cal
         if again is not CallOutcome.DONE:
             return CallOutcome.BROKEN if outcome is CallOutcome.DONE else again
         outcome = again
-        one = call  # a list that begins with a call is one of calls
+        one = call  # a list whose first item is a call has only calls
 
 
 def _calls(reader: Reader, out: EventSink, one: Body) -> Steps[CallOutcome]:
@@ -117,7 +117,7 @@ class _Object:
         return True
 
     def _collect(self, part: str) -> None:
-        assert self._early is not None, "arguments are read"
+        assert self._early is not None, "arguments were read"
         self._early.append(part)
 
     def _broken(self) -> CallOutcome:

@@ -1,4 +1,4 @@
-"""The tools that an answer may call, and which of its calls count."""
+"""The tools available to an output, and which of its calls count."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from antiphon.wire.schemas import Json
 
 
 class OfferedTools(msgspec.Struct, frozen=True, kw_only=True):
-    """What the request offers.
+    """The tools of a request.
 
     Attributes:
-        schemas: The schema of the arguments of each tool, by name.
-        calls_before: Calls in the conversation before this answer; some formats count on.
-        calls_max: Most calls; what follows is dropped. None: any number.
-        forward_unknown: Whether calls of tools that are not offered count; else they are text.
+        schemas: Schema of the arguments of each tool, by name.
+        calls_before: Number of earlier calls in the conversation, from which some formats count.
+        calls_max: Maximum number of calls; further ones are dropped. None for no limit.
+        forward_unknown: Whether calls of unavailable tools count; otherwise they are text.
     """
 
     schemas: Mapping[str, Json] = {}
@@ -25,7 +25,7 @@ class OfferedTools(msgspec.Struct, frozen=True, kw_only=True):
     forward_unknown: bool = False
 
     def schema(self, name: str) -> Json:
-        """The schema of a tool; None if there is no such tool."""
+        """The schema of a tool; None if it is unavailable."""
         if name not in self.schemas:
             return None
         return self.schemas[name] or {}

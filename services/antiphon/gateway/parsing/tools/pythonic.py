@@ -1,4 +1,4 @@
-"""Calls as Python writes them, in a list: Llama 4, Olmo and LFM2."""
+"""Python calls in a list: Llama 4, Olmo and LFM2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHITE = re.compile(r"[ \t\r\n]*")
 
 
 def _calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read calls up to the closing bracket; the opening one was read."""
+    """Read calls up to the closing bracket, after the opening one."""
     outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()

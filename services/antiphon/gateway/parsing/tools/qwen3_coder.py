@@ -1,4 +1,4 @@
-"""Qwen3-Coder, and who writes like it: elements for the function and each parameter."""
+"""Qwen3-Coder and similar formats: elements for the function and each parameter."""
 
 from __future__ import annotations
 

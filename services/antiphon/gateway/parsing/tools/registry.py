@@ -1,4 +1,4 @@
-"""The formats of tool calls, by name."""
+"""Tool call formats by name."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     step3.FORMAT,
 )
 JSON_CALLS = json_calls.FORMAT
-"""What a model is held to where calls are required and its own format has no `form`."""
+"""Format of required calls if the model's own has no `form`."""
 
 _BY_NAME = {name: format_ for format_ in TOOL_FORMATS for name in format_.names}
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return the format of that name.
+    """Return a format by name.
 
     Raises:
-        InvalidRequest: There is none; names those there are.
+        InvalidRequest: It is unknown; the message lists the known ones.
     """
     if name not in _BY_NAME:
         known = ", ".join(sorted(_BY_NAME))
-        message = f"there is no tool call parser {name!r}; there are {known}"
+        message = f"unknown tool call parser {name!r}; available are {known}"
         raise InvalidRequest(message, param="tool_call_parser")
     return _BY_NAME[name]

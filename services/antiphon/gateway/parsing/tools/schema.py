@@ -1,4 +1,4 @@
-"""Schemas of tools: what JSON Schema says of their form, and the types that databases speak of."""
+"""Tool schemas: validation of their form, and type names of databases and programming languages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 DEPTH_MAX = 100
-"""Deepest nesting of schemas."""
+"""Maximum nesting depth of schemas."""
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _TYPES_SHOWN = ", ".join(sorted(TYPES))
@@ -44,22 +44,22 @@ _TEXTS = frozenset({"pattern", "format", "title", "description", "$ref", "$id", 
 
 
 def check(schema: Json, at: str, depth: int = 0) -> None:
-    """Check the form of a schema, as Draft 2020-12 has it.
+    """Validate the form of a schema against Draft 2020-12.
 
     Args:
         schema: Decoded JSON.
-        at: Where it stands, for errors.
-        depth: How many schemas it is nested in.
+        at: Its path, for errors.
+        depth: Its nesting depth.
 
     Raises:
-        InvalidRequest: It is no schema; `param` names the place.
+        InvalidRequest: It is invalid; `param` has the path.
     """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{at}: a schema is an object, true or false", param=at)
+        raise InvalidRequest(f"{at}: a schema must be an object, true or false", param=at)
     if depth > DEPTH_MAX:
-        raise InvalidRequest(f"{at}: nested too deep", param=at)
+        raise InvalidRequest(f"{at}: the schema is nested too deeply", param=at)
     for word, value in schema.items():
         place = f"{at}.{word}"
         wrong = _wrong(word, value)
@@ -70,19 +70,19 @@ def check(schema: Json, at: str, depth: int = 0) -> None:
 
 
 def normalised(schema: Json) -> Json:
-    """The schema with types that databases and programs speak of as JSON's own."""
+    """Return the schema with such type names replaced by JSON's."""
     return _normalised(schema, depth=0)
 
 
 def types_of(schema: Json) -> frozenset[str]:
-    """The types that a value of a schema may have; all where it does not say."""
+    """The types that a value of a schema may have; all if it sets none."""
     if not isinstance(schema, dict):
         return TYPES
-    said = schema.get("type")
-    if isinstance(said, str):
-        return frozenset({said}) & TYPES or TYPES
-    if isinstance(said, list):
-        return frozenset(type_ for type_ in said if isinstance(type_, str)) & TYPES or TYPES
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared}) & TYPES or TYPES
+    if isinstance(declared, list):
+        return frozenset(type_ for type_ in declared if isinstance(type_, str)) & TYPES or TYPES
     for word in ("anyOf", "oneOf"):
         branches = schema.get(word)
         if isinstance(branches, list) and branches:
@@ -94,7 +94,7 @@ def types_of(schema: Json) -> frozenset[str]:
 
 
 def property_of(schema: Json, name: str) -> Json:
-    """The schema of one of an object's properties; an empty one where it says nothing."""
+    """The schema of a property of an object; empty if it has none."""
     part = _member(_member(schema, "properties"), name)
     for _ in range(_REFERENCES_MAX):
         reference = _member(part, "$ref")
@@ -107,7 +107,7 @@ def property_of(schema: Json, name: str) -> Json:
 
 
 def texts_of(schema: Json) -> frozenset[str]:
-    """The texts that a value is one of; none where it may be any."""
+    """The strings allowed as a value; empty if it may be any."""
     values = _member(schema, "enum")
     if values is None and isinstance(schema, dict) and "const" in schema:
         values = [schema["const"]]
@@ -123,21 +123,21 @@ def _wrong(word: str, value: Json) -> str | None:
     if word == "type":
         types = value if isinstance(value, list) and value else [value]
         wrong = [type_ for type_ in types if not isinstance(type_, str) or type_ not in TYPES]
-        return f"{wrong[0]!r} is no type; the types are {_TYPES_SHOWN}" if wrong else None
+        return f"{wrong[0]!r} is not a type; the types are {_TYPES_SHOWN}" if wrong else None
     if word in _MAPS and not isinstance(value, dict):
-        return "an object is needed"
+        return "must be an object"
     if word in _LISTS and (not isinstance(value, list) or not value):
-        return "a list of schemas is needed"
+        return "must be a list of schemas"
     if word == "enum" and not isinstance(value, list):
-        return "a list is needed"
+        return "must be a list"
     if word == "required" and not _are_names(value):
-        return "a list of different names is needed"
+        return "must be a list of distinct names"
     if word in _COUNTS and (not _is_number(value) or not isinstance(value, int) or value < 0):
-        return "a whole number from 0 is needed"
+        return "must be a non-negative integer"
     if word in _NUMBERS and not _is_number(value):
-        return "a number is needed"
+        return "must be a number"
     if word in _TEXTS and not isinstance(value, str):
-        return "text is needed"
+        return "must be a string"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Step 3: invocations in the frame that DeepSeek has, in other letters."""
+"""Step 3: invocations in DeepSeek's frame, with other characters."""
 
 # ruff: noqa: RUF001  # these bars are the letters of the marks
 

@@ -1,4 +1,4 @@
-"""Calls written as elements, with an element for each argument."""
+"""Calls as elements, with an element for each argument."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """How calls are written inside the mark before them and the mark after them.
+    """How calls are written between their start and end delimiters.
 
     Attributes:
-        call: What stands before a name and after it; before it nothing, if the mark says that a
-            name comes next.
-        call_end: What stands after the arguments.
-        argument: What stands before the name of an argument and after it, in all ways that there
-            are, each with whether the value is a string, or JSON, or what the schema says.
-        argument_begin: What stands before the name of an argument.
-        argument_end: What stands after its value.
-        end: The mark after the calls; none: each call ends by itself.
-        lines: Whether a value may stand on lines of its own: then a line break after the mark
-            before it and one before the mark after it are not part of it.
+        call: Text before and after a name; empty before if the delimiter implies that a name
+            follows.
+        call_end: Text after the arguments.
+        argument: Text before and after the name of an argument, in all variants, each with whether
+            the value is a string, JSON, or depends on the schema.
+        argument_begin: Text before the name of an argument.
+        argument_end: Text after its value.
+        end: Delimiter after the calls; empty if each call ends by itself.
+        lines: Whether a value may be on lines of its own: then a line break after the opening
+            delimiter and one before the closing one are not part of it.
     """
 
     call: tuple[str, str]
@@ -44,7 +44,7 @@ class Tags:
 
 
 def tagged(tags: Tags) -> Body:
-    """Make a reader of one or several calls."""
+    """Create a reader of one or more calls."""
     stops = re.escape(tags.call[1][0] + ">\n")
     name_letters = re.compile(f"[^{stops}]*")
     ends = (tags.end,) if tags.end else ()

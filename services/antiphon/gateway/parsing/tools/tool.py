@@ -1,4 +1,4 @@
-"""The tools of a request, checked."""
+"""The validated tools of a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TOOLS_MAX = 512
-"""Most tools of one request."""
+"""Maximum number of tools of one request."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NO_ARGUMENTS: dict[str, Json] = {"type": "object", "properties": {}}
@@ -25,9 +25,9 @@ class Tool(msgspec.Struct, frozen=True):
     """A function that the model may call.
 
     Attributes:
-        parameters: The JSON schema of its arguments, an object's.
-        strict: Whether the arguments have to keep to it.
-        written: What the client wrote, for the chat template, `strict` left out.
+        parameters: JSON schema of its arguments, which are an object.
+        strict: Whether the arguments must conform to it.
+        written: The tool as sent, without `strict`, for the chat template.
     """
 
     name: str
@@ -37,35 +37,35 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 def read_tools(tools: Sequence[Json], *, param: str = "tools") -> tuple[Tool, ...]:
-    """Check the tools of a request, in OpenAI's form.
+    """Validate the tools of a request, in OpenAI's format.
 
     `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`
 
     Args:
         tools: Decoded JSON.
-        param: What the request calls them, for errors.
+        param: Name of the field, for errors.
 
     Raises:
-        InvalidRequest: A tool is malformed, or two have one name; `param` names the place.
-        Unsupported: A tool is no function.
+        InvalidRequest: A tool is malformed, or two have the same name; `param` has the path.
+        Unsupported: A tool is not a function.
     """
     if len(tools) > TOOLS_MAX:
         raise InvalidRequest(
-            f"{param} has {len(tools)} tools; {TOOLS_MAX} are allowed", param=param
+            f"{param} has {len(tools)} tools; at most {TOOLS_MAX} are allowed", param=param
         )
     read = tuple(_tool(tool, f"{param}[{index}]") for index, tool in enumerate(tools))
     seen: set[str] = set()
     for index, tool in enumerate(read):
         if tool.name in seen:
             at = f"{param}[{index}].function.name"
-            raise InvalidRequest(f"{at}: there are two tools named {tool.name!r}", param=at)
+            raise InvalidRequest(f"{at}: another tool is also named {tool.name!r}", param=at)
         seen.add(tool.name)
     return read
 
 
 def _tool(tool: Json, at: str) -> Tool:
     if not isinstance(tool, dict):
-        raise InvalidRequest(f"{at}: a tool is an object", param=at)
+        raise InvalidRequest(f"{at}: a tool must be an object", param=at)
     kind = tool.get("type", "function")
     if kind != "function":
         message = f"{at}.type: only tools of type 'function' are supported"
@@ -73,7 +73,7 @@ def _tool(tool: Json, at: str) -> Tool:
     at += ".function"
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{at}: a tool needs a function, an object", param=at)
+        raise InvalidRequest(f"{at}: function is required and must be an object", param=at)
     strict = function.get("strict")
     name = _name(function.get("name"), f"{at}.name")
     return Tool(
@@ -86,16 +86,17 @@ def _tool(tool: Json, at: str) -> Tool:
 
 def _name(name: Json, at: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"{at}: a name is 1 to 128 letters, digits, dots, dashes and underscores"
+        message = f"{at}: a name must have 1 to 128 letters, digits, dots, dashes and underscores"
         raise InvalidRequest(message, param=at)
     return name
 
 
 def _parameters(tool: str, parameters: Json, at: str) -> dict[str, Json]:
-    """The schema of a tool's arguments.
+    """Validate the schema of a tool's arguments.
 
     Raises:
-        InvalidRequest: It is none: the text names the place in it, `param` the schema.
+        InvalidRequest: It is invalid: the message has the path inside it, `param` that of the
+            schema.
     """
     try:
         return _schema(parameters, at)
@@ -111,11 +112,13 @@ def _schema(parameters: Json, at: str) -> dict[str, Json]:
     if parameters is None or parameters == {}:
         return dict(_NO_ARGUMENTS)
     if not isinstance(parameters, dict):
-        raise InvalidRequest(f"{at}: the parameters are a JSON schema, an object", param=at)
+        raise InvalidRequest(
+            f"{at}: parameters must be a JSON schema, which is an object", param=at
+        )
     schema = normalised(parameters)
-    assert isinstance(schema, dict), "an object stays one"
+    assert isinstance(schema, dict), "an object stays an object"
     if schema.setdefault("type", "object") != "object":
-        message = f'{at}.type: the schema is of an object: "type" has to be "object"'
+        message = f'{at}.type: must be "object"'
         raise InvalidRequest(message, param=f"{at}.type")
     check(schema, at)
     return schema
@@ -123,6 +126,6 @@ def _schema(parameters: Json, at: str) -> dict[str, Json]:
 
 def _written(function: dict[str, Json], at: str) -> dict[str, Json]:
     if not isinstance(function.get("description"), str | None):
-        raise InvalidRequest(f"{at}: a description is text", param=at)
+        raise InvalidRequest(f"{at}: a description must be a string", param=at)
     inner: dict[str, Json] = {word: part for word, part in function.items() if word != "strict"}
     return {"type": "function", "function": inner}

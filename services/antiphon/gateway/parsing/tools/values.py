@@ -1,7 +1,7 @@
-"""Arguments written as text between marks, told as JSON by the schema of the tool.
+"""Arguments written as delimited text, emitted as JSON by the tool's schema.
 
-What may be nothing but a string is told as it comes in. Anything else has to be whole before it is
-known what it is.
+A value that can only be a string is emitted as it arrives. Any other must be complete before its
+type is known.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ArgumentsWriter:
     def value(
         self, reader: Reader, name: str, ends: Marks, *, text: bool | None = None
     ) -> Steps[bool]:
-        """Read a value up to one of the marks and tell it; False if it is cut off.
+        """Read and emit a value up to one of the delimiters; return False if it is truncated.
 
         Args:
-            reader: Where it comes from.
-            name: Of the argument.
-            ends: What ends it.
-            text: Whether it is a string or JSON; None: as the schema says.
+            reader: The source.
+            name: Name of the argument.
+            ends: Delimiters that end it.
+            text: Whether it is a string or JSON; None to use the schema.
         """
         self._emit(f"{', ' if self._begun else '{'}{quoted(name)}: ")
         self._begun = True
@@ -70,9 +70,9 @@ class ArgumentsWriter:
 
 
 def converted(text: str, types: frozenset[str], texts: frozenset[str] = frozenset()) -> str:
-    """The JSON of a value of one of these types; of a string where it is nothing else.
+    """Convert to JSON of one of these types, or to a string if it is none of them.
 
-    White space around one of the `texts`, if the value has to be one of them, is left out.
+    White space around one of the `texts` is removed if the value must be one of them.
     """
     word = text.strip()
     if text not in texts and word in texts:
@@ -99,7 +99,7 @@ def quoted(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text as it stands inside a JSON string."""
+    """The text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

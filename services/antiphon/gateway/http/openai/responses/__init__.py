@@ -1,1 +1,1 @@
-"""OpenAI's /v1/responses: answers as items, stored, and made in the background."""
+"""OpenAI's Responses API, with storage and background responses."""

@@ -1,4 +1,4 @@
-"""Ends a response that is made in the background, whichever gateway makes it."""
+"""Cancels a background response, whichever gateway generates it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import TenantId
 
 _LOOK_S = 0.05
-_AGAIN_S = 0.5
-"""How soon the other gateways are told again: an abort is heard once, or not at all."""
+_RETRY_INTERVAL_S = 0.5
+"""Interval for notifying the other gateways: an abort is received once, or not at all."""
 _PATIENCE_S = 10.0
 
 
 class ResponseCanceller:
-    """Says it to every gateway of the model, until the one that owns it has written the end."""
+    """Notifies every gateway of the model, until the owner has stored the final state."""
 
     def __init__(self, runtime: Runtime, submission: Submission, records: ResponseStore) -> None:
         self._runtime = runtime
@@ -31,7 +31,7 @@ class ResponseCanceller:
         self._records = records
 
     async def cancel(self, tenant: TenantId, record: StoredResponse) -> StoredResponse:
-        """Return it once it has ended: cancelled, or otherwise if that came first.
+        """Return the response once it has ended: cancelled, or otherwise if that came first.
 
         Raises:
             Unavailable: It has not ended in time.
@@ -42,7 +42,7 @@ class ResponseCanceller:
             if clock.now() >= give_up_at:
                 raise Unavailable("the response has not ended yet", retry_after_s=1.0)
             if clock.now() >= say_at:
-                say_at = clock.now() + _AGAIN_S
+                say_at = clock.now() + _RETRY_INTERVAL_S
                 await self._publish(record)
             await asyncio.sleep(_LOOK_S)
             record = await self._records.get(tenant, record.response.id)
@@ -51,7 +51,7 @@ class ResponseCanceller:
     async def _publish(self, record: StoredResponse) -> None:
         name = record.response.id
         self._submission.abort(name, exact=True)
-        not_after_unix_ms = self._runtime.clock.unix_ms() + round(_AGAIN_S * 1000)
+        not_after_unix_ms = self._runtime.clock.unix_ms() + round(_RETRY_INTERVAL_S * 1000)
         message = AbortRequests(
             prefix=name, sender=self._runtime.process, not_after_unix_ms=not_after_unix_ms
         )

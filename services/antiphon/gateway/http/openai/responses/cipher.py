@@ -1,4 +1,4 @@
-"""Reasoning that a client carries for the server: sealed, so that it comes back unchanged."""
+"""Encrypted reasoning that clients send back unchanged."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ _NONCE_BYTES = 16
 
 
 class _EncryptedReasoning(msgspec.Struct, frozen=True):
-    """What lies in a seal."""
+    """The plain text of encrypted reasoning."""
 
     text: str
 
 
 class ReasoningCipher:
-    """Writes reasoning as an opaque text, and reads back what one of these gateways wrote.
+    """Encrypts reasoning to an opaque text, and decrypts texts of this deployment's gateways.
 
     The text is masked with a keystream of SHAKE-256 under a fresh nonce and authenticated by
     HMAC-SHA-256, each under its own key. It is bound to its tenant.
     """
 
     def __init__(self, access: AccessConfig) -> None:
-        """Derive the keys from the deployment's secret; without one they last as this process."""
+        """Derive the keys from the deployment's secret; without one, make keys for this process."""
         secret = access.reasoning_key or access.admin_api_key
         root = secret.encode() or secrets.token_bytes(_TAG_BYTES)
         self._mask_key = hmac.digest(root, _PURPOSE + b" mask", "sha256")
         self._tag_key = hmac.digest(root, _PURPOSE + b" tag", "sha256")
 
     def encrypt(self, text: str, tenant: TenantId) -> str:
-        """Write reasoning so that only this deployment reads it, for this tenant."""
+        """Encrypt reasoning for this deployment and tenant."""
         plain = msgspec.msgpack.encode(_EncryptedReasoning(text))
         nonce = secrets.token_bytes(_NONCE_BYTES)
         masked = self._masked(plain, nonce)
         tag = self._tag(nonce + masked, tenant)
         return base64.urlsafe_b64encode(nonce + tag + masked).decode()
 
-    def decrypt(self, sealed: str, tenant: TenantId, at: str) -> str:
-        """Return the reasoning.
+    def decrypt(self, encrypted: str, tenant: TenantId, at: str) -> str:
+        """Decrypt reasoning.
 
         Args:
-            sealed: What `seal` returned.
-            tenant: Whose request it is.
-            at: Where it stands, for errors.
+            encrypted: The encrypted text.
+            tenant: Tenant of the request.
+            at: Its path, for errors.
 
         Raises:
-            InvalidRequest: It was changed, or sealed elsewhere.
+            InvalidRequest: It was modified, or encrypted elsewhere.
         """
         try:
-            raw = base64.b64decode(sealed.encode(), altchars=b"-_", validate=True)
+            raw = base64.b64decode(encrypted.encode(), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raw = b""
         nonce, rest = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
         tag, masked = rest[:_TAG_BYTES], rest[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(nonce + masked, tenant)):
-            text = f"{at}: it was changed, or was made by another server"
+            text = f"{at}: the encrypted content was modified, or was created by another server"
             raise InvalidRequest(text, param=at)
         return msgspec.msgpack.decode(self._masked(masked, nonce), type=_EncryptedReasoning).text
 
     def _masked(self, text: bytes, nonce: bytes) -> bytes:
-        """Mask, or unmask: the same."""
+        """Mask or unmask, which is the same operation."""
         stream = hashlib.shake_256(self._mask_key + nonce).digest(len(text))
         mask, value = int.from_bytes(stream, "big"), int.from_bytes(text, "big")
         return (mask ^ value).to_bytes(len(text), "big")

@@ -1,4 +1,4 @@
-"""Items as the turns of a chat: what the model says in one go is one turn, however many items."""
+"""Converts items to chat turns: consecutive items of the model form one turn."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class _OpenTurn(msgspec.Struct):
-    """A turn of the assistant's, of which more items may be."""
+    """An assistant turn that may get more items."""
 
     reasoning: str | None = None
     content: str | None = None
     calls: list[ToolCall] = msgspec.field(default_factory=list[ToolCall])
 
     def turn(self) -> ChatMessageParam:
-        """As it stands."""
+        """The turn so far."""
         return ChatMessageParam(
             role="assistant",
             content=self.content,
@@ -43,10 +43,10 @@ class _OpenTurn(msgspec.Struct):
 
 
 def turns(items: Sequence[Item], instructions: str | None) -> list[ChatMessageParam]:
-    """Write a conversation as chats have it, the instructions before everything else.
+    """Convert a conversation to chat turns, with the instructions first.
 
     Raises:
-        InvalidRequest: An output answers no call.
+        InvalidRequest: An output has no call before it.
     """
     made = [] if instructions is None else [ChatMessageParam(role="system", content=instructions)]
     growing: _OpenTurn | None = None
@@ -77,7 +77,7 @@ def _is_assistant(item: Item) -> bool:
 
 
 def _fits(growing: _OpenTurn, item: Item) -> bool:
-    """Whether it follows in the order that templates write: thinking, content, calls."""
+    """Whether it follows in the order of templates: reasoning, content, tool calls."""
     if isinstance(item, CallItem | CustomCallItem):
         return True
     if growing.calls or growing.content is not None:
@@ -101,16 +101,16 @@ def _add(growing: _OpenTurn, item: Item) -> None:
             function = FunctionCall(name=name, arguments=custom_arguments(item.input))
             growing.calls.append(ToolCall(id=item.call_id, function=function))
         case CallOutputItem() | CustomCallOutputItem():
-            raise AssertionError("no output of a call is the model's")
+            raise AssertionError("a tool output is not an item of the model")
 
 
 def _turn(item: Item, called: set[str]) -> ChatMessageParam:
     if isinstance(item, CallOutputItem | CustomCallOutputItem):
         if item.call_id not in called:
-            text = f"there is no call with the call_id '{item.call_id}' before its output"
+            text = f"no call with the call_id '{item.call_id}' precedes this output"
             raise InvalidRequest(text, param="input")
         return ChatMessageParam(
             role="tool", content=text_of(item.output), tool_call_id=item.call_id
         )
-    assert isinstance(item, MessageItem), "whatever else is the model's"
+    assert isinstance(item, MessageItem), "all other items are of the model"
     return ChatMessageParam(role=item.role, content=text_of(item.content))

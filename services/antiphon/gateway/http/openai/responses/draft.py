@@ -1,4 +1,4 @@
-"""A response before anything was said: all that is known of it from what was asked."""
+"""The initial state of a response, built from its request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.openai.responses.replies import (
-    ReasoningSaid,
+    ResponseReasoning,
     ResponseReply,
-    TextSaid,
+    ResponseText,
 )
 from antiphon.gateway.http.openai.responses.schema import ReasoningOptions, TextFormat, TextOptions
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 def draft(
-    said: ParsedResponsesRequest,
+    parsed: ParsedResponsesRequest,
     sampling: SamplingParams,
     *,
     model: ModelName,
     now: int,
     store: bool,
 ) -> ResponseReply:
-    """Begin a response.
+    """Build the initial response.
 
     Args:
-        said: What was asked.
-        sampling: What its tokens are drawn from.
-        model: The one that answers.
-        now: Seconds since 1970.
-        store: Whether it is kept.
+        parsed: The prepared request.
+        sampling: Resolved sampling parameters.
+        model: Name of the model.
+        now: Unix time.
+        store: Whether it is stored.
     """
-    body = said.body
+    body = parsed.body
     return ResponseReply(
-        id=said.id,
+        id=parsed.id,
         created_at=now,
         status="queued" if body.background else "in_progress",
         background=bool(body.background),
@@ -50,16 +50,16 @@ def draft(
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning=ReasoningSaid(effort=(body.reasoning or ReasoningOptions()).effort),
+        reasoning=ResponseReasoning(effort=(body.reasoning or ReasoningOptions()).effort),
         safety_identifier=body.safety_identifier,
         store=store,
         temperature=sampling.temperature,
-        text=TextSaid(
+        text=ResponseText(
             format=_format(body.text),
             verbosity=(body.text or TextOptions()).verbosity or "medium",
         ),
         tool_choice=body.tool_choice or "auto",
-        tools=list(said.tools.told),
+        tools=list(parsed.tools.response_tools),
         top_logprobs=body.top_logprobs or 0,
         top_p=sampling.top_p,
         truncation=body.truncation or "disabled",
@@ -68,11 +68,11 @@ def draft(
 
 
 def _format(text: TextOptions | None) -> Json:
-    """As it was sent, without what was left out."""
-    said = (text or TextOptions()).format or TextFormat()
-    given = {"name": said.name, "description": said.description, "strict": said.strict}
-    whole: dict[str, object] = {"type": said.type}
-    if said.type == "json_schema":
-        whole |= {name: value for name, value in given.items() if value is not None}
-        whole["schema"] = said.schema
-    return msgspec.json.decode(msgspec.json.encode(whole), type=dict[str, msgspec.Raw])
+    """Return the text format as sent, without unset fields."""
+    format_ = (text or TextOptions()).format or TextFormat()
+    given = {"name": format_.name, "description": format_.description, "strict": format_.strict}
+    fields: dict[str, object] = {"type": format_.type}
+    if format_.type == "json_schema":
+        fields |= {name: value for name, value in given.items() if value is not None}
+        fields["schema"] = format_.schema
+    return msgspec.json.decode(msgspec.json.encode(fields), type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with responses that are kept."""
+"""/v1/responses, and operations on stored responses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ONE = "/v1/responses/{response_id}"
 
 
 class ResponsesEndpoints:
-    """Reads, gives each answer its voice, and finds what is kept."""
+    """Handlers of responses."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class ResponsesEndpoints:
         self._cancelling = ResponseCanceller(runtime, submission, self._records)
 
     def operations(self) -> list[Operation]:
-        """Making them, and what can be done with one."""
+        """Return the operations."""
         return [
             Operation(
                 method="POST",
                 path="/v1/responses",
                 handler=self._create,
-                summary="The model's answer to a conversation, as items.",
+                summary="Create a response.",
                 body=ResponsesBody,
                 reply=ResponseReply,
                 unsupported=RESPONSES,
@@ -107,7 +107,7 @@ class ResponsesEndpoints:
                 method="POST",
                 path="/v1/responses/input_tokens",
                 handler=self._count,
-                summary="How many tokens the model would read for a response.",
+                summary="Count the input tokens of a response without creating it.",
                 body=ResponsesBody,
                 reply=InputTokens,
                 unsupported=RESPONSES,
@@ -117,7 +117,7 @@ class ResponsesEndpoints:
                 method="GET",
                 path=_ONE,
                 handler=self._retrieve,
-                summary="A response that is kept.",
+                summary="Retrieve a stored response.",
                 reply=ResponseReply,
                 query={
                     "include": "Additional output; log probabilities are always included.",
@@ -129,21 +129,21 @@ class ResponsesEndpoints:
                 method="POST",
                 path=f"{_ONE}/cancel",
                 handler=self._cancel,
-                summary="Ends a response that is made in the background.",
+                summary="Cancel a background response.",
                 reply=ResponseReply,
             ),
             Operation(
                 method="DELETE",
                 path=_ONE,
                 handler=self._delete,
-                summary="Keeps a response no longer.",
+                summary="Delete a stored response.",
                 reply=ResponseDeleted,
             ),
             Operation(
                 method="GET",
                 path=f"{_ONE}/input_items",
                 handler=self._input_items,
-                summary="The conversation that a response was made from.",
+                summary="List the input items of a stored response.",
                 reply=ItemList,
                 query=QUERY,
             ),
@@ -153,11 +153,11 @@ class ResponsesEndpoints:
         formats = await formats_of(
             self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
         )
-        heard = await self._read(request)
-        items = [*await self._previous_items(tenant_of(request), heard), *heard.items]
+        parsed = await self._read(request)
+        items = [*await self._previous_items(tenant_of(request), parsed), *parsed.items]
         gen_request = (
             await self._response_handler.run_in_thread(
-                request, lambda: prepare_responses_request(heard, items, formats)
+                request, lambda: prepare_responses_request(parsed, items, formats)
             )
         ).gen_request
         served = served_names(self._runtime.settings)
@@ -176,70 +176,75 @@ class ResponsesEndpoints:
     async def _read(self, request: web.Request) -> ParsedResponsesRequest:
         tenant = tenant_of(request)
 
-        def unsealed(sealed: str, at: str) -> str:
-            return self._cipher.decrypt(sealed, tenant, at)
+        def decrypt(encrypted: str, at: str) -> str:
+            return self._cipher.decrypt(encrypted, tenant, at)
 
-        heard = await self._response_handler.parse_body(
-            request, ResponsesBody, lambda body: parse_responses_request(body, unsealed), RESPONSES
+        parsed = await self._response_handler.parse_body(
+            request, ResponsesBody, lambda body: parse_responses_request(body, decrypt), RESPONSES
         )
-        warn(request, heard.warnings)
-        return heard
+        warn(request, parsed.warnings)
+        return parsed
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         formats = await formats_of(
             self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
         )
-        tenant, heard = tenant_of(request), await self._read(request)
-        body = heard.body
-        kept = await self._records.should_store(body)
-        items = [*await self._previous_items(tenant, heard), *heard.items]
-        if kept:
+        tenant, parsed = tenant_of(request), await self._read(request)
+        body = parsed.body
+        stored = await self._records.should_store(body)
+        items = [*await self._previous_items(tenant, parsed), *parsed.items]
+        if stored:
             self._records.check_size(items)
         shown = items
         for _ in range(TRIES_MAX if body.truncation == "auto" else 0):
             try:
-                return await self._answer(request, heard, items, shown, formats, kept=kept)
+                return await self._answer(request, parsed, items, shown, formats, stored=stored)
             except PromptTooLong as error:
                 shorter = truncate_items(shown, error)
                 if shorter is None:
                     raise
-                warn(request, [f"input: {len(shown) - len(shorter)} items were left out"])
+                warn(
+                    request,
+                    [f"input: {len(shown) - len(shorter)} items were dropped to fit the context"],
+                )
                 shown = shorter
-        return await self._answer(request, heard, items, shown, formats, kept=kept)
+        return await self._answer(request, parsed, items, shown, formats, stored=stored)
 
     async def _answer(
         self,
         request: web.Request,
-        heard: ParsedResponsesRequest,
+        parsed: ParsedResponsesRequest,
         items: list[Item],
         shown: list[Item],
         formats: Formats,
         *,
-        kept: bool,
+        stored: bool,
     ) -> web.StreamResponse:
-        """Answer a conversation, of which the model is shown a part."""
-        body, tenant = heard.body, tenant_of(request)
-        # The conversation may be long, whatever the length of this body.
+        """Generate a response; `shown` is the part of the conversation that the model sees."""
+        body, tenant = parsed.body, tenant_of(request)
+        # The conversation may be long even if this body is short.
         asking = await self._response_handler.run_in_thread(
-            request, lambda: prepare_responses_request(heard, shown, formats)
+            request, lambda: prepare_responses_request(parsed, shown, formats)
         )
         gen_request = await with_end_token(asking.gen_request, self._tokenizers)
 
         async def writer(streams: Sequence[RequestStream]) -> ResponsesWriter:
             (stream,) = streams
             return ResponsesWriter(
-                self._draft(heard, stream, kept=kept),
+                self._draft(parsed, stream, stored=stored),
                 asking.parser_options,
-                inside=stream.starts_in_reasoning,
-                logprobs=heard.logprobs,
+                starts_in_reasoning=stream.starts_in_reasoning,
+                logprobs=parsed.logprobs,
                 now=self._now,
-                keep=self._persist_function(tenant, heard, items, stream) if kept else None,
-                targets=heard.tools.targets,
-                seal=(lambda text: self._cipher.encrypt(text, tenant)) if heard.sealed else None,
+                persist=self._persist_function(tenant, parsed, items, stream) if stored else None,
+                targets=parsed.tools.targets,
+                encrypt=(lambda text: self._cipher.encrypt(text, tenant))
+                if parsed.include_encrypted
+                else None,
             )
 
         if body.background:
-            return await self._detach(request, heard, gen_request, writer)
+            return await self._detach(request, parsed, gen_request, writer)
         return await self._response_handler.answer(
             request, [gen_request], writer, streamed=bool(body.stream)
         )
@@ -247,25 +252,25 @@ class ResponsesEndpoints:
     async def _detach(
         self,
         request: web.Request,
-        heard: ParsedResponsesRequest,
+        parsed: ParsedResponsesRequest,
         gen_request: GenerationRequest,
         make_writer: ResponsesWriterFactory,
     ) -> web.StreamResponse:
-        """Return the response as it begins, or its events as they are put by."""
-        journal = self._journal(tenant_of(request), heard.id)
+        """Return the initial response, or its events as they are stored."""
+        journal = self._journal(tenant_of(request), parsed.id)
 
         async def begun(streams: Sequence[RequestStream]) -> ResponsesWriter:
             writer = await make_writer(streams)
             await writer.persist()
             return writer
 
-        write = journal.write if heard.body.stream else _discard
+        write = journal.write if parsed.body.stream else _discard
         writer = await self._response_handler.detach(request, [gen_request], begun, write)
-        if heard.body.stream:
+        if parsed.body.stream:
             return await self._response_handler.relay(
                 request, journal.read(self._records, -1), stream_error
             )
-        assert isinstance(writer, ResponsesWriter), "as it was made"
+        assert isinstance(writer, ResponsesWriter), "created for this request"
         return json_reply(writer.response)
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
@@ -274,7 +279,7 @@ class ResponsesEndpoints:
         if request.query.get("stream") != "true":
             return json_reply(record.response)
         if not record.journal:
-            text = "stream: events are kept of responses made with background and stream"
+            text = "stream: only responses created with background and stream can be streamed"
             raise Unsupported(text, param="stream")
         journal = self._journal(tenant_of(request), record.response.id)
         after = _number(request.query.get("starting_after"))
@@ -285,7 +290,7 @@ class ResponsesEndpoints:
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         record = await self._stored_response(request)
         if not record.response.background:
-            raise InvalidRequest("only a response that is made in the background can be cancelled")
+            raise InvalidRequest("only a background response can be cancelled")
         record = await self._cancelling.cancel(tenant_of(request), record)
         return json_reply(record.response)
 
@@ -303,9 +308,9 @@ class ResponsesEndpoints:
     async def _stored_response(self, request: web.Request) -> StoredResponse:
         return await self._records.get(tenant_of(request), request.match_info["response_id"])
 
-    async def _previous_items(self, tenant: TenantId, heard: ParsedResponsesRequest) -> list[Item]:
-        """The conversation that the input goes on from."""
-        response_id = heard.body.previous_response_id
+    async def _previous_items(self, tenant: TenantId, parsed: ParsedResponsesRequest) -> list[Item]:
+        """Return the items of the conversation that the input continues."""
+        response_id = parsed.body.previous_response_id
         if response_id is None:
             return []
         field = "previous_response_id"
@@ -319,20 +324,23 @@ class ResponsesEndpoints:
         return [*record.items, *record.response.output]
 
     def _draft(
-        self, heard: ParsedResponsesRequest, stream: RequestStream, *, kept: bool
+        self, parsed: ParsedResponsesRequest, stream: RequestStream, *, stored: bool
     ) -> ResponseReply:
         sampling = stream.submit.sampling
-        return draft(heard, sampling, model=self._model, now=self._now(), store=kept)
+        return draft(parsed, sampling, model=self._model, now=self._now(), store=stored)
 
     def _persist_function(
         self,
         tenant: TenantId,
-        heard: ParsedResponsesRequest,
+        parsed: ParsedResponsesRequest,
         items: list[Item],
         stream: RequestStream,
     ) -> PersistResponse:
-        """What keeps the response as it stands; stubbornly, if it has ended and nobody waits."""
-        background = bool(heard.body.background)
+        """Return the function that stores the response.
+
+        It retries if the response ended in the background.
+        """
+        background = bool(parsed.body.background)
 
         async def keep(response: ResponseReply) -> None:
             record = StoredResponse(
@@ -340,10 +348,12 @@ class ResponsesEndpoints:
                 items=items,
                 owner=self._runtime.process,
                 deadline_unix_ms=stream.submit.deadline_unix_ms,
-                journal=background and bool(heard.body.stream),
+                journal=background and bool(parsed.body.stream),
             )
-            insists = background and response.ended
-            await (self._records.put_with_retry if insists else self._records.put)(tenant, record)
+            must_store = background and response.ended
+            await (self._records.put_with_retry if must_store else self._records.put)(
+                tenant, record
+            )
 
         return keep
 
@@ -355,13 +365,15 @@ class ResponsesEndpoints:
 
 
 async def _discard(_: bytes) -> None:
-    """Whoever waits for nothing is told nothing."""
+    """Ignore all output."""
 
 
 def _number(text: str | None) -> int:
-    """The event to begin behind; -1: the beginning."""
+    """Sequence number after which to start; -1 starts at the beginning."""
     if text is None:
         return -1
     if not text.isascii() or not text.isdecimal() or len(text) > _DIGITS_MAX:
-        raise InvalidRequest("starting_after: the number of an event", param="starting_after")
+        raise InvalidRequest(
+            "starting_after: must be the sequence number of an event", param="starting_after"
+        )
     return int(text)

@@ -1,4 +1,4 @@
-"""An answer as items, and the events that tell them: one item at a time, each begun and ended."""
+"""Builds output items and stream events from parsed output, one item at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
 
 class _OpenItem(msgspec.Struct):
-    """The item that is being told."""
+    """The item that is being generated."""
 
     item: OutputItem
     index: int
@@ -61,46 +61,46 @@ class _OpenItem(msgspec.Struct):
 
     @property
     def id(self) -> str:
-        """Its id."""
-        assert self.item.id is not None, "each has one"
+        """The item's id."""
+        assert self.item.id is not None, "every item has an id"
         return self.item.id
 
     @property
     def text(self) -> str:
-        """All that was told of it."""
+        """The text so far."""
         return "".join(self.pieces)
 
 
 class ResponseEventBuilder:
-    """Takes the events of one answer in order, and yields those of its stream.
+    """Turns the output events of one response into events of its stream.
 
     Attributes:
-        items: Those that are over.
+        items: Completed items.
     """
 
     def __init__(
         self,
         number: Callable[[], int],
         targets: Mapping[str, ToolTarget] = _NO_TARGETS,
-        seal: Callable[[str], str] | None = None,
+        encrypt: Callable[[str], str] | None = None,
     ) -> None:
-        """Nothing was said yet.
+        """Create a builder without items.
 
         Args:
-            number: Gives the next sequence number.
-            targets: What the tools are to the client, by the names that the model sees.
-            seal: Seals reasoning that the client carries; None: it is not asked for.
+            number: Returns the next sequence number.
+            targets: The client's tools, by the names that the model sees.
+            encrypt: Encrypts reasoning for the client; None if it was not requested.
         """
         self.items: list[OutputItem] = []
         self._number = number
         self._targets = targets
-        self._seal = seal
+        self._encrypt = encrypt
         self._open: _OpenItem | None = None
 
     def add(
         self, event: Event, logprobs: Sequence[TokenLogprob] = _NO_LOGPROBS
     ) -> Iterator[ResponseEvent]:
-        """Tell what is new; `logprobs` are of the tokens of a content."""
+        """Add an output event; `logprobs` are those of a content event."""
         match event:
             case Content(text):
                 yield from self._content(text, logprobs)
@@ -109,68 +109,70 @@ class ResponseEventBuilder:
             case CallBegin():
                 yield from self._begin(self._call(event))
             case CallArguments():
-                told = self._current()
-                told.pieces.append(event.text)
-                if isinstance(told.item, CustomCallItem):
-                    return  # the input is a string inside: it is sent once it is complete
+                open_item = self._current()
+                open_item.pieces.append(event.text)
+                if isinstance(open_item.item, CustomCallItem):
+                    return  # sent once the JSON string of the input is complete
                 yield ArgumentsDelta(
                     sequence_number=self._number(),
-                    item_id=told.id,
-                    output_index=told.index,
+                    item_id=open_item.id,
+                    output_index=open_item.index,
                     delta=event.text,
                 )
             case CallEnd():
                 yield from self.end("completed" if event.complete else "incomplete")
 
     def end(self, status: Status) -> Iterator[ResponseEvent]:
-        """End the item that is being told, if one is."""
-        told, self._open = self._open, None
-        if told is None:
+        """End the current item, if there is one."""
+        open_item, self._open = self._open, None
+        if open_item is None:
             return
         done: OutputItem
-        match told.item:
+        match open_item.item:
             case MessageItem():
-                part = OutputText(text=told.text, logprobs=told.logprobs)
+                part = OutputText(text=open_item.text, logprobs=open_item.logprobs)
                 yield OutputTextDone(
                     sequence_number=self._number(),
-                    item_id=told.id,
-                    output_index=told.index,
-                    text=told.text,
-                    logprobs=told.logprobs,
+                    item_id=open_item.id,
+                    output_index=open_item.index,
+                    text=open_item.text,
+                    logprobs=open_item.logprobs,
                 )
-                yield self._part_done(told, part)
-                done = msgspec.structs.replace(told.item, status=status, content=[part])
+                yield self._part_done(open_item, part)
+                done = msgspec.structs.replace(open_item.item, status=status, content=[part])
             case ReasoningItem():
-                thought = ReasoningText(text=told.text)
+                reasoning = ReasoningText(text=open_item.text)
                 yield ReasoningDone(
                     sequence_number=self._number(),
-                    item_id=told.id,
-                    output_index=told.index,
-                    text=told.text,
+                    item_id=open_item.id,
+                    output_index=open_item.index,
+                    text=open_item.text,
                 )
-                yield self._part_done(told, thought)
-                sealed = None if self._seal is None else self._seal(told.text)
+                yield self._part_done(open_item, reasoning)
+                encrypted = None if self._encrypt is None else self._encrypt(open_item.text)
                 done = msgspec.structs.replace(
-                    told.item, status=status, content=[thought], encrypted_content=sealed
+                    open_item.item, status=status, content=[reasoning], encrypted_content=encrypted
                 )
             case CallItem():
                 yield ArgumentsDone(
                     sequence_number=self._number(),
-                    item_id=told.id,
-                    output_index=told.index,
-                    name=told.item.name,
-                    arguments=told.text,
+                    item_id=open_item.id,
+                    output_index=open_item.index,
+                    name=open_item.item.name,
+                    arguments=open_item.text,
                 )
-                done = msgspec.structs.replace(told.item, status=status, arguments=told.text)
+                done = msgspec.structs.replace(
+                    open_item.item, status=status, arguments=open_item.text
+                )
             case CustomCallItem():
-                text = custom_input(told.text)
-                yield from self._input(told, text)
-                done = msgspec.structs.replace(told.item, status=status, input=text)
+                text = custom_input(open_item.text)
+                yield from self._input(open_item, text)
+                done = msgspec.structs.replace(open_item.item, status=status, input=text)
         self.items.append(done)
-        yield ItemDone(sequence_number=self._number(), output_index=told.index, item=done)
+        yield ItemDone(sequence_number=self._number(), output_index=open_item.index, item=done)
 
     def _call(self, event: CallBegin) -> CallItem | CustomCallItem:
-        """A call as the client knows the tool."""
+        """Return a call in terms of the client's tool."""
         target = self._targets.get(event.name) or ToolTarget(event.name)
         if target.custom:
             return CustomCallItem(
@@ -190,13 +192,19 @@ class ResponseEventBuilder:
             arguments="",
         )
 
-    def _input(self, told: _OpenItem, text: str) -> Iterator[ResponseEvent]:
-        """The input of a custom tool."""
+    def _input(self, open_item: _OpenItem, text: str) -> Iterator[ResponseEvent]:
+        """Return the input of a custom tool."""
         yield CustomInputDelta(
-            sequence_number=self._number(), item_id=told.id, output_index=told.index, delta=text
+            sequence_number=self._number(),
+            item_id=open_item.id,
+            output_index=open_item.index,
+            delta=text,
         )
         yield CustomInputDone(
-            sequence_number=self._number(), item_id=told.id, output_index=told.index, input=text
+            sequence_number=self._number(),
+            item_id=open_item.id,
+            output_index=open_item.index,
+            input=text,
         )
 
     def _content(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[ResponseEvent]:
@@ -205,13 +213,13 @@ class ResponseEventBuilder:
                 id=new_id(MessageItem), status="in_progress", role="assistant", content=[]
             )
             yield from self._begin(item, OutputText(text=""))
-        told = self._current()
-        told.pieces.append(text)
-        told.logprobs.extend(logprobs)
+        open_item = self._current()
+        open_item.pieces.append(text)
+        open_item.logprobs.extend(logprobs)
         yield OutputTextDelta(
             sequence_number=self._number(),
-            item_id=told.id,
-            output_index=told.index,
+            item_id=open_item.id,
+            output_index=open_item.index,
             delta=text,
             logprobs=list(logprobs),
         )
@@ -220,35 +228,38 @@ class ResponseEventBuilder:
         if self._open is None or not isinstance(self._open.item, ReasoningItem):
             item = ReasoningItem(id=new_id(ReasoningItem), status="in_progress", content=[])
             yield from self._begin(item, ReasoningText(text=""))
-        told = self._current()
-        told.pieces.append(text)
+        open_item = self._current()
+        open_item.pieces.append(text)
         yield ReasoningDelta(
             sequence_number=self._number(),
-            item_id=told.id,
-            output_index=told.index,
+            item_id=open_item.id,
+            output_index=open_item.index,
             delta=text,
         )
 
     def _begin(
         self, item: OutputItem, part: OutputText | ReasoningText | None = None
     ) -> Iterator[ResponseEvent]:
-        """Begin an item: the one before is over."""
+        """Begin an item; the previous one has ended."""
         yield from self.end("completed")
-        self._open = told = _OpenItem(item, len(self.items))
-        yield ItemAdded(sequence_number=self._number(), output_index=told.index, item=item)
+        self._open = open_item = _OpenItem(item, len(self.items))
+        yield ItemAdded(sequence_number=self._number(), output_index=open_item.index, item=item)
         if part is not None:
             yield PartAdded(
                 sequence_number=self._number(),
-                item_id=told.id,
-                output_index=told.index,
+                item_id=open_item.id,
+                output_index=open_item.index,
                 part=part,
             )
 
-    def _part_done(self, told: _OpenItem, part: OutputText | ReasoningText) -> PartDone:
+    def _part_done(self, open_item: _OpenItem, part: OutputText | ReasoningText) -> PartDone:
         return PartDone(
-            sequence_number=self._number(), item_id=told.id, output_index=told.index, part=part
+            sequence_number=self._number(),
+            item_id=open_item.id,
+            output_index=open_item.index,
+            part=part,
         )
 
     def _current(self) -> _OpenItem:
-        assert self._open is not None, "an item is begun before more of it is told"
+        assert self._open is not None, "an item has begun"
         return self._open

@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background, kept so that any gateway tells them."""
+"""Stored events of a background response, which any gateway can stream."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_GATHER_S = 0.1
-"""Events of so long are put by together: a piece for each step would be a thousand messages."""
+_FLUSH_INTERVAL_S = 0.1
+"""Events of this period are stored together: one message per step would be thousands."""
 _LOOK_S = 0.05
-_DOUBT_S = 1.0
-"""After so long without events it is asked whether more will come."""
+_CHECK_AFTER_S = 1.0
+"""After this time without events, the reader checks whether more will come."""
 _ENDS = tuple(
     f"event: {kind.__struct_config__.tag}\n".encode() for kind in (Completed, Incomplete, Failed)
 )
-_PIECES, _ALL = "events", "told"
+_PIECES, _ALL = "events", "told"  # keys of stored values, which stay
 
 
 class ResponseEventLog:
-    """Of one response. Who makes it writes; whoever asks reads, from any event on.
+    """The events of one response. The gateway that generates it writes; any gateway reads.
 
-    Pieces lie one after another under their numbers. Once the last is there they are replaced by
-    one value with everything.
+    Numbered pieces are stored one after another. After the last one they are replaced by one value
+    with all events.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class ResponseEventLog:
         self._clock = clock
         self._key = (tenant, response_id)
         self._written: list[bytes] = []
-        self._gathered: list[bytes] = []
-        self._gathered_at = clock.now()
+        self._buffered: list[bytes] = []
+        self._buffered_at = clock.now()
 
-    async def write(self, told: bytes) -> None:
-        """Put by more events, now or with the next ones; the last event closes it.
+    async def write(self, data: bytes) -> None:
+        """Store more events, now or with the next ones; the last event closes the log.
 
-        What cannot be put by is lost for who reads the events; the response is kept by itself.
+        Events that cannot be stored are lost for readers; the response itself is stored separately.
         """
-        self._gathered.append(told)
-        now, last = self._clock.now(), _last_of(_split(told))
-        if not last and self._written and now < self._gathered_at + _GATHER_S:
+        self._buffered.append(data)
+        now, last = self._clock.now(), _last_of(_split(data))
+        if not last and self._written and now < self._buffered_at + _FLUSH_INTERVAL_S:
             return
-        piece = b"".join(self._gathered)
-        self._gathered, self._gathered_at = [], now
+        piece = b"".join(self._buffered)
+        self._buffered, self._buffered_at = [], now
         try:
             await self._store.put(*self._key, _PIECES, str(len(self._written)), value=piece)
             self._written.append(piece)
@@ -72,29 +72,29 @@ class ResponseEventLog:
                 await self._store.put(*self._key, _ALL, value=b"".join(self._written))
                 await self._store.forget(*self._key, _PIECES)
         except EngineError as error:
-            self._gathered = [piece]
-            log.warning("events not kept", extra={"id": self._key[1], "code": error.code})
+            self._buffered = [piece]
+            log.warning("events not stored", extra={"id": self._key[1], "code": error.code})
 
     async def read(self, records: ResponseStore, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events behind a number, as they come, until the last; pings in between.
+        """Yield the events after a sequence number until the last, with pings in between.
 
         Args:
-            records: Says whether more will come.
-            after: A sequence number; -1 for all events.
+            records: Returns whether more events will come.
+            after: Sequence number; -1 for all events.
 
         Raises:
-            EngineError: They cannot be read now; ask again from the last that was read.
+            EngineError: They cannot be read now; retry after the last event that was read.
         """
         number = piece = 0
         waits_since = self._clock.now()
         ping_at = waits_since + HEADERS_S
         while True:
-            told = await self._next(piece)
-            if told is None and self._clock.now() >= ping_at:
+            found = await self._next(piece)
+            if found is None and self._clock.now() >= ping_at:
                 yield PING
                 ping_at = self._clock.now() + PING_S
-            if told is None:
-                if self._clock.now() < waits_since + _DOUBT_S:
+            if found is None:
+                if self._clock.now() < waits_since + _CHECK_AFTER_S:
                     await asyncio.sleep(_LOOK_S)
                     continue
                 record = await records.get(*self._key)
@@ -104,8 +104,8 @@ class ResponseEventLog:
                     return
                 waits_since = self._clock.now()
                 continue
-            whole, events = told
-            first = 0 if whole else number
+            complete, events = found
+            first = 0 if complete else number
             fresh = events[max(number, after + 1) - first :]
             number, piece = first + len(events), piece + 1
             waits_since = self._clock.now()
@@ -116,16 +116,19 @@ class ResponseEventLog:
                 return
 
     async def _next(self, piece: int) -> tuple[bool, list[bytes]] | None:
-        """The next piece, or everything; says which. None: neither is there yet."""
-        told = await self._store.get(*self._key, _PIECES, str(piece))
-        if told is not None:
-            return False, _split(told)
-        told = await self._store.get(*self._key, _ALL)
-        return None if told is None else (True, _split(told))
+        """Return the next piece, or the complete value, and which it is.
+
+        None if neither exists yet.
+        """
+        data = await self._store.get(*self._key, _PIECES, str(piece))
+        if data is not None:
+            return False, _split(data)
+        data = await self._store.get(*self._key, _ALL)
+        return None if data is None else (True, _split(data))
 
 
-def _split(told: bytes) -> list[bytes]:
-    return [event + b"\n\n" for event in told.split(b"\n\n") if event]
+def _split(data: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
 
 
 def _last_of(events: list[bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""The events of a response's stream. `sequence_number` counts them from 0, with none left out."""
+"""Events of a response's stream. `sequence_number` counts from 0 without gaps."""
 
 from __future__ import annotations
 
@@ -17,102 +17,102 @@ if TYPE_CHECKING:
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """What all have."""
+    """Fields of every event."""
 
     sequence_number: int
 
 
 class ResponseStateEvent(ResponseEvent, frozen=True, kw_only=True):
-    """The response as it stands."""
+    """An event that carries the current state of the response."""
 
     response: ResponseReply
 
 
 class Queued(ResponseStateEvent, frozen=True, tag="response.queued"):
-    """It will be made in the background."""
+    """The response is queued for background processing."""
 
 
 class Created(ResponseStateEvent, frozen=True, tag="response.created"):
-    """It exists."""
+    """The response was created."""
 
 
 class InProgress(ResponseStateEvent, frozen=True, tag="response.in_progress"):
-    """It is being made."""
+    """The response is being generated."""
 
 
 class Completed(ResponseStateEvent, frozen=True, tag="response.completed"):
-    """It is whole."""
+    """The response is complete."""
 
 
 class Incomplete(ResponseStateEvent, frozen=True, tag="response.incomplete"):
-    """It ends before its end: it is too long, or somebody has cancelled it."""
+    """The response ended early: it reached a token limit or was cancelled."""
 
 
 class Failed(ResponseStateEvent, frozen=True, tag="response.failed"):
-    """It ends with an error."""
+    """The response failed."""
 
 
 class ItemAdded(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.added"):
-    """An item begins."""
+    """An output item was added."""
 
     output_index: int
     item: OutputItem
 
 
 class ItemDone(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.done"):
-    """An item is over."""
+    """An output item is complete."""
 
     output_index: int
     item: OutputItem
 
 
 class ItemEvent(ResponseEvent, frozen=True, kw_only=True):
-    """About an item by its place."""
+    """An event about an item, identified by its index."""
 
     item_id: str
     output_index: int
 
 
 class PartEvent(ItemEvent, frozen=True, kw_only=True):
-    """About a part of an item; each has one."""
+    """An event about a content part; each item has one part."""
 
     content_index: int = 0
 
 
 class PartAdded(PartEvent, frozen=True, kw_only=True, tag="response.content_part.added"):
-    """A part begins."""
+    """A content part was added."""
 
     part: OutputText | ReasoningText
 
 
 class PartDone(PartEvent, frozen=True, kw_only=True, tag="response.content_part.done"):
-    """A part is over."""
+    """A content part is complete."""
 
     part: OutputText | ReasoningText
 
 
 class OutputTextDelta(PartEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
-    """More text."""
+    """Text appended to a content part."""
 
     delta: str
     logprobs: list[TokenLogprob]
 
 
 class OutputTextDone(PartEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
-    """All of a text."""
+    """The complete text of a content part."""
 
     text: str
     logprobs: list[TokenLogprob]
 
 
 class ReasoningDelta(PartEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
-    """More thinking."""
+    """Reasoning text appended to an item."""
 
     delta: str
 
 
 class ReasoningDone(PartEvent, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
-    """All of the thinking of an item."""
+    """The complete reasoning text of an item."""
 
     text: str
 
@@ -120,7 +120,7 @@ class ReasoningDone(PartEvent, frozen=True, kw_only=True, tag="response.reasonin
 class ArgumentsDelta(
     ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
 ):
-    """More of a call's arguments."""
+    """Arguments appended to a function call."""
 
     delta: str
 
@@ -128,7 +128,7 @@ class ArgumentsDelta(
 class ArgumentsDone(
     ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
 ):
-    """All of a call's arguments."""
+    """The complete arguments of a function call."""
 
     name: str
     arguments: str
@@ -137,7 +137,7 @@ class ArgumentsDone(
 class CustomInputDelta(
     ItemEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
 ):
-    """More of a custom tool's input."""
+    """Input appended to a custom tool call."""
 
     delta: str
 
@@ -145,13 +145,13 @@ class CustomInputDelta(
 class CustomInputDone(
     ItemEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
 ):
-    """All of a custom tool's input."""
+    """The complete input of a custom tool call."""
 
     input: str
 
 
 class StreamErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
-    """The stream breaks off; the response goes on, and its events can be asked for again."""
+    """The stream was interrupted. The response continues, and its stream can be resumed."""
 
     code: str
     message: str
@@ -159,14 +159,14 @@ class StreamErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
 
 
 def stream_error(error: EngineError) -> bytes:
-    """An error after the headers of a stream that is passed on."""
-    said = envelope(error).error
-    event = StreamErrorEvent(code=said.code, message=said.message, param=said.param)
+    """Build the event for an error after the headers of a stream were sent."""
+    body = envelope(error).error
+    event = StreamErrorEvent(code=body.code, message=body.message, param=body.param)
     return named_event("error", msgspec.json.encode(event))
 
 
 def encode_event(event: ResponseEvent) -> bytes:
-    """An event as it goes to the client."""
+    """Encode an event as server-sent event."""
     name = event.__struct_config__.tag
     assert isinstance(name, str), "every event has a name"
     return named_event(name, msgspec.json.encode(event))

@@ -1,4 +1,4 @@
-"""One page of a response's items, as the query of GET …/input_items asks for it."""
+"""Paging of the input items of a response."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.openai.responses.items import Item
 
 QUERY = {
-    "limit": "Most items of a page, 1 to 100; 20 unless said.",
-    "order": "desc, the newest first, unless it is asc.",
-    "after": "The id of an item: the page begins behind it.",
+    "limit": "Number of items to return, 1 to 100. Defaults to 20.",
+    "order": "`desc` (default) for the newest items first, or `asc`.",
+    "after": "Id of an item after which the page starts.",
 }
 _LIMIT = 20
 _LIMIT_MAX = 100
 
 
 def page_of(items: Sequence[Item], query: Mapping[str, str]) -> ItemList:
-    """Choose what is asked for.
+    """Return the requested page.
 
     Args:
-        items: All there are, the oldest first.
-        query: As it was sent.
+        items: All items, oldest first.
+        query: The query parameters.
 
     Raises:
-        InvalidRequest: A value of the query is none.
+        InvalidRequest: A query parameter is invalid.
     """
     limit, order = _limit(query.get("limit", str(_LIMIT))), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequest("order: asc or desc", param="order")
+        raise InvalidRequest("order: must be asc or desc", param="order")
     ordered = list(items) if order == "asc" else list(reversed(items))
     ordered = _behind(ordered, query.get("after"))
     page = ordered[:limit]
@@ -47,7 +47,7 @@ def page_of(items: Sequence[Item], query: Mapping[str, str]) -> ItemList:
 
 def _limit(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:4]) <= _LIMIT_MAX:
-        raise InvalidRequest(f"limit: 1 to {_LIMIT_MAX}", param="limit")
+        raise InvalidRequest(f"limit: must be 1 to {_LIMIT_MAX}", param="limit")
     return int(text)
 
 
@@ -57,4 +57,4 @@ def _behind(items: list[Item], after: str | None) -> list[Item]:
     for index, item in enumerate(items):
         if item.id == after:
             return items[index + 1 :]
-    raise InvalidRequest(f"after: there is no item '{after}'", param="after")
+    raise InvalidRequest(f"after: unknown item '{after}'", param="after")

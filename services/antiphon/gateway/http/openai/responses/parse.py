@@ -1,4 +1,4 @@
-"""The body of a response, read as a chat: one way from a conversation to a request."""
+"""Parses the body of a response into a chat request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ from antiphon.gateway.http.openai.responses.tools import (
     model_name,
     read_response_tools,
 )
-from antiphon.gateway.http.openai.schema import ChatBody, JsonSchemaFormat, ResponseFormat, Sampled
+from antiphon.gateway.http.openai.schema import (
+    ChatBody,
+    JsonSchemaFormat,
+    ResponseFormat,
+    SamplingFields,
+)
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
@@ -56,9 +61,9 @@ _UNSUPPORTED_INCLUDES = frozenset(
         "code_interpreter_call.outputs",
     }
 )
-"""Values of `include` that concern built-in tools and images, which no response here has."""
+"""Values of `include` about built-in tools and images, which no response here has."""
 _CLIENT_FIELDS: tuple[tuple[re.Pattern[str], str], ...] = (
-    # What a chat calls it, and what a response does.
+    # Field names of a chat, and of a response.
     (re.compile(r"^messages\[\d+\][\w.\[\]]*"), "input"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
@@ -71,16 +76,16 @@ Decrypt = Callable[[str, str], str]
 
 
 class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was read, before it is known what came before it.
+    """A parsed body, before the earlier conversation is known.
 
     Attributes:
-        id: Of the response, and what its request is called.
-        body: As it was sent.
-        items: What is new in the conversation.
-        tools: Those that it offers.
-        logprobs: Whether log-probabilities are told.
-        sealed: Whether reasoning is told sealed, too.
-        warnings: What of the body was left out.
+        id: Id of the response and of its request.
+        body: The body.
+        items: New items of the conversation.
+        tools: The tools.
+        logprobs: Whether to return logprobs.
+        include_encrypted: Whether to return encrypted reasoning too.
+        warnings: Warnings about ignored parts of the body.
     """
 
     id: str
@@ -88,30 +93,30 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[Item, ...]
     tools: ResponseTools
     logprobs: bool
-    sealed: bool
+    include_encrypted: bool
     warnings: tuple[str, ...]
 
 
 class PreparedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a response, and how its answer is taken apart."""
+    """The request of a response, and how to parse its output."""
 
     gen_request: GenerationRequest
     parser_options: OutputParserOptions
 
 
-def parse_responses_request(body: ResponsesBody, unsealed: Decrypt) -> ParsedResponsesRequest:
-    """Read all of a body that can be read without what came before it.
+def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResponsesRequest:
+    """Parse everything that does not depend on the earlier conversation.
 
     Args:
-        body: What was sent.
-        unsealed: Reads sealed reasoning; the second argument is where it stands.
+        body: The body.
+        decrypt: Decrypts reasoning; the second argument is its path.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
     _check_choice(body.tool_choice)
     tools, include = read_response_tools(body.tools or []), body.include or []
-    items, item_warnings = _items(body.input, unsealed)
+    items, item_warnings = _items(body.input, decrypt)
     warnings = [
         *_ignored_option_warnings(body),
         *tools.warnings,
@@ -124,66 +129,72 @@ def parse_responses_request(body: ResponsesBody, unsealed: Decrypt) -> ParsedRes
         items=items,
         tools=tools,
         logprobs=LOGPROBS in include or bool(body.top_logprobs),
-        sealed=ENCRYPTED_CONTENT in include,
+        include_encrypted=ENCRYPTED_CONTENT in include,
         warnings=tuple(warnings),
     )
 
 
 def check_include(names: Sequence[str]) -> list[str]:
-    """Check `include`; return a warning for each value that no response here has.
+    """Check `include`; return a warning for each value that does not apply to this server.
 
     Raises:
-        InvalidRequest: It is not known.
+        InvalidRequest: A value is unknown.
     """
     for index, name in enumerate(names):
         if name not in {LOGPROBS, ENCRYPTED_CONTENT} | _UNSUPPORTED_INCLUDES:
-            known = f"{LOGPROBS} and {ENCRYPTED_CONTENT} are"
-            text = f"include: '{name}' is not known; {known}"
+            known = f"supported values are {LOGPROBS} and {ENCRYPTED_CONTENT}"
+            text = f"include: '{name}' is unknown; {known}"
             raise InvalidRequest(text, param=f"include[{index}]")
-    return [f"include: there is no {name}" for name in names if name in _UNSUPPORTED_INCLUDES]
+    return [
+        f"include: {name} is not available and was ignored"
+        for name in names
+        if name in _UNSUPPORTED_INCLUDES
+    ]
 
 
 def prepare_responses_request(
-    said: ParsedResponsesRequest, items: Sequence[Item], formats: Formats
+    parsed: ParsedResponsesRequest, items: Sequence[Item], formats: Formats
 ) -> PreparedResponsesRequest:
-    """Make the request of a whole conversation, of which the end is new.
+    """Build the request of a whole conversation.
 
     Raises:
-        InvalidRequest: `param` names the field at fault.
+        InvalidRequest: `param` names the invalid field.
     """
-    body = said.body
-    with _rename_fields(said.tools.places):
-        parsed = reading.parse_chat(_chat(said, items), formats, insists=said.tools.insists)
-    (gen_request,) = parsed.gen_requests
+    body = parsed.body
+    with _rename_fields(parsed.tools.paths):
+        chat = reading.parse_chat(
+            _chat(parsed, items), formats, requires_strict=parsed.tools.requires_strict
+        )
+    (gen_request,) = chat.gen_requests
     forms = {"response_format": "text.format"}
     gen_request = msgspec.structs.replace(
         gen_request,
-        door="responses",
+        api="responses",
         prompt_field="input",
         tokens_field="max_output_tokens",
         grammar_field=forms.get(gen_request.grammar_field, gen_request.grammar_field),
-        key=ClientKey(said.id),
+        key=ClientKey(parsed.id),
         auto_truncate=body.truncation is None,
     )
     if body.max_output_tokens == 0:
-        raise InvalidRequest("max_output_tokens is 1 or more", param="max_output_tokens")
+        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
     return PreparedResponsesRequest(
-        gen_request=gen_request, parser_options=parsed.reply_options.parser_options
+        gen_request=gen_request, parser_options=chat.reply_options.parser_options
     )
 
 
-def _chat(said: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
-    body, reasoning = said.body, said.body.reasoning or ReasoningOptions()
-    shared = {name: getattr(body, name) for name in Sampled.__struct_fields__}
+def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
+    body, reasoning = parsed.body, parsed.body.reasoning or ReasoningOptions()
+    shared = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
     return ChatBody(
         **shared,
         messages=turns(items, body.instructions),
         max_completion_tokens=body.max_output_tokens,
-        logprobs=said.logprobs,
+        logprobs=parsed.logprobs,
         top_logprobs=body.top_logprobs,
-        response_format=_form((body.text or TextOptions()).format),
-        tools=list(said.tools.chat) or None,
-        tool_choice=_choice(body.tool_choice, said.tools),
+        response_format=_response_format((body.text or TextOptions()).format),
+        tools=list(parsed.tools.chat) or None,
+        tool_choice=_choice(body.tool_choice, parsed.tools),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=reasoning.effort,
         verbosity=(body.text or TextOptions()).verbosity,
@@ -191,35 +202,35 @@ def _chat(said: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
     )
 
 
-def _items(given: str | list[Json], unsealed: Decrypt) -> tuple[tuple[Item, ...], Sequence[str]]:
-    """The items of an input, and warnings of those that were left out."""
+def _items(given: str | list[Json], decrypt: Decrypt) -> tuple[tuple[Item, ...], Sequence[str]]:
+    """Return the items of an input, and warnings about ignored ones."""
     if isinstance(given, str):
         content = [InputText(text=given)]
         return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),), ()
     if not given:
-        raise InvalidRequest("input: a conversation has items", param="input")
+        raise InvalidRequest("input: at least one item is required", param="input")
     items: list[Item] = []
     warnings: list[str] = []
     for index, raw in enumerate(given):
         at = f"input[{index}]"
         kind = left_out(raw)
         if kind is not None:
-            warnings.append(f"{at} was left out: the model is shown no {kind}")
+            warnings.append(f"{at} was ignored: items of type {kind} are not supported")
             continue
-        items.append(_decrypt_reasoning(read_item(raw, at), unsealed, at))
+        items.append(_decrypt_reasoning(read_item(raw, at), decrypt, at))
     return tuple(items), warnings
 
 
-def _decrypt_reasoning(item: Item, unsealed: Decrypt, at: str) -> Item:
-    """Put the reasoning that a client has carried where the model reads it."""
+def _decrypt_reasoning(item: Item, decrypt: Decrypt, at: str) -> Item:
+    """Decrypt reasoning that the client sends back, so that the model can read it."""
     if not isinstance(item, ReasoningItem) or item.encrypted_content is None:
         return item
-    text = unsealed(item.encrypted_content, f"{at}.encrypted_content")
+    text = decrypt(item.encrypted_content, f"{at}.encrypted_content")
     return msgspec.structs.replace(item, content=[ReasoningText(text=text)])
 
 
 def _ignored_option_warnings(body: ResponsesBody) -> list[str]:
-    """Warnings of options that change nothing here."""
+    """Return warnings about ignored options."""
     reasoning = body.reasoning or ReasoningOptions()
     stream = body.stream_options or ResponsesStreamOptions()
     summary = reasoning.summary or reasoning.generate_summary
@@ -228,13 +239,16 @@ def _ignored_option_warnings(body: ResponsesBody) -> list[str]:
         for applies, warning in (
             (
                 body.service_tier not in (None, "auto", "default"),
-                "service_tier: there is one tier",
+                "service_tier is ignored: there is one service tier",
             ),
             (
                 summary not in (None, "auto"),
-                "reasoning.summary: the model writes none; its thinking is returned as it is",
+                "reasoning.summary is ignored: reasoning is returned in full",
             ),
-            (bool(stream.include_obfuscation), "stream_options: streams are not padded"),
+            (
+                bool(stream.include_obfuscation),
+                "stream_options.include_obfuscation is ignored: streams are not padded",
+            ),
         )
         if applies
     ]
@@ -245,46 +259,46 @@ def _check_choice(choice: str | Json | None) -> None:
         return
     kind = to_json(choice.get("type"), "tool_choice.type")
     if kind not in ("function", "custom"):
-        text = f"tool_choice.type: 'function' and 'custom' are supported, not {kind!r}"
+        text = f"tool_choice.type: must be 'function' or 'custom', not {kind!r}"
         raise Unsupported(text, param="tool_choice.type")
 
 
 def _choice(choice: str | Json | None, tools: ResponseTools) -> str | Json | None:
-    """As chats write it, with the name that the model sees."""
+    """Convert a tool choice to a chat's, with the tool name that the model sees."""
     if not isinstance(choice, dict):
         return choice
-    said = cast("dict[str, object]", to_json(choice, "tool_choice"))
-    name, namespace = said.get("name"), said.get("namespace")
+    fields = cast("dict[str, object]", to_json(choice, "tool_choice"))
+    name, namespace = fields.get("name"), fields.get("namespace")
     if isinstance(name, str):
         within = namespace if isinstance(namespace, str) else None
         seen = model_name(name, within)
         names = [model for model, each in tools.targets.items() if each.name == name]
         if seen not in tools.targets and len(names) == 1:
             (seen,) = names
-        said = {"type": "function", "name": seen}
-    return msgspec.json.decode(msgspec.json.encode(said), type=dict[str, msgspec.Raw])
+        fields = {"type": "function", "name": seen}
+    return msgspec.json.decode(msgspec.json.encode(fields), type=dict[str, msgspec.Raw])
 
 
-def _form(given: TextFormat | None) -> ResponseFormat | None:
+def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None or given.type != "json_schema":
         return None if given is None else ResponseFormat(type=given.type)
     if given.schema is None:
-        raise InvalidRequest("text.format.schema: it is needed", param="text.format.schema")
+        raise InvalidRequest("text.format.schema: a schema is required", param="text.format.schema")
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=given.schema))
 
 
 @contextmanager
-def _rename_fields(places: Sequence[str]) -> Generator[None]:
-    """Name fields as responses call them in what a chat refuses; `places` are those of tools."""
+def _rename_fields(tool_paths: Sequence[str]) -> Generator[None]:
+    """Rename fields in errors of chat parsing; `places` are the paths of tools."""
     try:
         yield
     except InvalidRequest as error:
-        error.param = None if error.param is None else _renamed(error.param, places)
-        error.message = _renamed(error.message, places)
+        error.param = None if error.param is None else _renamed(error.param, tool_paths)
+        error.message = _renamed(error.message, tool_paths)
         raise
 
 
-def _renamed(text: str, places: Sequence[str]) -> str:
+def _renamed(text: str, tool_paths: Sequence[str]) -> str:
     for pattern, name in _CLIENT_FIELDS:
         text = pattern.sub(name, text)
-    return _TOOL.sub(lambda found: places[int(found[1])], text)
+    return _TOOL.sub(lambda found: tool_paths[int(found[1])], text)

@@ -1,4 +1,4 @@
-"""What clients of /v1/responses are told: the response, and lists of its items."""
+"""Response bodies of /v1/responses: responses and lists of items."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ State = Literal["queued", "in_progress", "completed", "incomplete", "failed", "c
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 
 
-class FailedBecause(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a response has failed."""
+class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a response failed."""
 
     code: str
     message: str
 
 
-class IncompleteBecause(msgspec.Struct, frozen=True):
-    """Why a response ends before its end."""
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
-class InputDetails(msgspec.Struct, frozen=True):
-    """How much of the input was found in the prefix cache."""
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """Number of input tokens read from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thinking, its marks included."""
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Number of reasoning tokens in the output, delimiters included."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a response."""
+    """Token usage of a response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
-class ReasoningSaid(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said of the thinking."""
+class ResponseReasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's reasoning options."""
 
     effort: Effort | None = None
     summary: str | None = None
 
 
-class TextSaid(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said of the text; a format as it was sent."""
+class ResponseText(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's text options."""
 
     format: Json
     verbosity: Verbosity = "medium"
 
 
 class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A response. Temperature and top_p are those that were used."""
+    """A response. `temperature` and `top_p` are the values that were used."""
 
     id: str
     object: Literal["response"] = "response"
@@ -76,8 +76,8 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     completed_at: int | None = None
     status: State
     background: bool
-    error: FailedBecause | None = None
-    incomplete_details: IncompleteBecause | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: None = None
@@ -87,12 +87,12 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: ReasoningSaid
+    reasoning: ResponseReasoning
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
-    text: TextSaid
+    text: ResponseText
     tool_choice: str | Json
     tools: list[ResponseTool]
     top_logprobs: int
@@ -103,12 +103,12 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the response has reached a final state."""
         return self.status in TERMINAL
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of the items that a response was made from."""
+    """A page of the input items of a response."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -118,14 +118,14 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the input of a response has."""
+    """Number of input tokens of a response."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    """A response is gone."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -133,11 +133,11 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def response_usage(usage: Usage) -> ResponseUsage:
-    """Write the tokens as responses have them."""
+    """Convert token counts to the format of responses."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputDetails(usage.cached_tokens),
+        input_tokens_details=InputTokensDetails(usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(usage.reasoning_tokens),
+        output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

@@ -1,4 +1,4 @@
-"""Responses that are kept, each with the conversation that it was made from."""
+"""Stored responses, each with the conversation it was generated from."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import TenantId
 
-_LOST = "the gateway that was making it is gone"
+_LOST_MESSAGE = "the gateway that was generating it was lost"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-"""What each is called. Another name is none of ours, and the broker need not be asked."""
+"""Format of response ids. Any other id is unknown without asking the broker."""
 _SHOWN = 64
 _INSIST_S = 30.0
 _PAUSE_S = 0.5
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as it is kept. Fields may come, with defaults; what is there stays.
+    """A stored response. Fields may only be added, with defaults.
 
     Attributes:
-        items: The whole conversation that it answers, the oldest first. So a response needs none
-            of those before it, which may be forgotten earlier.
-        owner: The gateway that makes it.
-        deadline_unix_ms: When the owner ends it, if not before.
-        journal: Whether its events are kept, too.
+        items: The whole conversation it answers, oldest first. So a response does not depend on
+            earlier ones, which may expire before it.
+        owner: The gateway that generates it.
+        deadline_unix_ms: When the owner ends it at the latest.
+        journal: Whether its events are stored too.
     """
 
     response: ResponseReply
@@ -51,10 +51,10 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseStore:
-    """Keeps records for each tenant, whichever gateway asks.
+    """Stores responses per tenant, for all gateways.
 
     Attributes:
-        store: Where they lie.
+        store: The underlying store.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -67,53 +67,54 @@ class ResponseStore:
         self.store = KeyValueStore(runtime.bus, RESPONSES, limits)
 
     async def should_store(self, body: ResponsesBody) -> bool:
-        """Whether a response is to be kept; if so, that is possible now.
+        """Whether to store a response; if so, check that it is possible now.
 
         Raises:
-            Unsupported: It asks for what takes a kept response, and none is kept.
-            Unavailable: The broker cannot keep it now.
+            Unsupported: The request requires storage, which is disabled.
+            Unavailable: The broker cannot store it now.
         """
         if not self._config.store:
             for field in ("store", "background", "previous_response_id"):
                 if getattr(body, field):
-                    text = f"{field}: this server keeps no responses (responses.store)"
+                    text = f"{field}: response storage is disabled; enable it with responses.store"
                     raise Unsupported(text, param=field)
             return False
         if body.store is False:
             if body.background:
-                text = "background: a response that nobody waits for has to be stored"
+                text = "background: requires store to be true"
                 raise Unsupported(text, param="background")
             return False
         await self.store.open()
         return True
 
     def check_size(self, items: Sequence[Item]) -> None:
-        """Refuse a conversation that is too long to be kept.
+        """Reject a conversation that is too long to be stored.
 
         Raises:
-            RequestTooLarge: Say `store: false`.
+            RequestTooLarge: Names the limit.
         """
         size_bytes, most = len(msgspec.json.encode(items)), self._config.conversation_bytes_max
         if size_bytes > most:
             raise RequestTooLarge(
-                f"The conversation has {size_bytes} bytes; {most} are stored. Say store: false.",
+                f"The conversation has {size_bytes} bytes; at most {most} bytes can be "
+                "stored. Set store to false.",
                 param="input",
             )
 
     async def put(self, tenant: TenantId, record: StoredResponse) -> None:
-        """Keep a record, in place of the one before.
+        """Store a record, replacing the previous one.
 
         Raises:
-            Unavailable: It is not kept.
+            Unavailable: It was not stored.
         """
         response_id = record.response.id
         await self.store.put(tenant, response_id, value=msgspec.json.encode(record))
 
     async def put_with_retry(self, tenant: TenantId, record: StoredResponse) -> None:
-        """Keep a record that nobody else knows of; try again for a while.
+        """Store a record that exists nowhere else; retries for a while.
 
         Raises:
-            Unavailable: It was not kept in time.
+            Unavailable: It was not stored in time.
         """
         give_up_at = self._runtime.clock.now() + _INSIST_S
         while True:
@@ -125,11 +126,11 @@ class ResponseStore:
             await asyncio.sleep(_PAUSE_S)
 
     async def get(self, tenant: TenantId, response_id: str) -> StoredResponse:
-        """Return what is kept. A response that nobody makes any more has failed.
+        """Return a stored response. One whose owner is gone has failed.
 
         Raises:
-            UnknownResponse: There is none.
-            Unavailable: The broker cannot be asked.
+            UnknownResponse: It does not exist.
+            Unavailable: The broker cannot be reached.
         """
         if not self._config.store or not _ID.fullmatch(response_id):
             raise UnknownResponse.of(response_id[:_SHOWN])
@@ -141,16 +142,16 @@ class ResponseStore:
             record.owner, record.deadline_unix_ms
         ):
             return record
-        record = msgspec.structs.replace(record, response=as_failed(record.response, _LOST))
+        record = msgspec.structs.replace(record, response=as_failed(record.response, _LOST_MESSAGE))
         await self.put(tenant, record)
         return record
 
     async def delete(self, tenant: TenantId, response_id: str) -> None:
-        """Keep a response no longer.
+        """Delete a stored response.
 
         Raises:
-            UnknownResponse: There is none.
-            Unavailable: The broker cannot be asked.
+            UnknownResponse: It does not exist.
+            Unavailable: The broker cannot be reached.
         """
         if not await self.store.forget(tenant, response_id):
             raise UnknownResponse.of(response_id)

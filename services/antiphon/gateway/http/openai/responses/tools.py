@@ -1,4 +1,4 @@
-"""The tools of a response: functions, custom tools, namespaces of both, and what is left out."""
+"""Tools of a response: functions, custom tools, namespaces of both; built-in tools are ignored."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 INPUT = "input"
-"""The one argument of a custom tool as the model sees it: a function."""
+"""The only argument of a custom tool, which the model sees as a function."""
 _BETWEEN = "__"
-"""Stands between a namespace and a name where the model sees both as one."""
+"""Separates namespace and name in the tool name that the model sees."""
 _FREE_TEXT = {
     "type": "object",
     "properties": {INPUT: {"type": "string", "description": "The whole input of the tool."}},
@@ -38,7 +38,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What the input of a custom tool looks like. A grammar is shown to the model, not held."""
+    """Input format of a custom tool. A grammar is shown to the model but not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -46,7 +46,7 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
-    """A tool whose input is free text."""
+    """A tool with free-form text input."""
 
     name: str
     description: str | None = None
@@ -54,7 +54,7 @@ class CustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
-    """Tools under a common name."""
+    """A namespace of tools."""
 
     name: str
     description: str | None = None
@@ -65,7 +65,7 @@ ResponseTool = FunctionTool | CustomTool | NamespaceTool
 
 
 class ToolTarget(msgspec.Struct, frozen=True):
-    """What a client calls the tool that the model knows by one name."""
+    """The client's tool behind a name that the model sees."""
 
     name: str
     namespace: str | None = None
@@ -76,75 +76,78 @@ class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a request.
 
     Attributes:
-        told: As the response shows them.
-        chat: As chats write them.
-        targets: What each is to the client, by the name that the model sees.
-        places: Where each of these stands in the request.
-        insists: Whether the client has said of one that it is strict; unsaid, they are, too.
-        warnings: What was left out.
+        response_tools: The tools as the response returns them.
+        chat: The tools in the format of chats.
+        targets: The client's tools, by the names that the model sees.
+        paths: Their paths in the request.
+        requires_strict: Whether the client set `strict` on a tool; by default tools are strict
+            if possible.
+        warnings: Warnings about ignored tools.
     """
 
-    told: tuple[ResponseTool, ...] = ()
+    response_tools: tuple[ResponseTool, ...] = ()
     chat: tuple[Json, ...] = ()
     targets: Mapping[str, ToolTarget] = {}
-    places: tuple[str, ...] = ()
-    insists: bool = False
+    paths: tuple[str, ...] = ()
+    requires_strict: bool = False
     warnings: tuple[str, ...] = ()
 
 
 def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
-    """Read the tools of a response. Built-in ones of other servers are left out.
+    """Parse the tools of a response. Built-in tools are ignored.
 
     Raises:
         InvalidRequest: A tool is malformed; `param` names it.
     """
-    told: list[ResponseTool] = []
-    told_at: list[str] = []
+    response_tools: list[ResponseTool] = []
+    paths_of_tools: list[str] = []
     warnings: list[str] = []
-    insists = False
+    requires_strict = False
     for index, each in enumerate(raw):
         at = f"tools[{index}]"
         value = cast("dict[str, object]", to_json(each, at))
         kind = value.get("type")
         if not isinstance(kind, str):
-            raise InvalidRequest(f"{at}.type: a tool names its type", param=f"{at}.type")
+            raise InvalidRequest(f"{at}.type: a tool requires a type", param=f"{at}.type")
         if kind not in _KINDS:
-            warnings.append(f"{at} was left out: there is no built-in tool '{kind}' here")
+            warnings.append(f"{at} was ignored: the built-in tool '{kind}' is not supported")
             continue
-        insists = insists or _says_strict(value)
-        told.append(decode(msgspec.json.encode(_loose(value)), _KINDS[kind], at))
-        told_at.append(at)
-        warnings += _not_held(told[-1], at)
+        requires_strict = requires_strict or _sets_strict(value)
+        response_tools.append(
+            decode(msgspec.json.encode(_with_default_strictness(value)), _KINDS[kind], at)
+        )
+        paths_of_tools.append(at)
+        warnings += _grammar_warnings(response_tools[-1], at)
     chat: list[Json] = []
     targets: dict[str, ToolTarget] = {}
-    places: list[str] = []
-    for top, at in zip(told, told_at, strict=True):
+    paths: list[str] = []
+    for top, at in zip(response_tools, paths_of_tools, strict=True):
         for name, target, tool, inner in _each(top):
             chat.append(_chat_tool(name, tool))
             targets[name] = target
-            places.append(at + inner)
+            paths.append(at + inner)
     return ResponseTools(
-        told=tuple(told),
+        response_tools=tuple(response_tools),
         chat=tuple(chat),
         targets=targets,
-        places=tuple(places),
-        insists=insists,
+        paths=tuple(paths),
+        requires_strict=requires_strict,
         warnings=tuple(warnings),
     )
 
 
 def model_name(name: str, namespace: str | None) -> str:
-    """What the model sees as the name of a tool."""
+    """Return the tool name that the model sees."""
     return name if not namespace else f"{namespace}{_BETWEEN}{name}"
 
 
 def custom_arguments(text: str) -> str:
-    """The input of a custom tool as the arguments of a function."""
+    """Convert the input of a custom tool to function arguments."""
     return msgspec.json.encode({INPUT: text}).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool: what the model wrote, if that is not the one argument."""
+    """Return the input of a custom tool, or the model's text if it is not the expected argument."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
     except (msgspec.DecodeError, KeyError, RecursionError, ValueError):
@@ -159,7 +162,7 @@ _KINDS: Mapping[str, type[ResponseTool]] = {
 
 
 def _each(tool: ResponseTool) -> Iterator[tuple[str, ToolTarget, _OneTool, str]]:
-    """Tools that can be called: the name that the model sees, what each is, and its place."""
+    """Yield the callable tools: the name that the model sees, the tool, its path."""
     if isinstance(tool, NamespaceTool):
         for index, one in enumerate(tool.tools):
             target = ToolTarget(one.name, tool.name, isinstance(one, CustomTool))
@@ -171,8 +174,8 @@ def _each(tool: ResponseTool) -> Iterator[tuple[str, ToolTarget, _OneTool, str]]
 _OneTool = FunctionTool | CustomTool
 
 
-def _loose(value: dict[str, object]) -> dict[str, object]:
-    """Functions are strict unless they say otherwise; null is as good as nothing."""
+def _with_default_strictness(value: dict[str, object]) -> dict[str, object]:
+    """Return the tool as strict where possible, unless it sets `strict`."""
     if value.get("type") == "function":
         return value | {"strict": value.get("strict") is not False}
     tools = value.get("tools")
@@ -180,32 +183,34 @@ def _loose(value: dict[str, object]) -> dict[str, object]:
         each = cast("list[object]", tools)
         return value | {
             "tools": [
-                _loose(cast("dict[str, object]", tool)) if isinstance(tool, dict) else tool
+                _with_default_strictness(cast("dict[str, object]", tool))
+                if isinstance(tool, dict)
+                else tool
                 for tool in each
             ]
         }
     return value
 
 
-def _says_strict(value: dict[str, object]) -> bool:
+def _sets_strict(value: dict[str, object]) -> bool:
     tools = value.get("tools")
     inner = cast("list[object]", tools) if isinstance(tools, list) else []
     return value.get("strict") is True or any(
-        _says_strict(cast("dict[str, object]", tool)) for tool in inner if isinstance(tool, dict)
+        _sets_strict(cast("dict[str, object]", tool)) for tool in inner if isinstance(tool, dict)
     )
 
 
-def _not_held(tool: ResponseTool, at: str) -> list[str]:
+def _grammar_warnings(tool: ResponseTool, at: str) -> list[str]:
     tools = tool.tools if isinstance(tool, NamespaceTool) else [tool]
     return [
-        f"{at}: the model sees the grammar of '{one.name}' and is not held to it"
+        f"{at}: the grammar of '{one.name}' is shown to the model but not enforced"
         for one in tools
         if isinstance(one, CustomTool) and one.format and one.format.type == "grammar"
     ]
 
 
 def _chat_tool(name: str, tool: _OneTool) -> Json:
-    """As chats write it."""
+    """Convert to the format of chats."""
     if isinstance(tool, CustomTool):
         function: dict[str, object] = {
             "name": name,
@@ -226,7 +231,7 @@ def _chat_tool(name: str, tool: _OneTool) -> Json:
 
 
 def _described(tool: CustomTool) -> str | None:
-    """Its description, and the grammar of its input, if it has one."""
+    """Return the description, with the grammar of the input if it has one."""
     form = tool.format
     if form is None or form.type != "grammar" or not form.definition:
         return tool.description

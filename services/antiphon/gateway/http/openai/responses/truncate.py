@@ -1,4 +1,4 @@
-"""`truncation: auto`: the oldest items of a conversation that is too long are left out."""
+"""`truncation: auto`: drops the oldest items of a conversation that is too long."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import PromptTooLong
 
 TRIES_MAX = 6
-"""How often a conversation is shortened: each time it is encoded again."""
+"""Maximum number of truncations, each of which is tokenized again."""
 _KEEP_SHARE = 0.9
-"""Items are measured in bytes, which are tokens only about."""
+"""Safety margin: items are measured in bytes, which only approximate tokens."""
 
 
 def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | None:
-    """Leave out the oldest items, by as much as the error says that there is too much.
+    """Drop the oldest items, by as much as the error says the conversation is too long.
 
-    System messages stay, and the last item, with its call if it is an output; any other output goes
-    with its call. None: nothing is left that may go.
+    System messages and the last item are kept, with its call if it is an output. Any other output
+    is dropped with its call. Returns None if nothing can be dropped.
     """
     sizes = [len(msgspec.json.encode(item)) for item in items]
     excess = sum(sizes) * (1.0 - _share(error) * _KEEP_SHARE)
@@ -55,7 +55,7 @@ def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | 
 
 
 def _share(error: PromptTooLong) -> float:
-    """The part of the conversation that fits, by its tokens or by its characters."""
+    """Return the share of the conversation that fits, by tokens or by characters."""
     numbers = {name: int(value) for name, value in error.details.items()}
     if "prompt_tokens" in numbers:
         return numbers["tokens_max"] / numbers["prompt_tokens"]
@@ -63,7 +63,7 @@ def _share(error: PromptTooLong) -> float:
 
 
 def _last_outputs(items: Sequence[Item]) -> list[CallOutputItem | CustomCallOutputItem]:
-    """The outputs at the end: what the model is to answer."""
+    """Return the outputs at the end, which the model is to answer."""
     found: list[CallOutputItem | CustomCallOutputItem] = []
     for item in reversed(items):
         if not isinstance(item, CallOutputItem | CustomCallOutputItem):

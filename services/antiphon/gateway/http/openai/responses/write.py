@@ -1,4 +1,4 @@
-"""How clients hear a response: whole, or by the events of its stream."""
+"""Writer of responses: complete, or as stream events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from antiphon.gateway.http.openai.responses.events import (
     encode_event,
 )
 from antiphon.gateway.http.openai.responses.replies import (
-    FailedBecause,
-    IncompleteBecause,
+    IncompleteDetails,
+    ResponseError,
     response_usage,
 )
 from antiphon.gateway.owner.actions import Finished, TextDelta
@@ -56,122 +56,126 @@ _ENDS: dict[FinishReason, State] = {
     FinishReason.ABORT: "cancelled",
 }
 _FAILED = "server_error"
-"""What OpenAI's clients know of all that goes wrong after a response has begun."""
+"""OpenAI's error code for all failures after a response has begun."""
 
 
 class ResponsesWriter(ResponseWriter):
-    """One response, from its beginning to its end.
+    """One response, from its initial to its final state.
 
     Attributes:
-        response: As it stands.
+        response: Its current state.
     """
 
     def __init__(
         self,
-        begun: ResponseReply,
+        initial: ResponseReply,
         parser_options: OutputParserOptions,
         *,
-        inside: bool,
+        starts_in_reasoning: bool,
         logprobs: bool,
         now: Callable[[], int],
-        keep: PersistResponse | None = None,
+        persist: PersistResponse | None = None,
         targets: Mapping[str, ToolTarget],
-        seal: Callable[[str], str] | None = None,
+        encrypt: Callable[[str], str] | None = None,
     ) -> None:
-        """Nothing was said yet.
+        """Start a response.
 
         Args:
-            begun: The response with no output.
-            parser_options: How the answer is taken apart.
-            inside: Whether it begins as thinking.
-            logprobs: Whether log-probabilities are told.
-            now: Seconds since 1970.
-            keep: Keeps the response as it stands; None: it is not kept.
-            targets: What the tools are to the client, by the names that the model sees.
-            seal: Seals reasoning that the client carries; None: it is not asked for.
+            initial: The initial response, without output.
+            parser_options: How to parse the output.
+            starts_in_reasoning: Whether the output starts in reasoning.
+            logprobs: Whether to return logprobs.
+            now: Returns the Unix time.
+            persist: Stores the current state; None if it is not stored.
+            targets: The client's tools, by the names that the model sees.
+            encrypt: Encrypts reasoning for the client; None if it was not requested.
         """
-        self.response = begun
+        self.response = initial
         self._now = now
-        self._keep = keep
+        self._persist = persist
         self._end_number: int | None = None
         self._logprobs = logprobs
         self._unsent_outputs: list[TokenOutputsChunk] = []
         self._reason = FinishReason.STOP
-        self._parser = OutputParser(parser_options, starts_in_reasoning=inside)
+        self._parser = OutputParser(parser_options, starts_in_reasoning=starts_in_reasoning)
         self._numbers = itertools.count()
-        self._builder = ResponseEventBuilder(self._number, targets, seal)
+        self._builder = ResponseEventBuilder(self._number, targets, encrypt)
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """The response, ended."""
+        """Return the final response."""
         (answer,) = answers
         (collected,) = answer.choices
-        for said in (*collected.said, collected.end):
-            self._add(said)
+        for event in (*collected.deltas, collected.end):
+            self._add(event)
         self._set_final_state([answer.usage])
         return msgspec.json.encode(self.response)
 
     def begin(self) -> bytes:
-        """It exists, and is being made, or will be."""
+        """Return the events that the response exists and is queued or in progress."""
         then = Queued if self.response.status == "queued" else InProgress
         return self._state(Created) + self._state(then)
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """Events of its items."""
+        """Return the events of its items."""
         begins = b""
         if self.response.status == "queued":
             self.response = msgspec.structs.replace(self.response, status="in_progress")
             begins = self._state(InProgress)
         return begins + b"".join(
-            encode_event(told) for event in events for told in self._add(event)
+            encode_event(item_event) for event in events for item_event in self._add(event)
         )
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """The response as it is for ever."""
+        """Return the event with the final response."""
         self._set_final_state(usages)
         return self._close(Completed if self.response.status == "completed" else Incomplete)
 
     async def persist(self) -> None:
-        """Keep the response as it stands."""
-        if self._keep is not None:
-            await self._keep(self.response)
+        """Store the current state."""
+        if self._persist is not None:
+            await self._persist(self.response)
 
     def failure(self, error: EngineError) -> bytes:
-        """The response with the error that ended it, and what was said before."""
-        told = b"".join(map(encode_event, self._builder.end("incomplete")))
-        said = msgspec.structs.replace(self.response, output=list(self._builder.items))
-        self.response = as_failed(said, envelope(error).error.message)
-        return told + self._close(Failed)
+        """Return the failed response, with its error and the output so far."""
+        data = b"".join(map(encode_event, self._builder.end("incomplete")))
+        response = msgspec.structs.replace(self.response, output=list(self._builder.items))
+        self.response = as_failed(response, envelope(error).error.message)
+        return data + self._close(Failed)
 
-    def _add(self, said: TextDelta | Finished) -> list[ResponseEvent]:
-        if isinstance(said, TextDelta):
-            return list(self._text_events(said))
-        self._reason = said.reason
-        rest = [told for event in self._parser.end() for told in self._builder.add(event)]
-        return [*rest, *self._builder.end(_ITEM_ENDS.get(said.reason, "incomplete"))]
+    def _add(self, event: TextDelta | Finished) -> list[ResponseEvent]:
+        if isinstance(event, TextDelta):
+            return list(self._text_events(event))
+        self._reason = event.reason
+        rest = [
+            item_event
+            for parsed_event in self._parser.end()
+            for item_event in self._builder.add(parsed_event)
+        ]
+        return [*rest, *self._builder.end(_ITEM_ENDS.get(event.reason, "incomplete"))]
 
-    def _text_events(self, said: TextDelta) -> Iterator[ResponseEvent]:
-        """Log-probabilities wait for the next content: text may be held back before it is one."""
-        events = self._parser.feed(said.text)
-        if said.details is not None and self._logprobs:
-            self._unsent_outputs.append(said.details)
+    def _text_events(self, delta: TextDelta) -> Iterator[ResponseEvent]:
+        """Add logprobs to content events: they wait, since the parser may hold text back."""
+        events = self._parser.feed(delta.text)
+        if delta.details is not None and self._logprobs:
+            self._unsent_outputs.append(delta.details)
         for event in events:
             if isinstance(event, Content):
                 yield from self._builder.add(event, self._logprobs_of_pending())
             else:
                 yield from self._builder.add(event)
         if events:
-            self._unsent_outputs.clear()  # they were of thinking, or of a call
+            self._unsent_outputs.clear()  # they belong to reasoning or to a tool call
 
     def _logprobs_of_pending(self) -> list[TokenLogprob]:
         piece = join_chunks(self._unsent_outputs)
         self._unsent_outputs.clear()
-        told = chat_logprobs(piece)
-        return [] if told is None else told.content
+        logprobs = chat_logprobs(piece)
+        return [] if logprobs is None else logprobs.content
 
     def _set_final_state(self, usages: Iterable[Usage]) -> None:
-        """Write down how it has ended. Twice is as good as once."""
+        """Set the final state. Idempotent."""
         status = _ENDS.get(self._reason, "failed")
-        cut = IncompleteBecause("max_output_tokens") if status == "incomplete" else None
+        cut = IncompleteDetails("max_output_tokens") if status == "incomplete" else None
         ended_at = self.response.completed_at or self._now()
         self.response = msgspec.structs.replace(
             self.response,
@@ -186,7 +190,7 @@ class ResponsesWriter(ResponseWriter):
         return encode_event(kind(sequence_number=self._number(), response=self.response))
 
     def _close(self, kind: type[ResponseStateEvent]) -> bytes:
-        """The last event. One that was not sent, as its response was not kept, is told anew."""
+        """Return the last event, again if the first one was not sent because storing failed."""
         if self._end_number is None:
             self._end_number = self._number()
         return encode_event(kind(sequence_number=self._end_number, response=self.response))
@@ -196,10 +200,10 @@ class ResponsesWriter(ResponseWriter):
 
 
 def as_failed(response: ResponseReply, message: str) -> ResponseReply:
-    """A response that nothing more will come of."""
+    """Return the response as failed."""
     return msgspec.structs.replace(
         response,
         status="failed",
         completed_at=None,
-        error=FailedBecause(code=_FAILED, message=message),
+        error=ResponseError(code=_FAILED, message=message),
     )
