@@ -223,7 +223,7 @@ def _refusal(line: str) -> str:
     """Return the reason in a log line, text or JSON, of a failed startup; else an empty text."""
     try:
         if line.startswith("{"):
-            record = msgspec.json.decode(line, type=_Refusal)
+            record = msgspec.json.decode(line, type=_RefusedStart)
             return record.reason if record.event == CANNOT_START else ""
         found = _REFUSAL.search(line)
         reason = found[1] if found else ""
@@ -232,6 +232,6 @@ def _refusal(line: str) -> str:
         return ""
 
 
-class _Refusal(msgspec.Struct):
+class _RefusedStart(msgspec.Struct):
     event: str = ""
     reason: str = ""

@@ -1,6 +1,6 @@
 """The path from a request body to a response: submit, collect events, write them.
 
-A family of APIs is a folder beside this file. It has `operations()`, each a path with the struct of
+A family of APIs is a folder beside `core`. It has `operations()`, each a path with the struct of
 its body; a parser, which makes a body a `GenerationRequest`; and a `ResponseWriter`, which formats
 the response. How it shows errors is a line in `errors.py`. It uses neither bus nor connection.
 """
