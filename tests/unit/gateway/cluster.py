@@ -470,6 +470,8 @@ async def house(
         cluster.names = names
         await cluster.start()
         gate = await stack.enter_async_context(running(service, transport(), settings=chosen))
+        if gate.gone.is_set():  # refused at its start: no peers will come
+            await gate.ended()
         world = House(gate, service, cluster, transport)
         await until(lambda: len(world.peers) == len(cluster.roles))
         try:
