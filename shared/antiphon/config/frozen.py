@@ -11,7 +11,7 @@ import msgspec
 class FrozenMeta(msgspec.StructMeta):
     """Makes each subclass frozen and keyword-only; msgspec alone inherits only the first."""
 
-    def __new__(  # noqa: D102
+    def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **options: object
     ) -> FrozenMeta:
         options = {"frozen": True, "kw_only": True, **options}
