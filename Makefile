@@ -112,7 +112,7 @@ bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle ma
 	$(BIN)/python -m tests.bench.peers $(ARGS)
 
 docs: setup  ## Write the generated pages again
-	$(BIN)/python -m antiphon.config.sglang.argument_tests
+	$(BIN)/python -m tests.support.argument_tests
 	$(BIN)/python -m antiphon.config.reference
 	$(BIN)/python -m antiphon.bus.reference
 	$(BIN)/python -m antiphon.telemetry.reference

@@ -7,8 +7,8 @@ import functools
 from pathlib import Path
 
 import pytest
+from tests.support import argument_tests
 
-from antiphon.config.sglang import argument_tests
 from antiphon.config.sglang.arguments import SglangArgument, arguments, rows
 from antiphon.resolve.resolved_config import ResolvedConfig
 
@@ -32,7 +32,7 @@ WORKING = [row for row in rows() if row.status != "refused"]
 
 def test_the_table_of_tests_is_current() -> None:
     assert (ROOT / argument_tests.TABLE).read_text() == argument_tests.table(Path("tests")), (
-        "run python -m antiphon.config.sglang.argument_tests"
+        "run python -m tests.support.argument_tests"
     )
 
 

@@ -6,37 +6,24 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.config.schema import Config, Help, Tokens
+from antiphon.config.schema import Config, Tokens
 
 
 class ClusterConfig(Config):
     """Settings that all processes of a cluster share; peers with other values are rejected."""
 
-    name: Annotated[
-        Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$", max_length=64)],
-        Help(
-            "Name of the cluster and first token of every NATS subject; clusters with different "
-            "names are isolated from each other."
-        ),
-    ] = "antiphon"
-    model: Annotated[
-        str,
-        Help(
-            "Model name in the API, optionally followed by comma-separated aliases; empty: the "
-            "name of the model folder."
-        ),
-    ] = ""
-    model_digest: Annotated[
-        str,
-        Help(
-            "SHA-256 digest of the model files, verified when a worker loads them; empty: not "
-            "verified."
-        ),
-    ] = ""
-    page_tokens: Annotated[Tokens, Help("Number of tokens in one KV cache page.")] = 16
-    hash_salt: Annotated[
-        str, Help("Salt of the page hashes; changing it invalidates all cached prefixes.")
-    ] = ""
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = "antiphon"
+    """Name of the cluster and first token of every NATS subject; clusters with different names are
+    isolated from each other."""
+    model: str = ""
+    """Model name in the API, optionally followed by comma-separated aliases; empty: the name of the
+    model folder."""
+    model_digest: str = ""
+    """SHA-256 digest of the model files, verified when a worker loads them; empty: not verified."""
+    page_tokens: Tokens = 16
+    """Number of tokens in one KV cache page."""
+    hash_salt: str = ""
+    """Salt of the page hashes; changing it invalidates all cached prefixes."""
 
     def __post_init__(self) -> None:
         if self.model and not all(self.names):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect as source
+import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import inspect
 
-from antiphon.config.schema import Help, Secret
+from antiphon.config.schema import Secret
 from antiphon.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,11 +22,11 @@ if TYPE_CHECKING:
 class SettingField(msgspec.Struct, frozen=True):
     """One setting, with its names in YAML, flags and environment."""
 
+    config: type[msgspec.Struct]
     group: str
     name: str
     annotation: object
     """The type for `msgspec.convert`, with bounds."""
-    help: str
     default: str | int | float | bool | None
     kind: str
     """The type as text: integer, number, text, boolean or one of a set."""
@@ -34,18 +38,19 @@ class SettingField(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """Its path in YAML, and its name in messages."""
         return f"{self.group}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """Its command-line flag."""
         return f"--{self.group}-{self.name}".replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return f"ANTIPHON_{self.group}__{self.name}".upper()
+
+    @property
+    def help(self) -> str:
+        return _help_texts(self.config.__module__)[self.config.__name__, self.name]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -60,16 +65,28 @@ class Group(msgspec.Struct, frozen=True):
 @functools.cache
 def groups() -> tuple[Group, ...]:
     """Every group, in the order of `Settings`."""
-    return tuple(group_of(member.name, member.type) for member in msgspec.structs.fields(Settings))
+    return tuple(_group(member.name, member.type) for member in msgspec.structs.fields(Settings))
 
 
-def group_of(name: str, config: type[msgspec.Struct]) -> Group:
-    """Describe a struct of settings. A field without help is a bug and raises `StopIteration`."""
-    hints = get_type_hints(config, include_extras=True)
-    title = (config.__doc__ or "").partition("\n")[0]
-    members = msgspec.structs.fields(config)
-    rows = (_field(name, member, hints[member.name]) for member in members)
-    return Group(name=name, title=title, fields=tuple(rows))
+@functools.cache
+def _help_texts(module: str) -> Mapping[tuple[str, str], str]:
+    """The docstring below each field of a module's structs, by the names of both.
+
+    Python does not keep them, so they are read from the source as vLLM does it: only when help is
+    printed, since it takes a hundredth of a second.
+    """
+    texts: dict[tuple[str, str], str] = {}
+    for config in ast.parse(source.getsource(sys.modules[module])).body:
+        for pair in pairwise(config.body if isinstance(config, ast.ClassDef) else ()):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[config.name, name] = " ".join(text.split())
+                case _:
+                    pass
+    return texts
 
 
 @functools.cache
@@ -83,14 +100,27 @@ def value_at(settings: Settings, field: SettingField) -> str | int | float | boo
     return msgspec.to_builtins(getattr(getattr(settings, field.group), field.name))
 
 
-def _field(group: str, member: msgspec.structs.FieldInfo, annotation: object) -> SettingField:
+def _group(name: str, config: type[msgspec.Struct]) -> Group:
+    hints = get_type_hints(config, include_extras=True)
+    title = (config.__doc__ or "").partition("\n")[0]
+    members = msgspec.structs.fields(config)
+    rows = (_field(config, name, member, hints[member.name]) for member in members)
+    return Group(name=name, title=title, fields=tuple(rows))
+
+
+def _field(
+    config: type[msgspec.Struct],
+    group: str,
+    member: msgspec.structs.FieldInfo,
+    annotation: object,
+) -> SettingField:
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     shape = _unwrap(inspect.type_info(annotation))
     return SettingField(
+        config=config,
         group=group,
         name=member.name,
         annotation=annotation,
-        help=next(extra.text for extra in extras if isinstance(extra, Help)),
         default=msgspec.to_builtins(member.default),
         kind=_kind(shape.type),
         choices=_choices(shape.type),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.fields import Group, SettingField, fields, groups
+from antiphon.config.fields import SettingField, fields, groups
 from antiphon.config.sourced_value import Layer, nearest, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class TypedText(msgspec.Struct, frozen=True):
@@ -66,10 +66,17 @@ class Parser(argparse.ArgumentParser):
         """By Antiphon's flag: rejected values of SGLang's, each with its reason."""
         self.foreign: Mapping[str, str] = {}
         """Antiphon's flags by those of another server."""
+        self.described: list[tuple[argparse.Action, SettingField, Sequence[str]]] = []
+        """The settings, with their other names, whose help is read when it is printed."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`, so that each mistake is reported in one line, in one place."""
         raise ConfigError(message)
+
+    def format_help(self) -> str:
+        for action, field, also in self.described:
+            action.help = _help(field, also)
+        return super().format_help()
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
         """Read a command line without the program's name.
@@ -126,34 +133,22 @@ class _StoreText(argparse.Action):
         setattr(namespace, self.dest, TypedText(values, flag))
 
 
-def add_settings(
-    parser: argparse.ArgumentParser,
-    also: Mapping[str, Sequence[str]] = {},
-    concerns: Iterable[Group] | None = None,
-) -> None:
+def add_settings(parser: Parser, also: Mapping[str, Sequence[str]] = {}) -> None:
     """Add a flag for every field except secrets, in groups.
 
-    Args:
-        parser: Receives the flags.
-        also: Other names of a field by its path, listed in its help.
-        concerns: The groups to add; None adds all of `Settings`.
+    `also` are other names of a field by its path, listed in its help.
     """
-    for group in groups() if concerns is None else concerns:
+    for group in groups():
         section = parser.add_argument_group(group.name, group.title)
         for field in group.fields:
             if not field.secret:
-                _add(section, field, _help(field, also.get(field.path, ())))
-
-
-def _add(section: argparse._ArgumentGroup, field: SettingField, help_: str) -> None:  # pyright: ignore[reportPrivateUsage]
-    if field.kind == "boolean":
-        flags = (field.flag, f"--no-{field.flag[2:]}")
-        section.add_argument(*flags, dest=field.path, action=_StoreText, nargs=0, help=help_)
-    else:
-        metavar = _metavar(field)
-        section.add_argument(
-            field.flag, dest=field.path, action=_StoreText, metavar=metavar, help=help_
-        )
+                flags, nargs, metavar = [field.flag], None, _metavar(field)
+                if field.kind == "boolean":
+                    flags, nargs, metavar = [field.flag, f"--no-{field.flag[2:]}"], 0, None
+                action = section.add_argument(
+                    *flags, dest=field.path, action=_StoreText, nargs=nargs, metavar=metavar
+                )
+                parser.described.append((action, field, also.get(field.path, ())))
 
 
 def _metavar(field: SettingField) -> str:

@@ -1,17 +1,17 @@
-"""Settings of the gateway: HTTP, limits and deadlines."""
+"""Settings of the gateway: HTTP, limits and deadlines, stored responses and sessions."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds, Secret
-from antiphon.config.template_kwargs import read_template_kwargs
+from antiphon.config.schema import Bytes, Config, Host, Port, Requests, Seconds, Secret
 
+Replicas = Annotated[int, Meta(ge=1, le=5)]
 _ROOT_PATH = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*/?")
 
 
@@ -29,127 +29,67 @@ class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
 class GatewayConfig(Config):
     """The HTTP server: addresses, TLS, limits and defaults of requests."""
 
-    host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
-    port: Annotated[Port, Help("Port of the HTTP API; startup fails if it is in use.")] = 30000
-    root_path: Annotated[
-        str,
-        Help(
-            "Path prefix under which a proxy serves the API, such as /llm: paths are served with "
-            "and without it, and links and the OpenAPI document include it. Empty: none."
-        ),
-    ] = ""
-    ssl_certfile: Annotated[
-        str, Help("PEM file with the TLS certificate and its chain; empty: plain HTTP.")
-    ] = ""
-    ssl_keyfile: Annotated[
-        str,
-        Help(
-            "PEM file with the private key of the certificate; empty: the key is in ssl_certfile."
-        ),
-    ] = ""
-    ssl_keyfile_password: Annotated[
-        str, Help("Password of the private key file; read from the environment only."), Secret()
-    ] = ""
-    ssl_ca_certs: Annotated[
-        str,
-        Help(
-            "PEM file with the CA certificates that client certificates are verified against; "
-            "clients without a certificate are accepted unless ssl_client_required is set."
-        ),
-    ] = ""
-    ssl_client_required: Annotated[
-        bool,
-        Help("Whether clients must present a certificate signed by ssl_ca_certs (mutual TLS)."),
-    ] = False
-    body_bytes_max: Annotated[Bytes, Help("Maximum size of a request body, in bytes.")] = (
-        8 * 1024 * 1024
-    )
-    header_bytes_max: Annotated[
-        Bytes,
-        Help("Maximum size of all request headers together, and of the request path, in bytes."),
-    ] = 16 * 1024
+    host: Host = "127.0.0.1"
+    """Address of the HTTP API."""
+    port: Port = 30000
+    """Port of the HTTP API; startup fails if it is in use."""
+    root_path: str = ""
+    """Path prefix under which a proxy serves the API, such as /llm: paths are served with and
+    without it, and links and the OpenAPI document include it. Empty: none."""
+    ssl_certfile: str = ""
+    """PEM file with the TLS certificate and its chain; empty: plain HTTP."""
+    ssl_keyfile: str = ""
+    """PEM file with the private key of the certificate; empty: the key is in ssl_certfile."""
+    ssl_keyfile_password: Annotated[str, Secret()] = ""
+    """Password of the private key file; read from the environment only."""
+    ssl_ca_certs: str = ""
+    """PEM file with the CA certificates that client certificates are verified against; clients
+    without a certificate are accepted unless ssl_client_required is set."""
+    ssl_client_required: bool = False
+    """Whether clients must present a certificate signed by ssl_ca_certs (mutual TLS)."""
+    body_bytes_max: Bytes = 8 * 1024 * 1024
+    """Maximum size of a request body, in bytes."""
+    header_bytes_max: Bytes = 16 * 1024
+    """Maximum size of all request headers together, and of the request path, in bytes."""
     # All open requests are listed in one message, twice a second, at 134 bytes each.
-    requests_max: Annotated[
-        Requests, Help("Maximum number of open requests; further requests get a 503.")
-    ] = 1024
-    unread_bytes_max: Annotated[
-        Bytes,
-        Help(
-            "Maximum output buffered for a slow client, in bytes; beyond it the request is "
-            "aborted. Prompt logprobs arrive at once and may exceed it for some seconds."
-        ),
-    ] = 1024 * 1024
-    details_bytes_max: Annotated[
-        Bytes,
-        Help(
-            "Maximum size of the logprobs, token IDs and hidden states in the responses to one "
-            "body, in bytes, estimated before the request runs; larger ones get a 400."
-        ),
-    ] = 256 * 1024 * 1024
-    request_timeout_s: Annotated[Seconds, Help("Default deadline of a request, in seconds.")] = (
-        600.0
-    )
-    allow_auto_truncate: Annotated[
-        bool,
-        Help(
-            "Whether prompts longer than the context are truncated at the end, and max_new_tokens "
-            "is lowered to fit; otherwise such requests get a 400."
-        ),
-    ] = False
-    cache_report: Annotated[
-        bool, Help("Whether usage includes the number of cached prompt tokens.")
-    ] = False
-    stream_output: Annotated[
-        bool,
-        Help("Whether streams of /generate send only new output instead of all output so far."),
-    ] = False
-    stream_usage: Annotated[
-        bool,
-        Help("Whether OpenAI streams end with a usage chunk by default; requests can turn it off."),
-    ] = False
-    sampling_defaults: Annotated[
-        Literal["model", "openai"],
-        Help(
-            "Source of default sampling parameters: the model's generation config, or OpenAI's "
-            "defaults."
-        ),
-    ] = "model"
-    preferred_sampling: Annotated[
-        str,
-        Help(
-            "Sampling defaults as a JSON object with temperature, top_p, top_k, min_p, "
-            "repetition_penalty and max_new_tokens, for requests that do not set them; they "
-            "override the model's defaults."
-        ),
-    ] = "{}"
-    chat_template_kwargs: Annotated[
-        str,
-        Help(
-            "JSON object with chat template variables for every request; the chat_template_kwargs "
-            "of a request override them key by key."
-        ),
-    ] = "{}"
-    tool_call_parser: Annotated[
-        ToolParser,
-        Help(
-            "Parser of the model's tool calls; auto detects it from the chat template where the "
-            "format is unambiguous."
-        ),
-    ] = ToolParser.AUTO
-    reasoning_parser: Annotated[
-        ReasoningParser,
-        Help(
-            "Parser of the model's reasoning; auto detects it from the chat template where the "
-            "format is unambiguous, none leaves reasoning in the content."
-        ),
-    ] = ReasoningParser.AUTO
-    encode_hedge_s: Annotated[
-        Seconds, Help("Delay before the same text is sent to a second tokenizer, in seconds.")
-    ] = 0.1
-    open_list_s: Annotated[
-        Seconds,
-        Help("Interval between complete lists of open requests sent to the cluster, in seconds."),
-    ] = 0.5
+    requests_max: Requests = 1024
+    """Maximum number of open requests; further requests get a 503."""
+    unread_bytes_max: Bytes = 1024 * 1024
+    """Maximum output buffered for a slow client, in bytes; beyond it the request is aborted. Prompt
+    logprobs arrive at once and may exceed it for some seconds."""
+    details_bytes_max: Bytes = 256 * 1024 * 1024
+    """Maximum size of the logprobs, token IDs and hidden states in the responses to one body, in
+    bytes, estimated before the request runs; larger ones get a 400."""
+    request_timeout_s: Seconds = 600.0
+    """Default deadline of a request, in seconds."""
+    allow_auto_truncate: bool = False
+    """Whether prompts longer than the context are truncated at the end, and max_new_tokens is
+    lowered to fit; otherwise such requests get a 400."""
+    cache_report: bool = False
+    """Whether usage includes the number of cached prompt tokens."""
+    stream_output: bool = False
+    """Whether streams of /generate send only new output instead of all output so far."""
+    stream_usage: bool = False
+    """Whether OpenAI streams end with a usage chunk by default; requests can turn it off."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Source of default sampling parameters: the model's generation config, or OpenAI's
+    defaults."""
+    preferred_sampling: str = "{}"
+    """Sampling defaults as a JSON object with temperature, top_p, top_k, min_p, repetition_penalty
+    and max_new_tokens, for requests that do not set them; they override the model's defaults."""
+    chat_template_kwargs: str = "{}"
+    """JSON object with chat template variables for every request; the chat_template_kwargs of a
+    request override them key by key."""
+    tool_call_parser: ToolParser = ToolParser.AUTO
+    """Parser of the model's tool calls; auto detects it from the chat template where the format is
+    unambiguous."""
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO
+    """Parser of the model's reasoning; auto detects it from the chat template where the format is
+    unambiguous, none leaves reasoning in the content."""
+    encode_hedge_s: Seconds = 0.1
+    """Delay before the same text is sent to a second tokenizer, in seconds."""
+    open_list_s: Seconds = 0.5
+    """Interval between complete lists of open requests sent to the cluster, in seconds."""
 
     def __post_init__(self) -> None:
         if _ROOT_PATH.fullmatch(self.root_path) is None:
@@ -170,3 +110,84 @@ class GatewayConfig(Config):
     def scheme(self) -> str:
         """The URL scheme of the API."""
         return "https" if self.ssl_certfile else "http"
+
+
+class ResponsesConfig(Config):
+    """Stored responses of /v1/responses, kept in JetStream."""
+
+    store: bool = True
+    """Whether responses are stored, which requires JetStream. Otherwise `store: true` is
+    rejected."""
+    keep_s: Seconds = 30 * 24 * 3600.0
+    """Retention time of a stored response, in seconds."""
+    bytes_max: Bytes = 1024 * 1024 * 1024
+    """Maximum size of all stored responses in the cluster, in bytes; beyond it the oldest are
+    deleted."""
+    conversation_bytes_max: Bytes = 8 * 1024 * 1024
+    """Maximum size of a stored conversation as JSON, in bytes; longer conversations require `store:
+    false`."""
+    replicas: Replicas = 1
+    """Number of replicas of each stored response in a NATS cluster."""
+
+
+class SessionsConfig(Config):
+    """Sessions of /generate, kept in JetStream and available at every gateway."""
+
+    store: bool = True
+    """Whether sessions are stored on NATS, which requires JetStream. Otherwise each session lives
+    in the memory of the gateway that opened it and is unknown to other gateways."""
+    keep_s: Seconds = 24 * 3600.0
+    """Retention time of the contents of a session, in seconds, whether they are used or not."""
+    bytes_max: Bytes = 256 * 1024 * 1024
+    """Maximum size of all stored sessions, in bytes; beyond it the oldest contents are deleted."""
+    replicas: Replicas = 1
+    """Number of replicas of each session in a NATS cluster."""
+
+
+BYTES_MAX = 8 * 1024
+"""Maximum length of the JSON."""
+KEYS_MAX = 64
+"""Maximum number of variables."""
+DEPTH_MAX = 16
+"""Maximum nesting depth of their values."""
+_OF_REQUESTS = ("messages", "tools", "add_generation_prompt")
+"""Variables that every request sets, so that a default would never be used."""
+_KINDS = {"list": "a list", "str": "a string", "bool": "a boolean", "NoneType": "null"}
+
+
+def read_template_kwargs(text: str) -> dict[str, object]:
+    """Parse the JSON of default template arguments.
+
+    Raises:
+        ValueError: It is not a JSON object, is too large, or sets a variable of every request.
+    """
+    size = len(text.encode())
+    if size > BYTES_MAX:
+        raise ValueError(f"the JSON has {size} bytes; the limit is {BYTES_MAX} bytes")
+    try:
+        found: object = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        kind = _KINDS.get(type(found).__name__, "a number")
+        raise ValueError(f"expected a JSON object, such as {{}}, got {kind}")  # noqa: TRY004
+    kwargs = cast("dict[str, object]", found)
+    if len(kwargs) > KEYS_MAX:
+        raise ValueError(f"the object has {len(kwargs)} keys; the limit is {KEYS_MAX} keys")
+    for name in _OF_REQUESTS:
+        if name in kwargs:
+            raise ValueError(f"{name!r} comes from each request and cannot have a default")
+    for name, value in kwargs.items():
+        if not _is_shallow(value, DEPTH_MAX):
+            raise ValueError(f"{name!r} is nested deeper than {DEPTH_MAX} levels")
+    return kwargs
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    if isinstance(value, dict):
+        inner = list(cast("dict[str, object]", value).values())
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    else:
+        return True
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner)

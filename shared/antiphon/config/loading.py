@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
 
 import msgspec
 
-from antiphon.config.schema import Config, Help
+from antiphon.config.schema import Config
 
 
 class LoadFormat(StrEnum):
@@ -23,49 +22,25 @@ class LoadFormat(StrEnum):
 class LoadConfig(Config):
     """Download, verification and loading of the weights."""
 
-    format: Annotated[
-        LoadFormat,
-        Help(
-            "Format of the weights: safetensors, PyTorch (.bin, .pt) or GGUF; auto takes the "
-            "first one found, in this order. dummy reads no files and generates reproducible "
-            "random weights."
-        ),
-    ] = LoadFormat.AUTO
-    revision: Annotated[
-        str, Help("Branch, tag or commit of a Hugging Face model; empty: main.")
-    ] = ""
-    download_folder: Annotated[
-        str,
-        Help(
-            "Folder for downloaded models; empty: the Hugging Face cache (see HF_HOME) for models "
-            "of the hub, ~/.cache/antiphon for models with a short name."
-        ),
-    ] = ""
-    offline: Annotated[
-        bool,
-        Help(
-            "Whether only cached models are used and nothing is downloaded; HF_HUB_OFFLINE=1 has "
-            "the same effect for models of the hub."
-        ),
-    ] = False
-    config_overrides: Annotated[
-        str, Help("JSON object whose fields replace those of the model's config.json.")
-    ] = "{}"
-    checksum: Annotated[
-        str,
-        Help(
-            "Source of the checksums that model files are verified against: a JSON file of "
-            "SHA-256 sums, a Hugging Face model ID, or `hub` for the model of model.path; empty: "
-            "no verification."
-        ),
-    ] = ""
-    mmap: Annotated[
-        bool,
-        Help(
-            "Whether weight files are memory-mapped; without it they are copied, for file systems "
-            "where mmap is slow."
-        ),
-    ] = True
+    format: LoadFormat = LoadFormat.AUTO
+    """Format of the weights: safetensors, PyTorch (.bin, .pt) or GGUF; auto takes the first one
+    found, in this order. dummy reads no files and generates reproducible random weights."""
+    revision: str = ""
+    """Branch, tag or commit of a Hugging Face model; empty: main."""
+    download_folder: str = ""
+    """Folder for downloaded models; empty: the Hugging Face cache (see HF_HOME) for models of the
+    hub, ~/.cache/antiphon for models with a short name."""
+    offline: bool = False
+    """Whether only cached models are used and nothing is downloaded; HF_HUB_OFFLINE=1 has the same
+    effect for models of the hub."""
+    config_overrides: str = "{}"
+    """JSON object whose fields replace those of the model's config.json."""
+    checksum: str = ""
+    """Source of the checksums that model files are verified against: a JSON file of SHA-256 sums, a
+    Hugging Face model ID, or `hub` for the model of model.path; empty: no verification."""
+    mmap: bool = True
+    """Whether weight files are memory-mapped; without it they are copied, for file systems where
+    mmap is slow."""
 
     def __post_init__(self) -> None:
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from itertools import pairwise
-from typing import Annotated, cast
+from typing import cast
 
 import msgspec
 
-from antiphon.config.schema import Config, Help
+from antiphon.config.schema import Config
 
 BUCKETS_MAX = 100
 LABELS_MAX = 16
@@ -27,56 +27,31 @@ _TAKEN = frozenset(
 class MetricsConfig(Config):
     """Buckets and labels of metrics. Lists are separated by commas or spaces."""
 
-    time_to_first_token_buckets: Annotated[
-        str,
-        Help(
-            "Buckets of `time_to_first_token_seconds`: ascending upper bounds in seconds; empty: "
-            "built-in buckets."
-        ),
-    ] = ""
-    inter_token_latency_buckets: Annotated[
-        str,
-        Help(
-            "Buckets of `inter_token_latency_seconds`: ascending upper bounds in seconds; empty: "
-            "built-in buckets."
-        ),
-    ] = ""
-    e2e_request_latency_buckets: Annotated[
-        str,
-        Help(
-            "Buckets of `e2e_request_latency_seconds`: ascending upper bounds in seconds; empty: "
-            "built-in buckets."
-        ),
-    ] = ""
-    tokens_histogram: Annotated[
-        bool, Help("Whether histograms of prompt and generation tokens per request are collected.")
-    ] = False
-    prompt_tokens_buckets: Annotated[
-        str,
-        Help(
-            "Buckets of `prompt_tokens_histogram`: `default`, `tse MIDDLE BASE COUNT` (two-sided "
-            "exponential) or `custom BOUND ...`, in tokens."
-        ),
-    ] = "default"
-    generation_tokens_buckets: Annotated[
-        str,
-        Help(
-            "Buckets of `generation_tokens_histogram`, in the same format as "
-            "metrics.prompt_tokens_buckets."
-        ),
-    ] = "default"
-    custom_labels_header: Annotated[
-        str, Help("HTTP header with the custom labels of a request, as a JSON object.")
-    ] = "x-custom-labels"
-    custom_labels: Annotated[
-        str, Help("Names of the custom labels that requests may set; empty: none.")
-    ] = ""
-    extra_labels: Annotated[
-        str, Help("JSON object of labels and values added to every metric of the model.")
-    ] = ""
-    by_worker: Annotated[
-        bool, Help("Whether metrics are reported per worker instead of summed over all workers.")
-    ] = False
+    time_to_first_token_buckets: str = ""
+    """Buckets of `time_to_first_token_seconds`: ascending upper bounds in seconds; empty: built-in
+    buckets."""
+    inter_token_latency_buckets: str = ""
+    """Buckets of `inter_token_latency_seconds`: ascending upper bounds in seconds; empty: built-in
+    buckets."""
+    e2e_request_latency_buckets: str = ""
+    """Buckets of `e2e_request_latency_seconds`: ascending upper bounds in seconds; empty: built-in
+    buckets."""
+    tokens_histogram: bool = False
+    """Whether histograms of prompt and generation tokens per request are collected."""
+    prompt_tokens_buckets: str = "default"
+    """Buckets of `prompt_tokens_histogram`: `default`, `tse MIDDLE BASE COUNT` (two-sided
+    exponential) or `custom BOUND ...`, in tokens."""
+    generation_tokens_buckets: str = "default"
+    """Buckets of `generation_tokens_histogram`, in the same format as
+    metrics.prompt_tokens_buckets."""
+    custom_labels_header: str = "x-custom-labels"
+    """HTTP header with the custom labels of a request, as a JSON object."""
+    custom_labels: str = ""
+    """Names of the custom labels that requests may set; empty: none."""
+    extra_labels: str = ""
+    """JSON object of labels and values added to every metric of the model."""
+    by_worker: bool = False
+    """Whether metrics are reported per worker instead of summed over all workers."""
 
     def __post_init__(self) -> None:
         for field in (

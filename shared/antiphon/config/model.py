@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.config.completion_template import check_name
 from antiphon.config.quantization import QuantizationMethod
-from antiphon.config.schema import Bytes, Config, Cores, Help, Seed, Threads, Tokens
+from antiphon.config.schema import Bytes, Config, Cores, Seed, Threads, Tokens
 
 
 class Dtype(StrEnum):
@@ -55,117 +55,57 @@ class LinearFormat(StrEnum):
 class ModelConfig(Config):
     """The model, its number formats and the resources it may use."""
 
-    path: Annotated[
-        str,
-        Help(
-            "Path or name of the model: a folder with config.json and weights, a GGUF file, a "
-            "short name (`antiphon models`), or a Hugging Face model ID (owner/name); `embedded` "
-            "is the model in the package."
-        ),
-    ] = "embedded"
-    tokenizer_path: Annotated[
-        str,
-        Help("Folder or Hugging Face model ID with tokenizer.json; empty: the model's tokenizer."),
-    ] = ""
-    chat_template: Annotated[
-        str, Help("File with a Jinja chat template; empty: the tokenizer's chat template.")
-    ] = ""
-    chat_template_name: Annotated[
-        str,
-        Help(
-            "Name of the chat template for all conversations, if the tokenizer has several; "
-            "empty: tool_use for requests with tools if it exists, else default."
-        ),
-    ] = ""
-    completion_template: Annotated[
-        str,
-        Help(
-            "Format of fill-in-the-middle prompts: deepseek_coder, star_coder, qwen_coder, or a "
-            "JSON file; empty: the format whose special tokens the tokenizer has."
-        ),
-    ] = ""
-    context_tokens: Annotated[
-        Tokens | None,
-        Help(
-            "Maximum length of prompt and output together, in tokens; unset: from the model's "
-            "config."
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype, Help("Data type of weights and activations; auto takes the checkpoint's.")
-    ] = Dtype.AUTO
-    linear: Annotated[
-        LinearFormat,
-        Help(
-            "Storage format of the linear layers: as loaded, multiplied by torch (plain), packed "
-            "for the CPU kernels (packed), or rounded to 8 bits while loading (int8); "
-            "int8_dynamic also rounds activations. auto packs if the CPU kernels are built."
-        ),
-    ] = LinearFormat.AUTO
-    quantization: Annotated[
-        QuantizationMethod | None,
-        Help(
-            "Quantization method of the checkpoint, which must match its config; for unquantized "
-            "checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the "
-            "checkpoint."
-        ),
-    ] = None
-    implementation: Annotated[
-        Literal["auto", "antiphon", "transformers"],
-        Help(
-            "Implementation of the model: antiphon's own layers, or the modules of transformers "
-            "with antiphon's KV cache; auto prefers antiphon's for every supported family."
-        ),
-    ] = "auto"
-    embedding: Annotated[
-        bool,
-        Help(
-            "Whether a generative model serves embeddings instead of text; models that only embed "
-            "or score do not need it."
-        ),
-    ] = False
-    deterministic: Annotated[
-        bool,
-        Help(
-            "Enable deterministic inference: results do not depend on batch composition, chunked "
-            "prefill or the prefix cache. The worker does not start if an operation cannot "
-            "guarantee it, or beside a worker of the model with another instruction set or other "
-            "kernels."
-        ),
-    ] = False
-    device: Annotated[Literal["auto", "cpu"], Help("Device that runs the model.")] = "auto"
-    threads: Annotated[
-        Threads | None,
-        Help(
-            "Number of compute threads of one worker; unset: all cores or all but one, with the "
-            "reason in the plan printed at start."
-        ),
-    ] = None
-    cores: Annotated[
-        Cores | None,
-        Help(
-            "Maximum number of cores a worker computes on; unset: all. With several workers, "
-            "serve gives each an even share of the machine."
-        ),
-    ] = None
-    memory_bytes: Annotated[
-        Bytes | None,
-        Help(
-            "Maximum memory of a worker for weights, activations and cache, in bytes; unset: the "
-            "free memory. With several workers, serve gives each an even share of the machine."
-        ),
-    ] = None
-    weight_version: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=256)],
-        Help("Version label of the weights, as the API reports it."),
-    ] = "default"
-    random_seed: Annotated[
-        Seed,
-        Help(
-            "Seed of the generator that draws seeds for requests without one; with deterministic "
-            "inference, the seed of each such request. -1 draws from the system."
-        ),
-    ] = -1
+    path: str = "embedded"
+    """Path or name of the model: a folder with config.json and weights, a GGUF file, a short name
+    (`antiphon models`), or a Hugging Face model ID (owner/name); `embedded` is the model in the
+    package."""
+    tokenizer_path: str = ""
+    """Folder or Hugging Face model ID with tokenizer.json; empty: the model's tokenizer."""
+    chat_template: str = ""
+    """File with a Jinja chat template; empty: the tokenizer's chat template."""
+    chat_template_name: str = ""
+    """Name of the chat template for all conversations, if the tokenizer has several; empty:
+    tool_use for requests with tools if it exists, else default."""
+    completion_template: str = ""
+    """Format of fill-in-the-middle prompts: deepseek_coder, star_coder, qwen_coder, or a JSON file;
+    empty: the format whose special tokens the tokenizer has."""
+    context_tokens: Tokens | None = None
+    """Maximum length of prompt and output together, in tokens; unset: from the model's config."""
+    dtype: Dtype = Dtype.AUTO
+    """Data type of weights and activations; auto takes the checkpoint's."""
+    linear: LinearFormat = LinearFormat.AUTO
+    """Storage format of the linear layers: as loaded, multiplied by torch (plain), packed for the
+    CPU kernels (packed), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
+    activations. auto packs if the CPU kernels are built."""
+    quantization: QuantizationMethod | None = None
+    """Quantization method of the checkpoint, which must match its config; for unquantized
+    checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the checkpoint."""
+    implementation: Literal["auto", "antiphon", "transformers"] = "auto"
+    """Implementation of the model: antiphon's own layers, or the modules of transformers with
+    antiphon's KV cache; auto prefers antiphon's for every supported family."""
+    embedding: bool = False
+    """Whether a generative model serves embeddings instead of text; models that only embed or score
+    do not need it."""
+    deterministic: bool = False
+    """Enable deterministic inference: results do not depend on batch composition, chunked prefill
+    or the prefix cache. The worker does not start if an operation cannot guarantee it, or beside a
+    worker of the model with another instruction set or other kernels."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Device that runs the model."""
+    threads: Threads | None = None
+    """Number of compute threads of one worker; unset: all cores or all but one, with the reason in
+    the plan printed at start."""
+    cores: Cores | None = None
+    """Maximum number of cores a worker computes on; unset: all. With several workers, serve gives
+    each an even share of the machine."""
+    memory_bytes: Bytes | None = None
+    """Maximum memory of a worker for weights, activations and cache, in bytes; unset: the free
+    memory. With several workers, serve gives each an even share of the machine."""
+    weight_version: Annotated[str, Meta(min_length=1, max_length=256)] = "default"
+    """Version label of the weights, as the API reports it."""
+    random_seed: Seed = -1
+    """Seed of the generator that draws seeds for requests without one; with deterministic
+    inference, the seed of each such request. -1 draws from the system."""
 
     def __post_init__(self) -> None:
         check_name(self.completion_template)

@@ -7,39 +7,28 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.config.schema import Bytes, Config, Help, Host, Port, Ratio, Requests, Seconds, Secret
+from antiphon.config.schema import Bytes, Config, Host, Port, Ratio, Requests, Seconds, Secret
 
 
 class BusConfig(Config):
     """The connection to NATS."""
 
-    url: Annotated[
-        str,
-        Help(
-            "URLs of the NATS servers (`nats://host:port`), comma-separated; empty: serve starts "
-            "a server of its own."
-        ),
-    ] = ""
-    user: Annotated[str, Help("User name for NATS; empty: no authentication.")] = ""
-    password: Annotated[
-        str, Help("Password for NATS; read from the environment only."), Secret()
-    ] = ""
-    ping_interval_s: Annotated[
-        Seconds, Help("Interval between pings of the NATS connection, in seconds.")
-    ] = 2.0
-    connect_timeout_s: Annotated[
-        Seconds, Help("Timeout of one connection attempt, in seconds.")
-    ] = 2.0
-    reconnect_wait_s: Annotated[
-        Seconds, Help("Mean delay between reconnection attempts, in seconds; jitter is added.")
-    ] = 0.2
-    payload_bytes_max: Annotated[
-        Bytes,
-        Help(
-            "Maximum message size on NATS, in bytes; a prompt that does not fit into one message "
-            "gets a 413."
-        ),
-    ] = 1024 * 1024
+    url: str = ""
+    """URLs of the NATS servers (`nats://host:port`), comma-separated; empty: serve starts a server
+    of its own."""
+    user: str = ""
+    """User name for NATS; empty: no authentication."""
+    password: Annotated[str, Secret()] = ""
+    """Password for NATS; read from the environment only."""
+    ping_interval_s: Seconds = 2.0
+    """Interval between pings of the NATS connection, in seconds."""
+    connect_timeout_s: Seconds = 2.0
+    """Timeout of one connection attempt, in seconds."""
+    reconnect_wait_s: Seconds = 0.2
+    """Mean delay between reconnection attempts, in seconds; jitter is added."""
+    payload_bytes_max: Bytes = 1024 * 1024
+    """Maximum message size on NATS, in bytes; a prompt that does not fit into one message gets a
+    413."""
 
     def __post_init__(self) -> None:
         # The address is written to files and logs; the password must not be.
@@ -54,23 +43,23 @@ class BusConfig(Config):
 class HealthConfig(Config):
     """The endpoint for `/healthz`, `/readyz` and `/metrics` of each process."""
 
-    host: Annotated[Host, Help("Address of the health and metrics endpoint.")] = "127.0.0.1"
-    port: Annotated[
-        Port, Help("Port of the health and metrics endpoint; 0 takes a free one and announces it.")
-    ] = 0
+    host: Host = "127.0.0.1"
+    """Address of the health and metrics endpoint."""
+    port: Port = 0
+    """Port of the health and metrics endpoint; 0 takes a free one and announces it."""
 
 
 class ServiceConfig(Config):
     """The run loop of every service."""
 
-    heartbeat_s: Annotated[Seconds, Help("Interval between heartbeats, in seconds.")] = 0.5
-    drain_timeout_s: Annotated[
-        Seconds, Help("Maximum time a stopping process waits for accepted requests, in seconds.")
-    ] = 20.0
-    slots: Annotated[Requests, Help("Maximum number of calls handled concurrently.")] = 64
-    backlog: Annotated[
-        Requests, Help("Maximum number of queued calls; further calls are rejected.")
-    ] = 1024
+    heartbeat_s: Seconds = 0.5
+    """Interval between heartbeats, in seconds."""
+    drain_timeout_s: Seconds = 20.0
+    """Maximum time a stopping process waits for accepted requests, in seconds."""
+    slots: Requests = 64
+    """Maximum number of calls handled concurrently."""
+    backlog: Requests = 1024
+    """Maximum number of queued calls; further calls are rejected."""
 
 
 class LogFormat(StrEnum):
@@ -98,19 +87,14 @@ OtlpEndpoint = Annotated[
 class TelemetryConfig(Config):
     """Logs and traces."""
 
-    log_level: Annotated[LogLevel, Help("Minimum severity of log messages.")] = LogLevel.INFO
-    log_format: Annotated[
-        LogFormat, Help("Format of log lines: text, or one JSON object per line.")
-    ] = LogFormat.TEXT
-    traces: Annotated[bool, Help("Whether spans are sent to the OTLP collector.")] = False
-    otlp_endpoint: Annotated[
-        OtlpEndpoint,
-        Help(
-            "Endpoint of the OTLP trace collector: gRPC as `host:4317` or `grpc(s)://host:port`, "
-            "HTTP as `http(s)://host:4318`."
-        ),
-    ] = "localhost:4317"
-    trace_ratio: Annotated[
-        Ratio,
-        Help("Ratio of traced requests, among requests without a trace context of their own."),
-    ] = 1.0
+    log_level: LogLevel = LogLevel.INFO
+    """Minimum severity of log messages."""
+    log_format: LogFormat = LogFormat.TEXT
+    """Format of log lines: text, or one JSON object per line."""
+    traces: bool = False
+    """Whether spans are sent to the OTLP collector."""
+    otlp_endpoint: OtlpEndpoint = "localhost:4317"
+    """Endpoint of the OTLP trace collector: gRPC as `host:4317` or `grpc(s)://host:port`, HTTP as
+    `http(s)://host:4318`."""
+    trace_ratio: Ratio = 1.0
+    """Ratio of traced requests, among requests without a trace context of their own."""

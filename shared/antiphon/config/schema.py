@@ -1,23 +1,29 @@
-"""The base class of config structs, and the units of their fields."""
+"""The base classes of config structs and messages, and the units of settings."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, dataclass_transform
 
 import msgspec
 from msgspec import Meta
 
-from antiphon.config.frozen import FrozenMeta
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class FrozenMeta(msgspec.StructMeta):
+    """Makes each subclass frozen and keyword-only; msgspec alone inherits only the first."""
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **options: object
+    ) -> FrozenMeta:
+        options = {"frozen": True, "kw_only": True, **options}
+        return super().__new__(cls, name, bases, namespace, **options)  # pyright: ignore[reportArgumentType]  # passed through
 
 
 class Config(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
-    """A group of settings. Build it with `msgspec.convert`: the constructor checks no bounds."""
+    """A group of settings. Build it with `msgspec.convert`: the constructor checks no bounds.
 
-
-class Help(msgspec.Struct, frozen=True):
-    """The help text of a field, for `--help` and the reference page."""
-
-    text: str
+    The docstring below a field is its help text.
+    """
 
 
 class Secret(msgspec.Struct, frozen=True):

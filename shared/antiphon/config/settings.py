@@ -1,26 +1,155 @@
-"""All settings of a process, one struct per group."""
+"""All settings of a process, one struct per group; those of small groups are here."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
-from antiphon.config.detokenizer import DetokenizerConfig
-from antiphon.config.encoder import EncoderConfig
-from antiphon.config.gateway import GatewayConfig
+from antiphon.config.gateway import GatewayConfig, ResponsesConfig, SessionsConfig
 from antiphon.config.grammar import GrammarConfig
-from antiphon.config.kv_storage import KvStorageConfig
 from antiphon.config.loading import LoadConfig
 from antiphon.config.metrics import MetricsConfig
 from antiphon.config.model import ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
 from antiphon.config.request_log import RequestLogConfig
-from antiphon.config.responses import ResponsesConfig
-from antiphon.config.scheduler import SchedulerConfig
-from antiphon.config.schema import Config
-from antiphon.config.sessions import SessionsConfig
-from antiphon.config.supervisor import SupervisorConfig
-from antiphon.config.tokenizer import TokenizerConfig
+from antiphon.config.schema import (
+    Beats,
+    Bytes,
+    Config,
+    Host,
+    Pixels,
+    Port,
+    Processes,
+    Requests,
+    Seconds,
+    Threads,
+)
 from antiphon.config.worker import BatchingConfig, CacheConfig, QueueConfig
+
+Blocks = Annotated[int, Meta(ge=1, extra={"unit": "blocks of 64 tokens"})]
+Weight = Annotated[float, Meta(ge=0)]
+
+
+class SupervisorConfig(Config):
+    """Processes started and monitored by `antiphon serve`."""
+
+    workers: Processes = 1
+    """Number of model workers, each with the whole model. They share cores, free memory,
+    cache.bytes_max and batching.running_max evenly; other settings apply to each worker."""
+    tokenizers: Processes = 1
+    """Number of tokenizers. Together they use no more threads than there are cores."""
+    detokenizers: Processes = 1
+    """Number of detokenizers."""
+    start_timeout_s: Seconds = 60.0
+    """Maximum time until all services are ready, in seconds."""
+    stop_timeout_s: Seconds = 25.0
+    """Maximum time for a process to exit, in seconds."""
+    hang_timeout_s: Seconds = 60.0
+    """Maximum time without a response on its health port, in seconds, before a process is
+    restarted."""
+    nats_port: Port | None = None
+    """Port of the NATS server started by serve; it must be free, and 0 takes any. Unset: 4222 if
+    free, else any."""
+    run_path: str = ""
+    """Folder for the merged settings and the logs; empty: a temporary folder."""
+    metrics_port_base: Port = 30100
+    """First port for health and metrics of the processes; each process takes the next free one. 0
+    takes any."""
+
+
+class TokenizerConfig(Config):
+    """Tokenization."""
+
+    threads: Threads = 1
+    """Number of encoding threads besides the event loop, and of processes for long texts."""
+    batch_max: Requests = 32
+    """Maximum number of texts encoded in one batch."""
+    text_bytes_max: Bytes = 8 * 1024 * 1024
+    """Maximum size of a rendered prompt, in bytes."""
+
+
+class SchedulerConfig(Config):
+    """Queueing and routing of requests, and liveness of workers."""
+
+    queue_max: Requests = 1024
+    """Maximum number of waiting requests, including those assigned to a worker ahead of time;
+    further requests get a 503."""
+    look_ahead: Requests = 2
+    """Number of requests assigned to a worker beyond its running ones, to keep it busy."""
+    suspect_beats: Beats = 3
+    """Number of missed heartbeats after which a worker gets no new requests."""
+    dead_beats: Beats = 5
+    """Number of missed heartbeats after which a process is considered dead."""
+    owner_silence_s: Seconds = 15.0
+    """Maximum time without a heartbeat from a gateway, in seconds; after it the gateway's requests
+    are aborted everywhere."""
+    prefill_weight: Weight = 1.0
+    """Weight of the prompt blocks that a worker would have to compute, when routing; 0 routes by
+    load alone."""
+    request_blocks: Weight = 4.0
+    """Load weight: cost of one running request, in 64-token prompt blocks, when routing."""
+    blocks_max: Blocks = 500_000
+    """Maximum number of cached blocks tracked by the scheduler, over all workers; beyond it the
+    least recently used ones are evicted."""
+    tombstone_s: Seconds = 10.0
+    """Time after its deadline for which the ID of an aborted request is still rejected, in
+    seconds."""
+
+
+class DetokenizerConfig(Config):
+    """Detokenization."""
+
+    requests_max: Requests = 8192
+    """Maximum number of concurrent requests."""
+
+
+class EncoderConfig(Config):
+    """Image embeddings."""
+
+    model_path: str = ""
+    """Folder of a CLIP or SigLIP vision model; empty: every call is rejected as `unsupported`."""
+    cache_bytes_max: Bytes = 256 * 1024**2
+    """Maximum size of the embedding cache, in bytes; entries are keyed by content hash."""
+    image_bytes_max: Bytes = 32 * 1024**2
+    """Maximum size of an encoded image, in bytes."""
+    pixels_max: Pixels = 64 * 1000 * 1000
+    """Maximum size of an image before it is scaled down, in pixels."""
+    claims_bytes_max: Bytes = 1024**3
+    """Maximum size of all results waiting to be fetched, in bytes."""
+    claim_s: Seconds = 60.0
+    """Time for which a result can be fetched, in seconds."""
+    host: Host = "127.0.0.1"
+    """Address of the port that results are fetched from."""
+    advertise_host: str = ""
+    """Host name announced to clients that fetch results; empty: `host`, or this machine's name if
+    it is 0.0.0.0."""
+    port: Port = 0
+    """Port that results are fetched from; 0 takes any free port."""
+
+
+class KvStorageConfig(Config):
+    """Storage of KV pages outside the workers."""
+
+    ram_bytes_max: Bytes = 1024**3
+    """Maximum size of pages in memory, in bytes."""
+    disk_path: str = ""
+    """Folder for pages evicted from memory; empty: none."""
+    disk_bytes_max: Bytes = 8 * 1024**3
+    """Maximum size of pages on disk, in bytes."""
+    page_bytes_max: Bytes = 64 * 1024**2
+    """Maximum size of a stored page, in bytes."""
+    lease_s_max: Seconds = 60.0
+    """Maximum duration of a lease, in seconds."""
+    host: Host = "127.0.0.1"
+    """Address of the port that pages are fetched from."""
+    advertise_host: str = ""
+    """Host name announced to clients that fetch pages; empty: `host`, or this machine's name if it
+    is 0.0.0.0."""
+    port: Port = 0
+    """Port that pages are fetched from; 0 takes any free port."""
 
 
 class Settings(Config):

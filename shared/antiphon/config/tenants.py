@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.frozen import FrozenMeta
+from antiphon.config.schema import FrozenMeta
 
 BYTES_MAX = 1024 * 1024
 

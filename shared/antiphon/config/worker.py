@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.config.model import CacheDtype
-from antiphon.config.schema import Bytes, Config, Help, Ratio, Requests, Seconds, Tokens
+from antiphon.config.schema import Bytes, Config, Ratio, Requests, Seconds, Tokens
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
 Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
@@ -48,82 +48,44 @@ class Eviction(StrEnum):
 class BatchingConfig(Config):
     """Limits of a worker's batches, and watchdogs of its steps."""
 
-    tokens_max: Annotated[Tokens, Help("Maximum number of tokens in one forward pass.")] = 2048
-    running_max: Annotated[Requests, Help("Maximum number of running requests.")] = 64
-    chunk_tokens: Annotated[
-        ChunkTokens | None,
-        Help(
-            "Maximum length of a prefill chunk, in tokens; -1 disables chunked prefill. Unset: "
-            "chosen for the device."
-        ),
-    ] = None
-    fill_tokens: Annotated[
-        Tokens | None,
-        Help(
-            "Maximum number of prefill tokens in one forward pass, not counting decode tokens; a "
-            "chunk of the first request may be longer. Unset: chosen for the device."
-        ),
-    ] = None
-    prefill_max: Annotated[
-        Requests | None,
-        Help("Maximum number of prefilling requests in one forward pass; unset: no limit."),
-    ] = None
-    mixed: Annotated[
-        bool,
-        Help(
-            "Whether prefill chunks are mixed into decode batches (mixed chunked prefill) instead "
-            "of alternating with them."
-        ),
-    ] = True
-    conservativeness: Annotated[
-        Conservativeness,
-        Help(
-            "Conservativeness of admission: factor on the usual share of the KV cache reserved "
-            "for the output of running requests."
-        ),
-    ] = 1.0
-    stream_interval: Annotated[
-        Tokens, Help("Number of output tokens sent together when streaming.")
-    ] = 1
-    hidden_states: Annotated[bool, Help("Whether requests may return hidden states.")] = False
-    running_timeout_s: Annotated[
-        Seconds | None,
-        Help(
-            "Maximum running time of a request, in seconds; after it the request ends with an "
-            "error."
-        ),
-    ] = None
-    stall_s: Annotated[
-        Seconds,
-        Help(
-            "Time without a completed step, in seconds, after which a worker with unfinished "
-            "requests is reported as stalled."
-        ),
-    ] = 30.0
-    stall_limit_s: Annotated[
-        Seconds,
-        Help(
-            "Maximum duration of a step, in seconds; a worker whose step takes longer exits and "
-            "is restarted."
-        ),
-    ] = 300.0
-    overlap: Annotated[
-        bool,
-        Help(
-            "Whether the next step is launched while the previous one is processed, on devices "
-            "that compute asynchronously."
-        ),
-    ] = True
-    decode_log_interval: Annotated[
-        Steps, Help("Interval between log lines of decode batches, in steps.")
-    ] = 40
-    dump_folder: Annotated[
-        str,
-        Help(
-            "Folder for the last step plans, written after a crash, after a hang or on command; "
-            "empty: none."
-        ),
-    ] = ""
+    tokens_max: Tokens = 2048
+    """Maximum number of tokens in one forward pass."""
+    running_max: Requests = 64
+    """Maximum number of running requests."""
+    chunk_tokens: ChunkTokens | None = None
+    """Maximum length of a prefill chunk, in tokens; -1 disables chunked prefill. Unset: chosen for
+    the device."""
+    fill_tokens: Tokens | None = None
+    """Maximum number of prefill tokens in one forward pass, not counting decode tokens; a chunk of
+    the first request may be longer. Unset: chosen for the device."""
+    prefill_max: Requests | None = None
+    """Maximum number of prefilling requests in one forward pass; unset: no limit."""
+    mixed: bool = True
+    """Whether prefill chunks are mixed into decode batches (mixed chunked prefill) instead of
+    alternating with them."""
+    conservativeness: Conservativeness = 1.0
+    """Conservativeness of admission: factor on the usual share of the KV cache reserved for the
+    output of running requests."""
+    stream_interval: Tokens = 1
+    """Number of output tokens sent together when streaming."""
+    hidden_states: bool = False
+    """Whether requests may return hidden states."""
+    running_timeout_s: Seconds | None = None
+    """Maximum running time of a request, in seconds; after it the request ends with an error."""
+    stall_s: Seconds = 30.0
+    """Time without a completed step, in seconds, after which a worker with unfinished requests is
+    reported as stalled."""
+    stall_limit_s: Seconds = 300.0
+    """Maximum duration of a step, in seconds; a worker whose step takes longer exits and is
+    restarted."""
+    overlap: bool = True
+    """Whether the next step is launched while the previous one is processed, on devices that
+    compute asynchronously."""
+    decode_log_interval: Steps = 40
+    """Interval between log lines of decode batches, in steps."""
+    dump_folder: str = ""
+    """Folder for the last step plans, written after a crash, after a hang or on command; empty:
+    none."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens == 0:
@@ -139,61 +101,33 @@ class BatchingConfig(Config):
 class QueueConfig(Config):
     """Order and limits of waiting requests, in the scheduler's queue and at the workers."""
 
-    policy: Annotated[
-        Policy,
-        Help(
-            "Order of waiting requests of equal priority, in the scheduler's queue and at a "
-            "worker. In the scheduler, `lpm` and `dfs-weight` use the 64-token blocks known to be "
-            "cached at workers; with more than 128 waiting requests both fall back to `fcfs`."
-        ),
-    ] = Policy.FCFS
-    waiting_max: Annotated[
-        Requests,
-        Help(
-            "Maximum number of choices waiting at a worker in addition to the running ones; "
-            "further ones get a 503."
-        ),
-    ] = 256
-    timeout_s: Annotated[
-        Seconds | None,
-        Help(
-            "Maximum time from submission to the start of a request, in seconds, wherever it "
-            "waits; after it the request gets a 503."
-        ),
-    ] = None
-    hand_back_s: Annotated[
-        Seconds | None,
-        Help(
-            "Time without a start, in seconds, after which a waiting request is requeued if "
-            "another worker has capacity."
-        ),
-    ] = 1.0
-    max_overtake_s: Annotated[
-        Seconds,
-        Help(
-            "Maximum time for which later requests may overtake a request, in seconds, over all "
-            "its waits. After it the request is next at its worker; in the scheduler's queue it "
-            "takes turns with the requests ahead of it."
-        ),
-    ] = 10.0
-    priority: Annotated[
-        bool, Help("Enable priority scheduling, in the scheduler's queue and at the workers.")
-    ] = False
-    low_first: Annotated[bool, Help("Whether lower priority values are scheduled first.")] = False
-    preempt_threshold: Annotated[
-        Threshold,
-        Help(
-            "Minimum priority difference for preemption, exclusive: a request preempts running "
-            "ones whose priority is lower by more than this, and may be assigned to a full worker "
-            "that has such requests."
-        ),
-    ] = 10
-    refuse_priority: Annotated[
-        bool,
-        Help(
-            "Whether requests with a priority are rejected while priority scheduling is disabled."
-        ),
-    ] = False
+    policy: Policy = Policy.FCFS
+    """Order of waiting requests of equal priority, in the scheduler's queue and at a worker. In the
+    scheduler, `lpm` and `dfs-weight` use the 64-token blocks known to be cached at workers; with
+    more than 128 waiting requests both fall back to `fcfs`."""
+    waiting_max: Requests = 256
+    """Maximum number of choices waiting at a worker in addition to the running ones; further ones
+    get a 503."""
+    timeout_s: Seconds | None = None
+    """Maximum time from submission to the start of a request, in seconds, wherever it waits; after
+    it the request gets a 503."""
+    hand_back_s: Seconds | None = 1.0
+    """Time without a start, in seconds, after which a waiting request is requeued if another worker
+    has capacity."""
+    max_overtake_s: Seconds = 10.0
+    """Maximum time for which later requests may overtake a request, in seconds, over all its waits.
+    After it the request is next at its worker; in the scheduler's queue it takes turns with the
+    requests ahead of it."""
+    priority: bool = False
+    """Enable priority scheduling, in the scheduler's queue and at the workers."""
+    low_first: bool = False
+    """Whether lower priority values are scheduled first."""
+    preempt_threshold: Threshold = 10
+    """Minimum priority difference for preemption, exclusive: a request preempts running ones whose
+    priority is lower by more than this, and may be assigned to a full worker that has such
+    requests."""
+    refuse_priority: bool = False
+    """Whether requests with a priority are rejected while priority scheduling is disabled."""
 
     @property
     def by_priority(self) -> bool:
@@ -204,72 +138,37 @@ class QueueConfig(Config):
 class CacheConfig(Config):
     """KV cache, prefix cache and, for models that have them, recurrent states."""
 
-    prefix: Annotated[
-        bool, Help("Enable the prefix cache, which reuses the KV cache of shared prefixes.")
-    ] = True
-    dtype: Annotated[
-        CacheDtype,
-        Help(
-            "Data type of the KV cache; auto takes the model's. The fp8 types take half the "
-            "memory of bfloat16; recurrent states are not affected."
-        ),
-    ] = CacheDtype.AUTO
-    scales: Annotated[
-        str,
-        Help(
-            "File with per-layer scales of fp8 keys and values, in SGLang's format; empty: the "
-            "checkpoint's scales, or 1.0."
-        ),
-    ] = ""
-    eviction: Annotated[
-        Eviction,
-        Help(
-            "Eviction policy of the prefix cache: least recently used (lru) or least frequently "
-            "used (lfu)."
-        ),
-    ] = Eviction.LRU
-    events: Annotated[
-        bool,
-        Help(
-            "Whether workers publish prefix cache events, which let the scheduler route prompts "
-            "to the workers that have their prefix cached."
-        ),
-    ] = True
-    events_max: Annotated[
-        Events,
-        Help(
-            "Maximum number of events kept for schedulers that missed some; a scheduler further "
-            "behind gets a full snapshot."
-        ),
-    ] = 10_000
-    tokens_max: Annotated[
-        Tokens | None, Help("Size of the KV cache pool, in tokens; unset: from the free memory.")
-    ] = None
-    memory_ratio: Annotated[
-        Ratio,
-        Help("Ratio of the KV cache pool to the memory that is left after loading the weights."),
-    ] = 0.25
-    static_ratio: Annotated[
-        Ratio | None,
-        Help(
-            "Ratio of weights and KV cache pool together to the free memory, regardless of "
-            "batching.running_max and cache.bytes_max; the worker does not start if its largest "
-            "step does not fit in the rest."
-        ),
-    ] = None
-    bytes_max: Annotated[
-        Bytes, Help("Maximum size of the KV cache pool when it is sized automatically, in bytes.")
-    ] = 2 * 1024**3
-    checkpoint_tokens: Annotated[
-        Tokens,
-        Help(
-            "Interval between cached checkpoints of a recurrent state, in tokens; the end of a "
-            "prompt is cached as well."
-        ),
-    ] = 256
-    states_max: Annotated[
-        States | None, Help("Number of recurrent states in the pool; unset: from the free memory.")
-    ] = None
-    states_ratio: Annotated[
-        Multiple, Help("Ratio of the memory of recurrent states to the memory of KV pages.")
-    ] = 0.9
+    prefix: bool = True
+    """Enable the prefix cache, which reuses the KV cache of shared prefixes."""
+    dtype: CacheDtype = CacheDtype.AUTO
+    """Data type of the KV cache; auto takes the model's. The fp8 types take half the memory of
+    bfloat16; recurrent states are not affected."""
+    scales: str = ""
+    """File with per-layer scales of fp8 keys and values, in SGLang's format; empty: the
+    checkpoint's scales, or 1.0."""
+    eviction: Eviction = Eviction.LRU
+    """Eviction policy of the prefix cache: least recently used (lru) or least frequently used
+    (lfu)."""
+    events: bool = True
+    """Whether workers publish prefix cache events, which let the scheduler route prompts to the
+    workers that have their prefix cached."""
+    events_max: Events = 10_000
+    """Maximum number of events kept for schedulers that missed some; a scheduler further behind
+    gets a full snapshot."""
+    tokens_max: Tokens | None = None
+    """Size of the KV cache pool, in tokens; unset: from the free memory."""
+    memory_ratio: Ratio = 0.25
+    """Ratio of the KV cache pool to the memory that is left after loading the weights."""
+    static_ratio: Ratio | None = None
+    """Ratio of weights and KV cache pool together to the free memory, regardless of
+    batching.running_max and cache.bytes_max; the worker does not start if its largest step does not
+    fit in the rest."""
+    bytes_max: Bytes = 2 * 1024**3
+    """Maximum size of the KV cache pool when it is sized automatically, in bytes."""
+    checkpoint_tokens: Tokens = 256
+    """Interval between cached checkpoints of a recurrent state, in tokens; the end of a prompt is
+    cached as well."""
+    states_max: States | None = None
+    """Number of recurrent states in the pool; unset: from the free memory."""
+    states_ratio: Multiple = 0.9
+    """Ratio of the memory of recurrent states to the memory of KV pages."""

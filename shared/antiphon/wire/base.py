@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.frozen import FrozenMeta
+from antiphon.config.schema import FrozenMeta
 from antiphon.wire.bounds import Count, Number
 from antiphon.wire.ids import Incarnation, InstanceId
 

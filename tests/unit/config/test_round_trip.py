@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.config.fields import SettingField, fields, group_of, groups, value_at
+from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
 from antiphon.config.load import load, load_process
-from antiphon.config.schema import Config, Help
 from antiphon.config.settings import Settings
 from antiphon.config.yaml_file import write_yaml
 
@@ -135,22 +134,10 @@ def test_names_are_unique_in_every_form() -> None:
     assert len({field.variable for field in everything}) == len(everything)
 
 
-class Door(Config):
-    """A door."""
-
-    ajar: Annotated[bool, Help("Whether air comes through.")] = True
-
-
-def door_parser() -> Parser:
-    parser = Parser()
-    add_settings(parser, concerns=[group_of("door", Door)])
-    return parser
-
-
-@pytest.mark.parametrize(("flag", "said"), [("--door-ajar", "true"), ("--no-door-ajar", "false")])
+@pytest.mark.parametrize(("flag", "said"), [("--load-mmap", "true"), ("--no-load-mmap", "false")])
 def test_a_boolean_is_a_flag_and_its_negation(flag: str, said: str) -> None:
-    typed = door_parser().parse([flag]).settings
-    assert {path: entry.text for path, entry in typed.items()} == {"door.ajar": said}
+    typed = PARSER.parse([flag]).settings
+    assert {path: entry.text for path, entry in typed.items()} == {"load.mmap": said}
 
 
 def test_nothing_typed_is_nothing_given() -> None:

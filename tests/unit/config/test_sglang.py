@@ -13,9 +13,7 @@ from antiphon.config.grammar import GrammarConfig
 from antiphon.config.load import Loaded, child_environment, load
 from antiphon.config.settings import Settings
 from antiphon.config.sglang.aliases import other_names, serve_parser
-from antiphon.config.sglang.arguments import SglangArgument, rows, values
-from antiphon.config.sglang.reasons import HOLDS
-from antiphon.config.sglang.reasons import REFUSED as WHY_REFUSED
+from antiphon.config.sglang.arguments import SglangArgument, reasons, rows, values
 from antiphon.config.sglang.values import TRANSLATIONS
 from antiphon.config.yaml_file import write_yaml
 from antiphon.wire.base import Role
@@ -95,15 +93,15 @@ def test_the_map_is_total() -> None:
 
 
 def test_no_reason_is_left_over() -> None:
-    assert {row.detail for row in SETTLED} == set(HOLDS)
-    assert {row.detail for row in REFUSED} == set(WHY_REFUSED)
+    assert {row.detail for row in SETTLED} == set(reasons()["settled"])
+    assert {row.detail for row in REFUSED} == set(reasons()["refused"])
     assert set(values()) <= {row.flags[0] for row in TARGETS}
 
 
 def test_every_refused_argument_has_a_reason_of_its_own() -> None:
-    reasons = [row.reason for row in REFUSED]
-    assert len(set(reasons)) == len(reasons)
-    for reason in reasons:
+    texts = [row.reason for row in REFUSED]
+    assert len(set(texts)) == len(texts)
+    for reason in texts:
         assert re.fullmatch(r"It would [^ ].*[^.]\. [A-Z`/].*\.", reason), reason
 
 
@@ -165,7 +163,7 @@ def test_refused_argument_passes_where_it_has_no_value() -> None:
 
 
 def test_services_named_by_the_reason_of_a_service_name_are_the_roles() -> None:
-    named = re.search(r"\((.*), \.\.\.\)", WHY_REFUSED["service_name"])
+    named = re.search(r"\((.*), \.\.\.\)", reasons()["refused"]["service_name"])
     assert named is not None
     assert set(named[1].split(", ")) <= set(Role)
 

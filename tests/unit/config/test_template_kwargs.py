@@ -8,7 +8,7 @@ import pytest
 from tests.arguments import settings_of
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.template_kwargs import BYTES_MAX, DEPTH_MAX, KEYS_MAX, read_template_kwargs
+from antiphon.config.gateway import BYTES_MAX, DEPTH_MAX, KEYS_MAX, read_template_kwargs
 
 DEEP: object = 1
 for _ in range(DEPTH_MAX + 1):

@@ -15,7 +15,7 @@ from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.config.encoder import EncoderConfig
+from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock

@@ -14,8 +14,8 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.digest import digest
+from antiphon.config.gateway import SessionsConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.config.sessions import SessionsConfig
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
+    from antiphon.config.gateway import ResponsesConfig
     from antiphon.config.model import ModelConfig
     from antiphon.config.request_log import RequestLogConfig
-    from antiphon.config.responses import ResponsesConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
     from antiphon.wire.base import Message

@@ -14,7 +14,7 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_stored_responses import joining
 
-from antiphon.config.sessions import SessionsConfig
+from antiphon.config.gateway import SessionsConfig
 from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.service import GatewayService
 from antiphon.gateway.sessions.session import SessionPosition

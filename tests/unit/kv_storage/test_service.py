@@ -14,7 +14,7 @@ from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.config.kv_storage import KvStorageConfig
+from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.template_kwargs import read_template_kwargs
+from antiphon.config.gateway import read_template_kwargs
 
 if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import GenerationRequest

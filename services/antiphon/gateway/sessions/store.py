@@ -10,7 +10,7 @@ from antiphon.wire.buckets import SESSIONS
 
 if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
-    from antiphon.config.sessions import SessionsConfig
+    from antiphon.config.gateway import SessionsConfig
 
 Key = tuple[str, ...]
 

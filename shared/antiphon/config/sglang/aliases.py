@@ -120,12 +120,7 @@ def rows_by_key() -> Mapping[str, SglangArgument]:
 
 
 def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
-    """Translate the value of an SGLang argument.
-
-    Args:
-        row: The argument.
-        flag: The flag as typed, for messages.
-        text: Its value; empty for a switch.
+    """Translate the value of an SGLang argument; empty for a switch. `flag` is as typed.
 
     Raises:
         ConfigError: The argument or this value of it is rejected; the message has the reason.
@@ -134,7 +129,7 @@ def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
         reason = row.refused_values.get(text)
         if reason is not None:
             raise ConfigError(f"{flag} {text}: refused: {reason}")
-        return TRANSLATIONS[row.detail](text)
+        return TRANSLATIONS[row.detail].forward(text)
     if row.verdict == "refused" and not _neutral(row, text):
         # The value is shown only if another one would be accepted; some, like keys, are secret.
         typed = f"{flag} {text}".rstrip() if row.neutral else flag

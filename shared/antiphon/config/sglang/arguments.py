@@ -1,10 +1,10 @@
 """SGLang's arguments as rows: the setting that each one maps to, or why it is rejected.
 
 The table is `sglang_flags.tsv`. A row's answer is a path (and the translation of its value),
-`settled` (true with or without the argument) or `refused`, each with a reason in `reasons.py`; a
-rejected row also describes what the argument would do. A rejected flag is accepted with values that
-have no effect. `sglang_values.tsv` has the rejected values of supported arguments, and
-`argument_tests.tsv`, which is generated, the test of each argument.
+`settled` (true with or without the argument) or `refused`, each with a reason in
+`sglang_reasons.tsv`, which follows a sentence about what a rejected argument would do. A rejected
+flag is accepted with values that have no effect. `sglang_values.tsv` has the rejected values of
+supported arguments, and `argument_tests.tsv`, which is generated, the test of each argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.config.fields import fields
-from antiphon.config.sglang.reasons import HOLDS, REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Status = Literal["works", "partly", "refused"]
 
 PARTLY_HELD = frozenset({"remote_code"})
-"""Entries of `HOLDS` that fulfil the argument only in part."""
+"""Reasons of settled arguments that are fulfilled only in part."""
 
 
 class SglangArgument(msgspec.Struct, frozen=True):
@@ -48,7 +47,6 @@ class SglangArgument(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of SGLang's field."""
         return self.flags[0].removeprefix("--").replace("-", "_")
 
     @property
@@ -63,17 +61,14 @@ class SglangArgument(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str | None:
-        """The path of the setting that it sets, if any."""
         return self.verdict if self.verdict in fields() else None
 
     @property
     def refused_values(self) -> Mapping[str, str]:
-        """Rejected values of a supported argument, with their reasons."""
         return values().get(self.flags[0], {})
 
     @property
     def status(self) -> Status:
-        """Whether the argument is supported."""
         if self.verdict == "refused":
             return "refused"
         if self.refused_values or self.detail in PARTLY_HELD:
@@ -84,9 +79,9 @@ class SglangArgument(msgspec.Struct, frozen=True):
     def reason(self) -> str:
         """Why it is rejected or has no effect, or which values are rejected and why."""
         if self.verdict == "refused":
-            return f"It would {self.would}. {REFUSED[self.detail]}"
+            return f"It would {self.would}. {reasons()['refused'][self.detail]}"
         if self.verdict == "settled":
-            return HOLDS[self.detail]
+            return reasons()["settled"][self.detail]
         by_reason: dict[str, list[str]] = {}
         for value, reason in self.refused_values.items():
             by_reason.setdefault(reason, []).append(value)
@@ -113,6 +108,15 @@ def rows() -> tuple[SglangArgument, ...]:
 
 
 @functools.cache
+def reasons() -> Mapping[str, Mapping[str, str]]:
+    """Why arguments are `settled` or `refused`: sentences, one per topic, by its name."""
+    by_verdict: dict[str, dict[str, str]] = {}
+    for verdict, name, reason in _table("sglang_reasons.tsv"):
+        by_verdict.setdefault(verdict, {})[name] = reason
+    return by_verdict
+
+
+@functools.cache
 def values() -> Mapping[str, Mapping[str, str]]:
     """By main flag: the rejected values of supported arguments, with their reasons."""
     refused: dict[str, dict[str, str]] = {}
@@ -123,7 +127,6 @@ def values() -> Mapping[str, Mapping[str, str]]:
 
 
 def arguments() -> tuple[ArgumentStatus, ...]:
-    """All SGLang arguments with their status and test."""
     tests = dict(_table("argument_tests.tsv"))
     return tuple(
         ArgumentStatus(

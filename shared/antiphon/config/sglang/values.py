@@ -1,4 +1,4 @@
-"""Translates values of SGLang's arguments."""
+"""Translates values of SGLang's arguments to settings, and settings back."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import WHITESPACE_MAX
 from antiphon.config.sglang.arguments import PARTLY_HELD
+from antiphon.config.sourced_value import Value
 
 if TYPE_CHECKING:
     from antiphon.config.sglang.arguments import SglangArgument
-    from antiphon.config.sourced_value import Value
 
 
 class TranslatedValue(msgspec.Struct, frozen=True):
-    """The translation of an SGLang value."""
+    """The text for a setting, and by path the texts that it implies unless they are set."""
 
     text: str | None
     implied: Mapping[str, str] = {}
-    """By path: values that it implies, unless they are set otherwise."""
 
 
-def _cache_dtype(text: str) -> TranslatedValue:
-    """SGLang has two names for bfloat16."""
-    return TranslatedValue({"bf16": "bfloat16"}.get(text, text))
+class Translation(msgspec.Struct, frozen=True):
+    """The way of a value from SGLang's argument to a setting, and back."""
+
+    forward: Callable[[str], TranslatedValue]
+    back: Callable[[Value], Value] = lambda value: value
 
 
-def _checksum(text: str) -> TranslatedValue:
-    """SGLang's flag without a value compares with the model of the same name on the hub."""
-    return TranslatedValue(text or "hub")
+def _renamed(**names: str) -> Callable[[str], TranslatedValue]:
+    return lambda text: TranslatedValue(names.get(text, text))
+
+
+def _always(text: str, implied: Mapping[str, str] = {}) -> Callable[[str], TranslatedValue]:
+    return lambda _: TranslatedValue(text, implied)
 
 
 def _chunk(text: str) -> TranslatedValue:
@@ -46,54 +50,8 @@ def _chunk(text: str) -> TranslatedValue:
     return TranslatedValue(text, {"batching.tokens_max": str(max(step, int(text)))})
 
 
-def _deterministic(_: str) -> TranslatedValue:
-    """SGLang's switch also sets a seed for requests without one."""
-    return TranslatedValue("true", {"model.random_seed": "42"})
-
-
-def _dtype(text: str) -> TranslatedValue:
-    return TranslatedValue({"half": "float16", "float": "float32"}.get(text, text))
-
-
-def _impl(text: str) -> TranslatedValue:
-    """SGLang's name for its own layers means Antiphon's layers here."""
-    return TranslatedValue({"sglang": "antiphon"}.get(text, text))
-
-
-def _lower(text: str) -> TranslatedValue:
-    return TranslatedValue(text.lower())
-
-
-def _off(_: str) -> TranslatedValue:
-    """A switch of SGLang's that disables one of Antiphon's."""
-    return TranslatedValue("false")
-
-
-def _on(_: str) -> TranslatedValue:
-    """A switch of SGLang's that enables one of Antiphon's."""
-    return TranslatedValue("true")
-
-
-def _plain(text: str) -> TranslatedValue:
-    return TranslatedValue(text)
-
-
-def _torchao(text: str) -> TranslatedValue:
-    """SGLang's short names of torchao configurations; empty: none."""
-    return TranslatedValue(f"torchao-{text}" if text else None)
-
-
-def _hidden_mode(text: str) -> TranslatedValue:
-    """Hidden states are either enabled or not."""
-    return TranslatedValue({"full": "true"}.get(text, text))
-
-
 _NEVER = 2**64 - 1
 """No difference of priorities exceeds it: they have 64 bits."""
-
-
-def _never(_: str) -> TranslatedValue:
-    return TranslatedValue(str(_NEVER))
 
 
 def _whitespace(text: str) -> TranslatedValue:
@@ -116,44 +74,49 @@ def _whitespace(text: str) -> TranslatedValue:
     return TranslatedValue(None if text.endswith("*") else str(min(most, WHITESPACE_MAX)))
 
 
+_TORCHAO = "torchao-"
 _JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
 _WHITESPACE = re.compile(
     r"(?P<allowed>\[(?: |\\[nrts])+\]| |\\s)(?:\*|\?|\{0?,(?P<most>\d{1,9})\})"
 )
 
-TRANSLATIONS: Mapping[str, Callable[[str], TranslatedValue]] = {
-    "": _plain,
-    "cache_dtype": _cache_dtype,
-    "checksum": _checksum,
-    "chunk": _chunk,
-    "deterministic": _deterministic,
-    "dtype": _dtype,
-    "hidden_mode": _hidden_mode,
-    "impl": _impl,
-    "lower": _lower,
-    "never": _never,
-    "off": _off,
-    "on": _on,
-    "torchao": _torchao,
-    "whitespace": _whitespace,
+TRANSLATIONS: Mapping[str, Translation] = {
+    "": Translation(TranslatedValue),
+    "cache_dtype": Translation(_renamed(bf16="bfloat16")),
+    # The flag without a value compares with the model of the same name on the hub.
+    "checksum": Translation(lambda text: TranslatedValue(text or "hub")),
+    "chunk": Translation(_chunk),
+    # SGLang's switch also sets a seed for requests without one.
+    "deterministic": Translation(
+        _always("true", {"model.random_seed": "42"}), lambda value: value is True
+    ),
+    "dtype": Translation(_renamed(half="float16", float="float32")),
+    "hidden_mode": Translation(
+        _renamed(full="true"), lambda value: "full" if value is True else None
+    ),
+    # SGLang's name for its own layers means Antiphon's layers here.
+    "impl": Translation(
+        _renamed(sglang="antiphon"), lambda value: "sglang" if value == "antiphon" else value
+    ),
+    "lower": Translation(
+        lambda text: TranslatedValue(text.lower()), lambda value: str(value).lower()
+    ),
+    "never": Translation(_always(str(_NEVER)), lambda value: value == _NEVER),
+    "off": Translation(_always("false"), lambda value: value is False),
+    "on": Translation(_always("true"), lambda value: value is True),
+    "torchao": Translation(
+        lambda text: TranslatedValue(f"{_TORCHAO}{text}" if text else None),
+        lambda value: str(value).removeprefix(_TORCHAO) if str(value).startswith(_TORCHAO) else "",
+    ),
+    "whitespace": Translation(_whitespace, lambda _: None),  # expressed by the limit
 }
-"""Translations of SGLang values, by the word after the path."""
+"""Translations of SGLang values, by the word after the path in `sglang_flags.tsv`."""
 
 
 def shown(row: SglangArgument, value: Value) -> Value:
-    """The value of an SGLang argument that corresponds to a setting.
-
-    Args:
-        row: The argument.
-        value: The value of its setting, if it sets one.
-
-    Returns:
-        The value in SGLang for the same behavior; for a rejected argument, the value with which it
-        has no effect.
-    """
+    """The argument's value for a setting's; for a rejected argument, one that has no effect."""
     if row.path is not None:
-        back = _BACK.get(row.detail)
-        return value if back is None else back(value)
+        return TRANSLATIONS[row.detail].back(value)
     if row.verdict == "settled":
         return row.takes == "switch" and row.detail not in (*PARTLY_HELD, "no_effect")
     if row.takes == "switch":
@@ -164,22 +127,3 @@ def shown(row: SglangArgument, value: Value) -> Value:
     if row.takes.startswith(("text", "json")):
         return neutral  # `null` is text here: a mode of disaggregation
     return cast("Value", json.loads(neutral))
-
-
-def _torchao_back(value: Value) -> str:
-    text = str(value)
-    return text.removeprefix("torchao-") if text.startswith("torchao-") else ""
-
-
-_BACK: Mapping[str, Callable[[Value], Value]] = {
-    "deterministic": lambda value: value is True,
-    "hidden_mode": lambda value: "full" if value is True else None,
-    "impl": lambda value: "sglang" if value == "antiphon" else value,
-    "lower": lambda value: str(value).lower(),
-    "never": lambda value: value == _NEVER,
-    "off": lambda value: value is False,
-    "on": lambda value: value is True,
-    "torchao": _torchao_back,
-    "whitespace": lambda _: None,  # expressed by the limit
-}
-"""Reverse translations, by the same words; other values are the same in both."""

@@ -1,4 +1,4 @@
-"""Writes which test shows which SGLang argument: `python -m antiphon.config.sglang.argument_tests`.
+"""Writes which test shows which SGLang argument: `python -m tests.support.argument_tests`.
 
 A test carries `@pytest.mark.argument("--flag")`, or a parameter made by `shows("--flag", ...)` of
 `tests.arguments`. The table is committed, since an installed package has no tests to look in.
