@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from antiphon.bus.discovery import OPERATOR
+from antiphon.bus.permissions import anonymous_user, user, users_text
 from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
 from antiphon.service.parent import die_with
 from antiphon.supervisor.ports import is_free
-from antiphon.supervisor.restarts import Restarts
+from antiphon.supervisor.restarts import Restarts, stop_process
+from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from antiphon.bus.permissions import NatsUser
+    from antiphon.wire.ids import ClusterName
+    from antiphon.wire.routes import Party
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +62,12 @@ class Broker:
 
     @property
     def running(self) -> RunningServer:
-        """The running server; only after `start`."""
+        """Only after `start`."""
         assert self._running is not None, "the broker is not started"
         return self._running
 
     async def start(self) -> None:
-        """Start the server, and return when it responds.
-
-        Raises:
-            ServerFailed: It did not start.
-        """
+        """Start the server, and return when it responds; raise `ServerFailed` if it does not."""
         try:
             self._running = await self._start()
         except ServerFailed:
@@ -76,7 +81,6 @@ class Broker:
         self._settings = replace(self._settings, port=port)
 
     async def keep_running(self) -> None:
-        """Restart the server whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             status = await self.running.process.wait()
@@ -89,17 +93,8 @@ class Broker:
                 log.warning("broker did not start", extra={"reason": str(error)})
 
     async def stop(self) -> None:
-        """Stop the server if it runs, after all services have stopped."""
-        if self._running is None or self._running.process.returncode is not None:
-            return
-        process = self._running.process
-        process.terminate()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        if self._running is not None:
+            await stop_process(self._running.process, STOP_TIMEOUT_S)
 
     async def _start(self) -> RunningServer:
         return await start(
@@ -114,3 +109,38 @@ def _in_child(parent_pid: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C reaches only the supervisor."""
     os.setsid()
     die_with(parent_pid)
+
+
+_PASSWORD_BYTES = 24
+
+
+class Passwords:
+    """One password per role, new at each start, for when API keys are configured.
+
+    Connections without one are clients; otherwise a client could publish as a service.
+    """
+
+    def __init__(self, cluster: ClusterName) -> None:
+        self._cluster = cluster
+        self._passwords: Mapping[Party, str] = {
+            party: f"p{secrets.token_hex(_PASSWORD_BYTES)}" for party in (*Role, OPERATOR)
+        }
+
+    def server_text(self) -> str:
+        """The users section of the server's config."""
+        anonymous = anonymous_user(self._cluster)
+        users = [*(self._user(party) for party in self._passwords), anonymous]
+        return users_text(users) + f"no_auth_user: {anonymous.name}\n"
+
+    def environment(self, role: Role) -> Mapping[str, str]:
+        return {
+            "ANTIPHON_BUS__USER": str(role),
+            "ANTIPHON_BUS__PASSWORD": self._passwords[role],
+        }
+
+    @property
+    def operator(self) -> str:
+        return self._passwords[OPERATOR]
+
+    def _user(self, party: Party) -> NatsUser:
+        return replace(user(self._cluster, party), password=f'"{self._passwords[party]}"')

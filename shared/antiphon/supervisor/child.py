@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.yaml_file import write_yaml, yaml_text
-from antiphon.supervisor.restarts import Restarts
+from antiphon.supervisor.restarts import Restarts, stop_process
 from antiphon.telemetry.log import CANNOT_START
 from antiphon.wire.base import Role
 
@@ -58,27 +57,21 @@ class Child:
 
     @property
     def log_path(self) -> Path:
-        """Path of its log."""
         return self.log_folder / f"{self.instance}.log"
 
     def command(self, config: Path) -> tuple[str, ...]:
         """Return its command line, with settings in `config`; containers run the same one."""
         module = f"antiphon.{'model_worker' if self.role is Role.WORKER else self.role}"
-        parent = ("--parent-pid", str(os.getpid()))
         return (
             *(sys.executable, "-m", module, "--config", str(config)),
-            *("--instance", self.instance),
-            *parent,
+            *("--instance", self.instance, "--parent-pid", str(os.getpid())),
         )
 
     async def start(self) -> None:
-        """Start the process.
+        """Start the process; `OSError` if the machine cannot run one more, or has no free port.
 
         It gets its own session: Ctrl-C in the terminal is for the supervisor, which stops the
         services in order.
-
-        Raises:
-            OSError: The machine cannot run one more process, or has no free port for it.
         """
         port = self.ports.allocate(self.instance)
         with ExitStack() as opened:
@@ -95,10 +88,7 @@ class Child:
             )
 
     def _open_log(self, opened: ExitStack) -> int:
-        """Return the descriptor of its log, or our stderr if the log cannot be opened.
-
-        A full disk must not prevent a restart.
-        """
+        """The descriptor of its log, or our stderr: a full disk must not prevent a restart."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
             self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,11 +106,7 @@ class Child:
     def _find_settings(self, opened: ExitStack) -> tuple[Path, tuple[int, ...]]:
         """Return its settings file, and the descriptors that the process must inherit to read it.
 
-        The file is written at the first start, and again if it was deleted since. If the disk is
-        full then, the settings are passed in memory.
-
-        Raises:
-            OSError: Neither is possible.
+        The file is written again if it was deleted; if the disk is full, the process inherits it.
         """
         if self._settings_written and self.config.exists():
             return self.config, ()
@@ -141,16 +127,13 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self.process is not None and self.process.returncode is None
 
     async def died(self) -> None:
-        """Return when the current process has ended."""
         assert self.process is not None, "watched before it was started"
         await self.process.wait()
 
     async def keep_running(self) -> None:
-        """Restart the process whenever it dies, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             assert self.process is not None, "kept before it was started"
@@ -167,21 +150,10 @@ class Child:
                 log.warning("service did not start", extra=reason)
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and kill the process if it has not ended within `timeout_s`."""
-        process = self.process
-        if process is None or process.returncode is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
+        if await stop_process(self.process, timeout_s):
             log.warning("service killed", extra={"instance": self.instance, "timeout_s": timeout_s})
-            process.kill()
-            await process.wait()
 
     def kill(self) -> None:
-        """Kill the process."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
@@ -213,7 +185,6 @@ class Child:
         return "; ".join(dict.fromkeys(found))
 
     def log_tail(self) -> str:
-        """Return the end of its log."""
         if not self.log_path.exists():
             return ""
         return self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()

@@ -17,7 +17,6 @@ _LAST = 65_535
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on the port now."""
     with _socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -40,11 +39,7 @@ class PortRange:
         self._allocated: dict[str, int] = {}
 
     def allocate(self, name: str) -> int:
-        """Return a port for a name: its previous one if that is free. 0: any port.
-
-        Raises:
-            OSError: No port is free.
-        """
+        """A port for a name: its previous one if that is free; 0: any. OSError: none is free."""
         if not self._first:
             return 0
         taken = {port for other, port in self._allocated.items() if other != name}

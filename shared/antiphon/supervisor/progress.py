@@ -55,10 +55,7 @@ class _Waiting(ProgressColumn):
 class StartProgress:
     """A progress bar in a terminal; one line per service elsewhere.
 
-    Args:
-        console: The console to print to.
-        names: Names of the services.
-        worker_log: Returns the end of the worker's log, which has the progress of its weights.
+    `worker_log` is the end of the worker's log, which has the progress of its weights.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class StartProgress:
         self._bar.stop()
 
     def ready(self, name: str) -> None:
-        """Mark a service as ready."""
         if name in self._waiting:
             self._waiting.remove(name)
         self._bar.update(self._task, advance=1, description=self._description())

@@ -14,6 +14,7 @@ from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.errors import ConfigError
+from antiphon.config.fields import fields
 from antiphon.config.load import child_environment, variable
 from antiphon.config.tenants import read_tenants
 from antiphon.model_card.card import read_card
@@ -21,14 +22,11 @@ from antiphon.model_card.served_model import check_template, model_files, tokeni
 from antiphon.resolve.device import detect_device
 from antiphon.resolve.resolved_config import check_context
 from antiphon.service.tls import server_context
-from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
+from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
 from antiphon.supervisor.child import Child
-from antiphon.supervisor.hang_detector import HangDetector
-from antiphon.supervisor.passwords import Passwords
+from antiphon.supervisor.liveness import HangDetector, Readiness
 from antiphon.supervisor.ports import PortRange, free_port, is_free
 from antiphon.supervisor.progress import StartProgress
-from antiphon.supervisor.readiness import Readiness
-from antiphon.supervisor.shares import check_counts, instances, share
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
@@ -61,6 +59,13 @@ STOP_ORDER = (frozenset({Role.GATEWAY}), frozenset(Role) - {Role.GATEWAY})
 """The gateway first: it accepts no new requests and finishes open ones; then all others."""
 
 
+_FLAGS = {
+    "workers": "--dp-size",
+    "tokenizers": "--tokenizer-worker-num",
+    "detokenizers": "--detokenizer-worker-num",
+}
+"""The settings with numbers of processes, and their short flags."""
+
 LOG_CHECK_S = 60.0
 LOOK_BEATS = 2
 """How many heartbeat intervals to look for other processes on the operator's broker."""
@@ -79,14 +84,7 @@ class CannotServe(Exception):
 
 
 class ServiceStack:
-    """NATS and all services of one machine.
-
-    Args:
-        settings: The merged settings; without `bus.url` a NATS server is started.
-        folder: Folder of the settings file, the logs and the NATS server's files.
-        console: Console for messages to the operator.
-        device: Resources that the processes share; unset: this machine.
-    """
+    """NATS, unless `bus.url` names a server, and all services of one machine, `device`."""
 
     def __init__(
         self, settings: Settings, folder: Path, console: Console, device: HostDevice | None = None
@@ -104,11 +102,8 @@ class ServiceStack:
     async def run(self, stop: asyncio.Event, now: asyncio.Event) -> None:
         """Serve until `stop`; then finish running requests, until `now` at the latest.
 
-        Raises:
-            ConfigError: The settings are invalid; nothing was started.
-            CannotServe: A service did not start; all processes were stopped.
-            ServerMissing: nats-server is not installed.
-            ServerFailed: nats-server did not start.
+        ConfigError: nothing was started. CannotServe, ServerMissing and ServerFailed: a process did
+        not start, and all were stopped.
         """
         self._check()
         try:
@@ -143,7 +138,7 @@ class ServiceStack:
                 f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
-        check_counts(self._settings, self._device)
+        _check_counts(self._settings, self._device)
         read_tenants(self._settings.access.keys_file)
         server_context(gateway)
         check_template(self._settings)
@@ -151,7 +146,6 @@ class ServiceStack:
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:
-        """Return the URL of the operator's NATS server, or start one."""
         bus = self._settings.bus
         if bus.url:
             return bus.url
@@ -174,7 +168,7 @@ class ServiceStack:
 
     async def _refuse_if_taken(self, url: str) -> None:
         """Check that no process on the operator's NATS has a name of ours; names are exclusive."""
-        names = [name for role in START_ORDER for name in instances(self._settings, role)]
+        names = [name for role in START_ORDER for name in _instances(self._settings, role)]
         present = Readiness(names, lambda _: None)
         async with self._listening(url, present):
             await asyncio.sleep(LOOK_BEATS * self._settings.service.heartbeat_s)
@@ -191,7 +185,7 @@ class ServiceStack:
             await child.start()
 
     def children(self, url: str) -> tuple[Child, ...]:
-        """Return the processes of all services, not yet started, for the NATS server at `url`."""
+        """The processes of all services, not yet started, for the NATS server at `url`."""
         settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
         environment = child_environment(settings)
         ports = PortRange(settings.health.host, settings.supervisor.metrics_port_base)
@@ -205,12 +199,12 @@ class ServiceStack:
                 environment={
                     **environment,
                     **self._user_of(role),
-                    **share(settings, role, self._device),
+                    **_share(settings, role, self._device),
                 },
                 ports=ports,
             )
             for role in START_ORDER
-            for instance in instances(settings, role)
+            for instance in _instances(settings, role)
         )
 
     def _user_of(self, role: Role) -> Mapping[str, str]:
@@ -230,7 +224,6 @@ class ServiceStack:
 
     @asynccontextmanager
     async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[None]:
-        """Subscribe `readiness` to the heartbeats on the bus at `url`."""
         name = InstanceId(f"supervisor-{os.getpid()}")
         config = replace(self._settings.bus, url=url)
         if self._passwords is not None:
@@ -273,7 +266,7 @@ class ServiceStack:
             raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
 
     def _announce(self, url: str, readiness: Readiness) -> None:
-        gateway = readiness.heartbeats[instances(self._settings, Role.GATEWAY)[0]]
+        gateway = readiness.heartbeats[_instances(self._settings, Role.GATEWAY)[0]]
         host, port = self._settings.gateway.host, self._settings.gateway.port
         scheme = self._settings.gateway.scheme
         self._console.print(
@@ -288,7 +281,6 @@ class ServiceStack:
         self._console.print(example, highlight=False, soft_wrap=True)
 
     async def _supervise(self, stop: asyncio.Event, readiness: Readiness) -> None:
-        """Restart and watch all processes until `stop`."""
         hangs = HangDetector(
             self._children,
             readiness.health_port,
@@ -344,7 +336,7 @@ def _with_port(settings: Settings) -> Settings:
 
 
 def _ports(readiness: Readiness) -> str:
-    """List the health ports, which also serve the metrics of each process."""
+    """The health ports, which also serve the metrics of each process."""
     beats = sorted(readiness.heartbeats.items())
     return ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
 
@@ -352,3 +344,59 @@ def _ports(readiness: Readiness) -> str:
 async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:
     await wait()
     event.set()
+
+
+def _instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
+    return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
+
+
+def _check_counts(settings: Settings, device: HostDevice) -> None:
+    supervisor, running_max = settings.supervisor, settings.batching.running_max
+    for name, flag in _FLAGS.items():
+        count = getattr(supervisor, name)
+        if count > device.cores:
+            raise ConfigError(
+                f"supervisor.{name} = {count} ({flag}): must be at most {device.cores}, "
+                "the number of cores"
+            )
+    if supervisor.workers > running_max:
+        raise ConfigError(
+            f"batching.running_max = {running_max} (--max-running-requests): must be at least "
+            f"supervisor.workers = {supervisor.workers} (--dp-size), since workers share it"
+        )
+
+
+def _share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, str]:
+    """Return the environment variables of a process's share, if its service has several processes.
+
+    Memory is that of `device`, measured before any process was started: a restarted process finds
+    less free memory but may use as much as before.
+    """
+    count = _count(settings, role)
+    if count == 1:
+        return {}
+    values: dict[str, int] = {}
+    if role is Role.WORKER:
+        model = settings.model
+        values = {
+            "model.cores": model.cores or device.cores // count,
+            "model.memory_bytes": model.memory_bytes or device.memory_bytes // count,
+            "cache.bytes_max": max(settings.cache.bytes_max // count, 1),
+            "batching.running_max": settings.batching.running_max // count,
+        }
+    elif role is Role.TOKENIZER:
+        values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}
+    return {fields()[path].variable: str(value) for path, value in values.items()}
+
+
+def _count(settings: Settings, role: Role) -> int:
+    supervisor = settings.supervisor
+    match role:
+        case Role.WORKER:
+            return supervisor.workers
+        case Role.TOKENIZER:
+            return supervisor.tokenizers
+        case Role.DETOKENIZER:
+            return supervisor.detokenizers
+        case _:
+            return 1

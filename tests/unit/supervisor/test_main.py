@@ -15,10 +15,10 @@ from tests.support.nats import NatsServer
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
+from antiphon.cli.serve import stop_signals
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.resolve.device import HostDevice
-from antiphon.supervisor.main import stop_signals
 from antiphon.supervisor.stack import CannotServe, ServiceStack
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat

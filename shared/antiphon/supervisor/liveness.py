@@ -1,4 +1,4 @@
-"""Detect processes that run but do not respond: frozen, or with a hanging event loop."""
+"""Which services are ready, by their heartbeats, and which ones hang, by their health ports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from antiphon.wire.base import ProcessState
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.routes import HEARTBEAT
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.process import HealthConfig
     from antiphon.supervisor.child import Child
+    from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import InstanceId
 
 log = logging.getLogger(__name__)
@@ -22,6 +28,43 @@ PROBE_S = 5.0
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # compared only
 
 
+class Readiness:
+    def __init__(
+        self, instances: Iterable[InstanceId], on_ready: Callable[[Heartbeat], None]
+    ) -> None:
+        self._waiting = set(instances)
+        self._on_ready = on_ready
+        self._all = asyncio.Event()
+        self.heartbeats: dict[InstanceId, Heartbeat] = {}
+
+    async def listen(self, bus: Bus) -> None:
+        await bus.listen(HEARTBEAT, self._deliver)
+
+    async def wait(self) -> None:
+        await self._all.wait()
+
+    @property
+    def waiting(self) -> frozenset[InstanceId]:
+        return frozenset(self._waiting)
+
+    def health_port(self, instance: InstanceId) -> int | None:
+        heartbeat = self.heartbeats.get(instance)
+        return None if heartbeat is None else heartbeat.health_port
+
+    def _deliver(self, delivery: Delivery) -> None:
+        try:
+            heartbeat = delivery.read(HEARTBEAT)
+        except InvalidRequest:
+            return  # of another version, and so not of our processes
+        instance = heartbeat.process.instance
+        self.heartbeats[instance] = heartbeat
+        if heartbeat.state is ProcessState.READY and instance in self._waiting:
+            self._waiting.remove(instance)
+            self._on_ready(heartbeat)
+        if not self._waiting:
+            self._all.set()
+
+
 class HangDetector:
     """Probes the health port of each child, and kills children that do not respond.
 
@@ -29,12 +72,7 @@ class HangDetector:
     `Child.keep_running` handles. Failed probes are counted instead of measuring time: the
     supervisor itself may have been frozen.
 
-    Args:
-        children: The processes to watch.
-        port_of: The health port in a process's last heartbeat; None before the first one.
-        health: Host of the health ports.
-        timeout_s: How long a process may not respond.
-        probe_s: See `PROBE_S`.
+    `port_of` is the health port in a process's last heartbeat, None before the first one.
     """
 
     def __init__(
@@ -52,7 +90,6 @@ class HangDetector:
         self._probe_s = probe_s
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             for child in self._children:
                 group.create_task(self._watch(child))
