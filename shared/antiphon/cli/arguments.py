@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 
 
 def load_arguments(prog: str, description: str, argv: Sequence[str]) -> Loaded:
-    """Load the settings from all sources; arguments take precedence.
-
-    Raises:
-        ConfigError: An argument or setting is unknown, unsupported, of the wrong type or out of
-            bounds.
-        SystemExit: `--help` was given and printed.
-    """
+    """Load the settings from all sources; arguments take precedence. `--help` raises SystemExit."""
     parsed = serve_parser(prog, description).parse(argv)
-    return load(parsed.config_file(), parsed.layer(), implied=parsed.implied_layer())
+    return load(parsed.config_file, parsed.settings, implied=parsed.implied)

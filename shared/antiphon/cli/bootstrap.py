@@ -35,7 +35,6 @@ class CannotSetUp(Exception):
 
 
 def main() -> int:
-    """Set up what is missing; return the exit status."""
     try:
         check_platform()
         if not is_ready():
@@ -53,7 +52,6 @@ def main() -> int:
 
 
 def check_platform() -> None:
-    """Reject untested platforms with a message."""
     if sys.version_info < PYTHON_MIN:
         needed = ".".join(map(str, PYTHON_MIN))
         raise CannotSetUp(
@@ -69,19 +67,17 @@ def check_platform() -> None:
 
 
 def wanted() -> str:
-    """Return a digest of the requirements, to detect changes."""
+    """A digest of the requirements, to detect changes."""
     files = ("pyproject.toml", "constraints.txt", "shared/antiphon/cli/bootstrap.py")
     content = b"".join((ROOT / name).read_bytes() for name in files)
     return hashlib.sha256(content + sys.version.encode()).hexdigest()
 
 
 def is_ready() -> bool:
-    """Whether `.venv` matches the requirements of this checkout."""
     return STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted()
 
 
 def make_venv() -> None:
-    """Create `.venv`, or name the package that is needed for it."""
     if PIP.exists():
         return
     if not succeeds([sys.executable, "-m", "venv", str(VENV)]):
@@ -93,11 +89,7 @@ def make_venv() -> None:
 
 
 def install_packages() -> None:
-    """Install a CPU build of torch first, then everything else.
-
-    The CPU index does not have our pinned versions of torch's dependencies, so torch is installed
-    without them.
-    """
+    """Install a CPU build of torch first; its index lacks our versions of torch's dependencies."""
     constraints = ["-c", str(ROOT / "constraints.txt")]
     pip_install([*torch_source(), *constraints, "--no-deps", TORCH])
     pip_install([*constraints, "-e", f"{ROOT}[dev]"])
@@ -125,7 +117,6 @@ def torch_source() -> "list[str]":
 
 
 def pip_install(arguments: "list[str]") -> None:
-    """Run pip in `.venv`, with the caller's PIP_ARGS."""
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
     pip = [str(PIP), "install", "--quiet", "--disable-pip-version-check"]
     if not succeeds([*pip, *extra, *arguments]):
@@ -133,10 +124,7 @@ def pip_install(arguments: "list[str]") -> None:
 
 
 def build_kernels() -> None:
-    """Compile the CPU kernels, if their sources or the compiler changed.
-
-    If that fails, the builder prints the reason in one line, and the torch kernels are used.
-    """
+    """Compile the CPU kernels if needed; if that fails, the builder says why and torch is used."""
     if KERNELS_STAMP.exists() and KERNELS_STAMP.read_text(encoding="utf-8") == kernels_wanted():
         return
     print("antiphon setup: compiling the CPU kernels, about a minute", flush=True)
@@ -145,7 +133,7 @@ def build_kernels() -> None:
 
 
 def kernels_wanted() -> str:
-    """Return a digest of the kernel sources and the compiler, to detect changes."""
+    """A digest of the kernel sources and the compiler, to detect changes."""
     sources = sorted(
         file for file in (ROOT / KERNELS).rglob("*") if file.suffix in {".py", ".cpp", ".h", ".inc"}
     )
@@ -155,7 +143,6 @@ def kernels_wanted() -> str:
 
 
 def find_nats() -> None:
-    """Find nats-server, or install Debian's package, or say where to get it."""
     if shutil.which("nats-server") or any(Path(p, "nats-server").exists() for p in NATS_PLACES):
         return
     if os.environ.get("ANTIPHON_NATS_SERVER") or apt_installs("nats-server"):
@@ -168,10 +155,7 @@ def find_nats() -> None:
 
 
 def find_prometheus() -> None:
-    """Find prometheus and promtool, or unpack Debian's package into `.venv`, for the tests.
-
-    The package is not installed: on Debian that would start a server.
-    """
+    """For the tests; Debian's package is unpacked, since its installation starts a server."""
     tools = ("prometheus", "promtool")
     if all(shutil.which(tool) for tool in tools) or (PROMETHEUS / "usr/bin/promtool").exists():
         return
@@ -191,7 +175,6 @@ def find_prometheus() -> None:
 
 
 def admin() -> "list[str]":
-    """Return the prefix of commands that need root."""
     return [] if os.geteuid() == 0 else ["sudo", "-n"]
 
 
@@ -205,7 +188,6 @@ def apt_installs(package: str) -> bool:
 
 
 def succeeds(command: "list[str]", quiet: bool = False, folder: "Path | None" = None) -> bool:
-    """Run a command in a folder and return whether it succeeded; `quiet` hides its output."""
     output = subprocess.DEVNULL if quiet else None
     return subprocess.run(command, stdout=output, cwd=folder, check=False).returncode == 0
 

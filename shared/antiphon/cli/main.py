@@ -22,7 +22,6 @@ class Command(msgspec.Struct, frozen=True):
     summary: str
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        """Import the function that takes the remaining arguments."""
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -30,19 +29,15 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
     "chat": Command("antiphon.cli.chat:main", "chat with a running server in the terminal"),
-    "models": Command("antiphon.cli.models:main", "list models with a short name"),
+    "models": Command("antiphon.cli.commands:models", "list models with a short name"),
     "config": Command("antiphon.cli.settings:main", "print the settings and their sources"),
-    "replay": Command("antiphon.cli.replay:main", "replay the recorded step plans of a worker"),
-    "version": Command("antiphon.cli.version:main", "print the version"),
+    "replay": Command("antiphon.cli.commands:replay", "replay the recorded step plans of a worker"),
+    "version": Command("antiphon.cli.commands:version", "print the version"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit status; 2 for an error in the settings, which is printed in one line on stderr.
-    """
+    """Run one command; return the exit status: 2 for an error in the settings."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in {"-h", "--help"}:
         print(usage())
@@ -57,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return the usage text, with one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -24,7 +24,6 @@ PIPE_COLUMNS = 200
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line per setting, or per SGLang argument."""
     if argv and argv[0] == "arguments":
         return _arguments(argv[1:])
     summary = (
@@ -41,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> int:
-    """Print SGLang's arguments and their status, as a table or JSON."""
     parser = Parser("antiphon config arguments", "List SGLang's arguments with their status.")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     if parser.parse(argv).plain.get("json"):

@@ -10,8 +10,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.bus.errors import BusDown, NoResponders
-from antiphon.client.assembler import TextAssembler
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -28,6 +29,7 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
+    TextCursor,
 )
 from antiphon.wire.ids import RequestId, TenantId, new_request_id
 from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
     from antiphon.bus.transport import Packet
     from antiphon.wire.base import FinishReason, Usage
-    from antiphon.wire.generate import TextCursor
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 log = logging.getLogger(__name__)
@@ -100,11 +101,7 @@ class GenerationStream:
         self._no_responders_since: float | None = None
 
     async def chunks(self, timeout_s: float) -> AsyncGenerator[CompletionChunk]:
-        """Yield text until the request has ended. Leaving early cancels it.
-
-        Raises:
-            EngineError: The request failed; `DeadlineExceeded` after `timeout_s`.
-        """
+        """Yield text until the request has ended or failed. Leaving early cancels it."""
         deadline = _now() + timeout_s
         subscription = await self._bus.transport.subscribe(self._inbox, self._receive)
         try:
@@ -191,7 +188,6 @@ class GenerationStream:
         return whole[0] if whole else None
 
     def _mark_progress(self) -> None:
-        """Restart the silence timeout."""
         self._retry_at = _now() + SILENCE_S
         self._no_responders_since = None
 
@@ -262,6 +258,54 @@ class GenerationStream:
                 return
         if not self._events.full():
             self._events.put_nowait(event)
+
+
+class TextAssembler:
+    """Accepts text in any order, with repeats, and returns each byte once and in order. Pure.
+
+    The same holds for token outputs, from the offset `details_from` on.
+    """
+
+    def __init__(self, details_from: int = 0) -> None:
+        self._details_from = details_from
+        self._bytes: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
+
+    @property
+    def cursors(self) -> tuple[TextCursor, ...]:
+        """How much of each choice was returned."""
+        return tuple(
+            TextCursor(choice=choice, text_offset=length, token_offset=self.token_offset(choice))
+            for choice, length in self._bytes.items()
+        )
+
+    def text_offset(self, choice: int) -> int:
+        """The number of bytes of a choice that were returned."""
+        return self._bytes.get(choice, 0)
+
+    def token_offset(self, choice: int) -> int:
+        """The offset up to which token outputs of a choice were returned."""
+        return self._tokens.get(choice, self._details_from)
+
+    def add(self, piece: GenerateText) -> GenerateText | None:
+        """Return the new part of a piece, possibly empty; None if there is a gap before it."""
+        text_offset, token_offset = self.text_offset(piece.choice), self.token_offset(piece.choice)
+        details = piece.details
+        if piece.text_offset > text_offset:
+            return None
+        if details is not None and details.offset > token_offset:
+            return None
+        new = piece.text.encode()[text_offset - piece.text_offset :]
+        try:
+            text = new.decode()
+        except UnicodeDecodeError:
+            return None  # the offset splits a character: not a continuation of the text so far
+        self._bytes[piece.choice] = text_offset + len(new)
+        if details is not None:
+            details = details.beyond(token_offset) if details.end > token_offset else None
+        if details is not None:
+            self._tokens[piece.choice] = details.end
+        return msgspec.structs.replace(piece, text_offset=text_offset, text=text, details=details)
 
 
 def _now() -> float:

@@ -13,8 +13,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from antiphon.cli.chat import server_url
-from antiphon.cli.completion import ChatFailed, ChatRequest, ChatTurn, complete, first_model
+from antiphon.cli.chat import (
+    ChatFailed,
+    ChatRequest,
+    ChatTurn,
+    complete,
+    first_model,
+    server_url,
+)
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.client.assembler import TextAssembler
+from antiphon.client.stream import TextAssembler
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.generate import GenerateText
 from antiphon.wire.ids import RequestId

@@ -9,7 +9,7 @@ import pytest
 from tests.models.tiny import write_llama
 from tests.unit.model_worker.test_opening import SMALL
 
-from antiphon.cli.replay import main as replay_command
+from antiphon.cli.commands import replay as replay_command
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.observability.plan_dumps import PlanDumps

@@ -1,7 +1,10 @@
-"""`antiphon models`: list the models with a short name."""
+"""The short commands: `antiphon models`, `antiphon replay` and `antiphon version`."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from antiphon import embedded
@@ -12,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print one line per model."""
+def models(argv: Sequence[str]) -> int:
     Parser(
         "antiphon models", "List models with a short name, with size, licence and source."
     ).parse_none(argv)
@@ -28,4 +30,16 @@ def main(argv: Sequence[str]) -> int:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
     print("\nantiphon serve --model-path NAME")
+    return 0
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Replay the recorded step plans of a worker in a child: only workers load models."""
+    command = [sys.executable, "-m", "antiphon.model_worker.observability.replay", *argv]
+    return subprocess.call(command)  # noqa: S603  # our own module, with the operator's arguments
+
+
+def version(argv: Sequence[str]) -> int:
+    Parser("antiphon version", "Print the version.").parse_none(argv)
+    print(metadata.version("antiphon"))
     return 0
