@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -13,21 +14,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class HostDevice(msgspec.Struct, frozen=True):
-    """Where a model runs.
-
-    Attributes:
-        memory_bytes: Free memory before anything was loaded.
-        lacking: Why the CPU kernels do not run in this process; None if they do. Only the worker
-            sets it.
-        arithmetic: What the numerics depend on here, by name: instruction set, version of the
-            kernels. Only the worker sets it.
-    """
+    """Where a model runs; only the worker sets the last two fields."""
 
     kind: str
     cores: int
     memory_bytes: int
+    """Free memory before anything was loaded."""
     lacking: str | None = None
+    """Why the CPU kernels do not run in this process; None if they do."""
     arithmetic: dict[str, str] = {}
+    """What the numerics depend on here, by name: instruction set, version of the kernels."""
 
 
 def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:
@@ -54,10 +50,9 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _available_bytes(proc: Path) -> int:
-    for line in _read(proc / "meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
+    available = _number(proc / "meminfo", "MemAvailable")
+    if available is not None:
+        return available * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
@@ -69,17 +64,15 @@ def _room_bytes(folder: Path) -> float:
     ):
         limit, used = _read(folder / limit_file), _read(folder / used_file)
         if limit.isdecimal() and used.isdecimal():
-            return int(limit) - int(used) + _reclaimable_bytes(folder, cached)
+            # Inactive file pages count as used but are reclaimed when memory is needed.
+            return int(limit) - int(used) + (_number(folder / "memory.stat", cached) or 0)
     return math.inf
 
 
-def _reclaimable_bytes(folder: Path, cached: str) -> int:
-    """Inactive file pages: they count as used but are reclaimed when memory is needed."""
-    for line in _read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == cached:
-            return int(value)
-    return 0
+def _number(file: Path, name: str) -> int | None:
+    """A number by its name at the start of a line."""
+    found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _cores(folder: Path) -> float:
