@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,17 +15,11 @@ from antiphon.model_card.config_json import (
     PADDED_POSITIONS,
     REPEATED_KV,
     UNGATED_MLP,
+    Factors,
     check_shape,
 )
 from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
-from antiphon.model_card.longrope import Factors
-from antiphon.model_card.moe_mla import (
-    ExpertsCard,
-    LatentCard,
-    SparseFields,
-    experts_of,
-    latent_of,
-)
+from antiphon.model_card.json_file import parse_json, read_json
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.recurrent_states import RecurrentStates, read_states
 from antiphon.model_card.tasks import (
@@ -41,9 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-T = TypeVar("T")
-
-
 class GenerationDefaults(msgspec.Struct, frozen=True):
     """Sampling defaults from generation_config.json; unset fields have none."""
 
@@ -52,6 +43,67 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a model: `chosen` of `count` per token, each `width` wide."""
+
+    layers: int
+    """Number of layers with experts; the others have dense blocks."""
+    count: int
+    chosen: int
+    width: int
+    shared_width: int
+    """Width of the shared experts; 0 without any."""
+    shared_gated: bool
+    """Whether the shared experts have a gate of their own."""
+
+    def layer_parameters(self, hidden: int) -> int:
+        """Parameters of one layer's feed-forward matrices and router."""
+        blocks = 3 * (self.count * self.width + self.shared_width)
+        return hidden * (blocks + self.count + int(self.shared_gated))
+
+    def router_parameters(self, hidden: int) -> int:
+        return self.layers * self.count * hidden
+
+
+class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of latent attention (MLA); `latent` is the KV LoRA rank."""
+
+    latent: int
+    content: int
+    """Size of a head's keys without RoPE, computed from the latent."""
+    position: int
+    """Size of the keys with RoPE, shared by all heads."""
+    value: int
+    query: int | None
+    """Query LoRA rank, if there is one."""
+
+    @property
+    def cached_width(self) -> int:
+        """Elements per token and layer in the cache."""
+        return self.latent + self.position
+
+    def layer_parameters(self, hidden: int, heads: int) -> int:
+        """Parameters of one layer's attention matrices."""
+        key = self.content + self.position
+        queries = hidden * heads * key
+        if self.query is not None:
+            queries = self.query * (hidden + heads * key)
+        return (
+            queries
+            + hidden * self.cached_width
+            + self.up_parameters(heads)
+            + heads * self.value * hidden
+        )
+
+    def up_parameters(self, heads: int) -> int:
+        """Parameters of the up-projection, of which a second copy is stored in another layout."""
+        return self.latent * heads * (self.content + self.value)
+
+    def token_numbers(self, heads: int) -> int:
+        """Approximate elements of a token's queries and attention outputs in one layer."""
+        return heads * (2 * self.cached_width + 2 * (self.content + self.position) + 2 * self.value)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -77,11 +129,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling: GenerationDefaults
     weights: Weights
     states: RecurrentStates | None = None
-    """The recurrent states, if the model has recurrent layers."""
     quantization: QuantizationConfig | None = None
     """From config.json; None: linear layers are not quantized, or are in a GGUF file."""
     gguf: bool = False
-    """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
     kv_numbers: int | None = None
@@ -120,33 +170,26 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 def item_bytes(dtype: Dtype | CacheDtype) -> int:
-    """Bytes per element."""
     if isinstance(dtype, CacheDtype) and dtype.eight_bits:
         return 1
     return 4 if dtype in (Dtype.FLOAT32, CacheDtype.FLOAT32) else 2
 
 
 def read_card(location: ModelLocation) -> ModelCard:
-    """Read config.json, generation_config.json and the headers of the weights.
-
-    Raises:
-        ConfigError: A file is missing or broken, or needs an unsupported feature.
-    """
+    """Read config.json, generation_config.json and the headers of the weights."""
     files = files_at(location)
-    folder = files.folder
-    raw = files.config()
-    check_shape(raw, folder / "config.json")
-    config = _convert(raw, folder / "config.json", _CardFields)
-    generation_file = folder / "generation_config.json"
+    raw, file = files.config(), files.folder / "config.json"
+    check_shape(raw, file)
+    config = parse_json(raw, _CardFields, file)
+    generation_file = files.folder / "generation_config.json"
     generation = (
-        _decode(generation_file, _Generation) if generation_file.exists() else _Generation()
+        read_json(generation_file, _Generation) if generation_file.exists() else _Generation()
     )
     if not config.architectures:
-        raise ConfigError(f"{folder / 'config.json'}: architectures names none")
-    states = read_states(config.architectures[0], files.config())
-    quantization = read_quantization(files.config())
-    sparse = _convert(files.config(), folder / "config.json", SparseFields)
-    weights = _weights(files, config, quantization, states, sparse)
+        raise ConfigError(f"{file}: architectures names none")
+    states = read_states(config.architectures[0], raw)
+    quantization = read_quantization(raw)
+    weights = _weights(files, config, quantization, states)
     width = _width(config)
     rope = config.rope_parameters or config.rope_scaling or _RopeFields()
     task = task_of(config.architectures[0])
@@ -157,11 +200,11 @@ def read_card(location: ModelLocation) -> ModelCard:
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=_kv_heads(config),
-        head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
+        head_size=_head_size(config),
         mlp_width=config.intermediate_size_mlp or width,
         vocabulary_size=config.vocab_size,
         context_tokens=_context_tokens(config),
-        dtype=_dtype(config, weights, folder),
+        dtype=_dtype(config, weights, file),
         # Some folders name more EOS ids in one file than in the other; all of them end an answer.
         eos_ids=tuple(sorted({*_ids(config.eos_token_id), *_ids(generation.eos_token_id)})),
         rope_theta=rope.rope_theta or config.rope_theta,
@@ -173,8 +216,8 @@ def read_card(location: ModelLocation) -> ModelCard:
         states=states,
         quantization=quantization,
         gguf=files.format is LoadFormat.GGUF,
-        experts=experts_of(sparse, config.num_hidden_layers, width),
-        latent=latent_of(sparse),
+        experts=_experts(config),
+        latent=_latent(config),
         kv_numbers=_kv_numbers(config),
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
@@ -232,6 +275,23 @@ class _CardFields(msgspec.Struct):
     attention_k_eq_v: bool = False
     num_labels: int | None = None
     id2label: dict[str, object] | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+    n_shared_experts: int = 0
+    shared_expert_intermediate_size: int | None = None
+    first_k_dense_replace: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: int = 1
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int | None = None
+    num_nextn_predict_layers: int = 0
+    """Multi-token prediction layers after the last layer, which are not loaded."""
 
     @property
     def bidirectional(self) -> bool:
@@ -243,39 +303,24 @@ class _Generation(GenerationDefaults, frozen=True):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
-def _decode(file: Path, type_: type[T]) -> T:
-    try:
-        return _convert(file.read_bytes(), file, type_)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-
-
-def _convert(content: bytes, file: Path, type_: type[T]) -> T:
-    try:
-        return msgspec.json.decode(content, type=type_)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
 def _weights(
     files: ModelFiles,
     config: _CardFields,
     quantization: QuantizationConfig | None,
     states: RecurrentStates | None,
-    sparse: SparseFields,
 ) -> Weights:
     if files.format is LoadFormat.DUMMY:
-        return Weights(count=_parameters(config, states, sparse), bytes=0, dtype=None)
+        return Weights(count=_parameters(config, states), bytes=0, dtype=None)
     if files.format is LoadFormat.PT and quantization is not None:
         # Only torch reads the headers of these files: the number of weights per byte is unknown.
         size_bytes = sum(file.stat().st_size for file in files.weights if file.exists())
-        linears = _in_linears(config, states, sparse)
-        return Weights(_parameters(config, states, sparse), size_bytes, None, quantized=linears)
+        linears = _in_linears(config, states)
+        return Weights(_parameters(config, states), size_bytes, None, quantized=linears)
     named = config.dtype or config.torch_dtype
     wide = named in (None, Dtype.FLOAT32)
     of_number = item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16)
     layers = config.num_hidden_layers
-    further = range(layers, layers + sparse.num_nextn_predict_layers)
+    further = range(layers, layers + config.num_nextn_predict_layers)
     passed_over = tuple(f"{name}.{layer}." for layer in further for name in _LAYER_NAMES)
     passed_over += unused_prefixes(config.architectures[0])
     return read_weights(files, of_number, quantization, passed_over)
@@ -285,7 +330,7 @@ _LAYER_NAMES = ("model.layers", "blk")
 """Prefixes of a layer's tensor names, before its number."""
 
 
-def _parameters(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
+def _parameters(config: _CardFields, states: RecurrentStates | None) -> int:
     """Approximate parameter count of a model of this shape."""
     architecture = config.architectures[0]
     one = config.tie_word_embeddings or task_of(architecture) is not Task.GENERATE
@@ -293,33 +338,67 @@ def _parameters(config: _CardFields, states: RecurrentStates | None, sparse: Spa
     if config.model_type in LEARNED_POSITIONS:
         tables += config.max_position_embeddings + config.type_vocab_size
     head = head_parameters(architecture, config.hidden_size, len(_labels(config)))
-    return _in_linears(config, states, sparse) + config.hidden_size * tables + head
+    return _in_linears(config, states) + config.hidden_size * tables + head
 
 
-def _in_linears(config: _CardFields, states: RecurrentStates | None, sparse: SparseFields) -> int:
+def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
     """Parameters in its layers, nearly all of them in linear layers."""
     layers, hidden, width = config.num_hidden_layers, config.hidden_size, _width(config)
     linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
-    experts = experts_of(sparse, layers, width)
+    experts = _experts(config)
     sparse_layers = 0 if experts is None else experts.layers
     blocks = (layers - sparse_layers) * dense
     if experts is not None:
         blocks += sparse_layers * experts.layer_parameters(hidden)
-    attending, recurrent, attention = layers, 0, _attention_parameters(config, sparse)
+    attending, recurrent, attention = layers, 0, _attention_parameters(config)
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
         attention += config.num_attention_heads * _head_size(config) * hidden * states.gated
     return attending * attention + recurrent + blocks
 
 
-def _attention_parameters(config: _CardFields, sparse: SparseFields) -> int:
+def _attention_parameters(config: _CardFields) -> int:
     """Parameters of one layer's attention matrices, without gates."""
     heads = config.num_attention_heads
-    if (latent := latent_of(sparse)) is not None:
+    if (latent := _latent(config)) is not None:
         return latent.layer_parameters(config.hidden_size, heads)
     kv_heads = config.num_key_value_heads or heads
     return 2 * (heads + kv_heads) * _head_size(config) * config.hidden_size
+
+
+def _experts(config: _CardFields) -> ExpertsCard | None:
+    if not config.num_experts:
+        return None
+    sparse = [
+        layer
+        for layer in range(config.first_k_dense_replace, config.num_hidden_layers)
+        if layer not in config.mlp_only_layers
+        and (layer + 1) % config.decoder_sparse_step == 0
+        and (layer + 1) % config.interleave_moe_layer_step == 0
+    ]
+    width = config.moe_intermediate_size or _width(config)
+    shared = config.shared_expert_intermediate_size
+    return ExpertsCard(
+        layers=len(sparse if config.moe_layers is None else config.moe_layers),
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        width=width,
+        shared_width=shared or config.n_shared_experts * width,
+        shared_gated=shared is not None,
+    )
+
+
+def _latent(config: _CardFields) -> LatentCard | None:
+    if config.kv_lora_rank is None:
+        return None
+    return LatentCard(
+        latent=config.kv_lora_rank,
+        content=config.qk_nope_head_dim,
+        position=config.qk_rope_head_dim,
+        value=config.v_head_dim or 0,
+        query=config.q_lora_rank,
+    )
 
 
 def _context_tokens(config: _CardFields) -> int:
@@ -348,7 +427,6 @@ def _head_size(config: _CardFields) -> int:
 
 
 def _kv_heads(config: _CardFields) -> int:
-    """Number of KV heads."""
     if config.model_type in REPEATED_KV:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
@@ -367,7 +445,6 @@ def _kv_numbers(config: _CardFields) -> int | None:
 
 
 def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
-    """A layer's own head configuration."""
     if config.per_layer_config is not None:
         return config.per_layer_config.get(str(layer), _LayerHeads())
     kinds = config.layer_types or _every_sixth(config.num_hidden_layers)
@@ -383,16 +460,14 @@ def _every_sixth(layers: int) -> tuple[str, ...]:
     return tuple("full_attention" if all_ else "sliding_attention" for all_ in seeing)
 
 
-def _dtype(config: _CardFields, weights: Weights, folder: Path) -> Dtype:
+def _dtype(config: _CardFields, weights: Weights, file: Path) -> Dtype:
     """The dtype in the config; if it has none, that of the weights."""
     named = config.dtype or config.torch_dtype
     if named is None:
         return weights.dtype or Dtype.FLOAT32
     known = {dtype.value: dtype for dtype in sorted(Dtype) if dtype is not Dtype.AUTO}
     if named not in known:
-        raise ConfigError(
-            f"{folder / 'config.json'}: dtype = {named!r}: must be one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{file}: dtype = {named!r}: must be one of {', '.join(known)}")
     return known[named]
 
 

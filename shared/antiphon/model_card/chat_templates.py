@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.json_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,15 +23,11 @@ _SUFFIX = ".jinja"
 
 
 class NamedTemplate(msgspec.Struct, frozen=True):
-    """A named template."""
-
     name: str
     template: str
 
 
 class _TemplateFields(msgspec.Struct, frozen=True):
-    """The field of tokenizer_config.json that holds templates."""
-
     chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
 
 
@@ -42,13 +39,7 @@ class TemplateSources(msgspec.Struct, frozen=True):
 
 
 def read_templates(folder: Path) -> Mapping[str, str]:
-    """Read a folder's templates by name; a single one is named `default`.
-
-    Files take precedence over tokenizer_config.json, as in transformers.
-
-    Raises:
-        ConfigError: A file cannot be read, or is malformed.
-    """
+    """A folder's templates by name; as in transformers, files win over tokenizer_config.json."""
     templates = {_DEFAULT: _text(folder / FILE)} if (folder / FILE).is_file() else {}
     for file in sorted((folder / MORE).glob(f"*{_SUFFIX}")):
         templates[file.name.removesuffix(_SUFFIX)] = _text(file)
@@ -58,13 +49,8 @@ def read_templates(folder: Path) -> Mapping[str, str]:
 def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
     """Choose the template of a folder's tokenizer; None if it has none.
 
-    Args:
-        folder: The folder with the templates.
-        name: The template for all conversations; empty: `tool_use`, if there is one, for those with
-            tools, `default` for the others, else the first.
-
-    Raises:
-        ConfigError: There is no template of that name; the message lists the names.
+    Without a `name` it is `tool_use`, if there is one, for conversations with tools, and `default`,
+    or else the first, for the others.
     """
     templates = read_templates(folder)
     if name:
@@ -88,10 +74,7 @@ def _unknown(name: str, templates: Mapping[str, str]) -> str:
 def _of_card(file: Path) -> Mapping[str, str]:
     if not file.is_file():
         return {}
-    try:
-        found = msgspec.json.decode(file.read_bytes(), type=_TemplateFields).chat_template
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    found = read_json(file, _TemplateFields).chat_template
     if isinstance(found, tuple):
         return {named.name: named.template for named in found}
     return {_DEFAULT: found} if found else {}

@@ -1,23 +1,40 @@
-"""Completes config.json: old names of its fields, and the defaults of its model family.
+"""Completes config.json: the text model's fields, common names, the defaults of its family.
 
 A file written by transformers omits the defaults of its model class, and old families have names of
-their own. All readers of a config use `complete_config`, so that the plan and the decoder cannot
+their own. All readers of a config use the completed one, so that the plan and the decoder cannot
 disagree.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.json_file import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
 Fields = dict[str, msgspec.Raw]
+Factors = Literal["short", "long"]
+
+_KINDS = ("longrope", "su")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+MULTIMODAL_ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
+"""Multimodal architectures whose text model is served."""
+TEXT_MODEL_PREFIX = "language_model."
+"""Prefix of its tensor names, first or after the common prefix."""
+_TIED = "tie_word_embeddings"
+VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+"""Prefixes of vision tensors."""
 
 FIELD_ALIASES: Mapping[str, str] = {
     "n_embd": "hidden_size",
@@ -118,11 +135,7 @@ _SHAPE = (
 
 
 def check_shape(config: bytes, file: Path) -> None:
-    """Check that a completed config has the fields of every supported model.
-
-    Raises:
-        ConfigError: Fields are missing; the message names them and the model type.
-    """
+    """Check that a completed config has the fields of every supported model."""
     fields = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
     missing = [name for name in _SHAPE if name not in fields]
     if missing:
@@ -131,3 +144,94 @@ def check_shape(config: bytes, file: Path) -> None:
             f"{file}: {', '.join(missing)} missing: models of type {model_type} lack this field "
             "or use another name for it, and are not supported"
         )
+
+
+def text_model_config(config: Fields) -> Fields:
+    """The config of the text model, with the fields of the whole model; other configs unchanged."""
+    if "text_config" not in config:
+        return config
+    architecture = _architecture(config)
+    if not is_multimodal(architecture):
+        if "hidden_size" in config:  # the config is complete without it
+            return config
+        raise ConfigError(
+            f"config.json: architecture {architecture or 'none'} is not supported:"
+            f" of those with a text_config there are {', '.join(MULTIMODAL_ARCHITECTURES)}"
+        )
+    text = parse_json(config["text_config"], dict[str, msgspec.Raw], "config.json: text_config")
+    given = {name: value for name, value in text.items() if bytes(value) != b"null"}
+    # transformers ties weights by the outer config; the inner one may have its class's default.
+    whole = {name: config[name] for name in ("architectures", _TIED) if name in config}
+    flat = config | given | whole
+    if "quantization_config" in flat:
+        # Names of linear layers, and patterns for them, are those of the whole model.
+        stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")
+        flat["quantization_config"] = msgspec.Raw(stored)
+    return flat
+
+
+def text_name(tensor: str) -> str:
+    """The name of a tensor in the text model alone."""
+    return (
+        tensor.replace(TEXT_MODEL_PREFIX, "", 1)
+        if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}"))
+        else tensor
+    )
+
+
+def is_multimodal(architecture: str) -> bool:
+    return architecture in MULTIMODAL_ARCHITECTURES
+
+
+def _architecture(config: Fields) -> str:
+    try:
+        named = msgspec.json.decode(config.get("architectures", b"[]"), type=tuple[str, ...])
+    except msgspec.DecodeError:
+        return ""
+    return (*named, "")[0]
+
+
+class _LongRopeScaling(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    original_max_position_embeddings: int | None = None
+
+
+class _LongRopeFields(msgspec.Struct):
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None
+    rope_parameters: _LongRopeScaling | None = None
+    rope_scaling: _LongRopeScaling | None = None
+
+
+def longrope_factors(config: Fields, context_tokens: int | None) -> Factors | None:
+    """The factors of a longrope model; None for others, or if the config is malformed.
+
+    transformers uses the short factors for a text up to the trained length, and the long ones for
+    all of a longer text. But a cached key is rotated already, and a text may grow: here the served
+    context decides for all texts, so that a key is the same in every text.
+    """
+    try:
+        fields = msgspec.json.decode(msgspec.json.encode(config), type=_LongRopeFields)
+    except msgspec.DecodeError:
+        return None  # the reader of the fields reports the malformed one
+    rope = fields.rope_parameters or fields.rope_scaling
+    if rope is None or (rope.rope_type or rope.type) not in _KINDS:
+        return None
+    longest = fields.max_position_embeddings
+    if longest is None:
+        return None
+    trained = rope.original_max_position_embeddings or fields.original_max_position_embeddings
+    served = longest if context_tokens is None else min(context_tokens, longest)
+    return "long" if served > (trained or longest) else "short"
+
+
+def with_factors(config: Fields, factors: Factors | None) -> Fields:
+    """The config with both lists set to those factors; without factors, the config itself."""
+    if factors is None:
+        return config
+    place = next(name for name in _ROPE_KEYS if bytes(config.get(name, b"null")) != b"null")
+    rope = msgspec.json.decode(config[place], type=dict[str, msgspec.Raw])
+    chosen = rope.get(f"{factors}_factor", msgspec.Raw(b"[]"))  # none: refused where it is read
+    rope |= {"short_factor": chosen, "long_factor": chosen}
+    return config | {place: msgspec.Raw(msgspec.json.encode(rope))}

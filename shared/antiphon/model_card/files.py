@@ -10,9 +10,14 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.model_card.config_json import complete_config
-from antiphon.model_card.longrope import Factors, longrope_factors, with_factors
-from antiphon.model_card.text_model import text_model_config
+from antiphon.model_card.config_json import (
+    Factors,
+    complete_config,
+    longrope_factors,
+    text_model_config,
+    with_factors,
+)
+from antiphon.model_card.json_file import parse_json, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -35,50 +40,34 @@ SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """A model on this machine.
-
-    Attributes:
-        folder: The folder with config.json.
-        format: The format of the weights; never `auto`.
-        weights: The weight files, each once; empty if there are none.
-        overrides: JSON object whose fields replace those of config.json.
-        mapped: Whether files are mapped into memory, not copied.
-        context_tokens: The served context length, if it is less than the model's.
-    """
+    """A model on this machine."""
 
     folder: Path
+    """The folder with config.json."""
     format: LoadFormat
+    """The format of the weights; never `auto`."""
     weights: tuple[Path, ...]
+    """The weight files, each once; empty if there are none."""
     overrides: str = "{}"
+    """JSON object whose fields replace those of config.json."""
     mapped: bool = True
+    """Whether files are mapped into memory, not copied."""
     context_tokens: int | None = None
+    """The served context length, if it is less than the model's."""
 
     @property
     def overridden(self) -> bool:
-        """Whether overrides change the model.
-
-        Raises:
-            ConfigError: See `config`.
-        """
         if _object(self.overrides, "load.config_overrides"):
             return True
         return self.factors() != longrope_factors(self._completed(), None)
 
     def factors(self) -> Factors | None:
-        """The RoPE factors, if it is a longrope model.
-
-        Raises:
-            ConfigError: See `config`.
-        """
         return longrope_factors(self._completed(), self.context_tokens)
 
     def config(self) -> bytes:
         """Return config.json with overrides applied and defaults filled in.
 
         For a longrope model both lists of factors are set to the ones for the served context.
-
-        Raises:
-            ConfigError: It is missing, or it or the overrides are not a JSON object.
         """
         config = self._completed()
         return msgspec.json.encode(
@@ -101,11 +90,6 @@ ModelLocation = Path | ModelFiles
 
 
 def files_at(location: ModelLocation) -> ModelFiles:
-    """The files of a model, in any format.
-
-    Raises:
-        ConfigError: A GGUF file cannot be chosen, or an index is broken.
-    """
     return location if isinstance(location, ModelFiles) else find_files(location)
 
 
@@ -118,18 +102,9 @@ def find_files(
     mapped: bool = True,
     context_tokens: int | None = None,
 ) -> ModelFiles:
-    """Find a model's files.
+    """Find a model's files by its folder, or by a GGUF file, which may be one part of several.
 
-    Args:
-        path: Its folder, or a GGUF file (any part of several).
-        requested: The format to look for.
-        described_in: The folder of config.json; None: the folder of the weights.
-        overrides: See `ModelFiles`.
-        mapped: See `ModelFiles`.
-        context_tokens: See `ModelFiles`.
-
-    Raises:
-        ConfigError: A GGUF file cannot be chosen, or an index is broken.
+    `described_in` is the folder of config.json, if that is another one than the weights'.
     """
     folder = path.parent if is_gguf(path) else path
     names = [path.name] if is_gguf(path) else []
@@ -145,7 +120,6 @@ def find_files(
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file and not a folder."""
     return path.suffix == ".gguf"
 
 
@@ -155,9 +129,6 @@ def weight_names(
     """Choose the weight files among the file `names` of a folder (also before they are downloaded).
 
     For a format with an index, exactly the files of the index, whether they exist or not.
-
-    Raises:
-        ConfigError: Several GGUF files are not parts of one model, or an index is broken.
     """
     if requested is LoadFormat.DUMMY:
         return requested, []
@@ -187,12 +158,7 @@ class _Index(msgspec.Struct):
 
 
 def _indexed(index: Path) -> set[str]:
-    try:
-        files = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except OSError as error:
-        raise ConfigError(f"{index}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{index}: {error}") from error
+    files = set(read_json(index, _Index).weight_map.values())
     if outside := [name for name in files if Path(name).name != name]:
         raise ConfigError(f"{index}: {outside[0]} is not in the same folder")
     return files
@@ -229,10 +195,7 @@ def _object(text: bytes | str, what: str) -> _Fields:
     # of transformers write them as objects, and so does this.
     written = text if isinstance(text, str) else text.decode(errors="replace")
     spelled = _BEYOND_JSON.sub(r'{"__float__": "\1"}', written)
-    try:
-        return msgspec.json.decode(spelled, type=_Fields)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{what}: {error}") from error
+    return parse_json(spelled, _Fields, what)
 
 
 def _override(config: _Fields, overrides: _Fields) -> _Fields:

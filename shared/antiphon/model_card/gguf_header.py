@@ -44,7 +44,6 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -61,15 +60,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
 
 def read_gguf(file: Path, *, lists: bool = False) -> GgufHeader:
-    """Read a header without the tensors.
-
-    Args:
-        file: The GGUF file.
-        lists: Whether to include metadata that are lists of strings or numbers: vocabularies.
-
-    Raises:
-        ConfigError: The file is missing, truncated or not a GGUF file.
-    """
+    """Read a header without the tensors; `lists` are vocabularies with their scores and types."""
     try:
         with file.open("rb") as stream:
             return _GgufReader(stream, file, lists=lists).header()
@@ -116,7 +107,7 @@ class _GgufReader:
         return name, GgufTensor(tuple(reversed(sizes)), kind, offset)
 
     def _value(self, kind: int) -> Value | Values | None:
-        """Read one value; a list that is not requested is skipped."""
+        """A list that is not requested is skipped."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:

@@ -39,16 +39,11 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class PublishedFile(msgspec.Struct, frozen=True):
-    """Metadata of one file on the hub.
-
-    Attributes:
-        sha256: Checksum of large files; unset for files stored in git itself.
-        git_id: Git blob id, for small files.
-    """
-
     size_bytes: int
     sha256: str | None
+    """Checksum of large files; unset for files stored in git itself."""
     git_id: str
+    """Git blob id, for small files."""
 
 
 def is_hub_id(path: str) -> bool:
@@ -62,19 +57,9 @@ def looks_like_id(path: str) -> bool:
 
 
 def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = None) -> Path:
-    """Download a model into the cache unless it is there. Blocks until it is done.
+    """Download a model into the cache unless it is there, and return its folder. Blocks.
 
-    Args:
-        repo: The model's id.
-        load: Revision, cache directory, and whether the hub may be accessed.
-        weights: Whether to download the weights, too, in the format of `load`.
-        endpoint: URL of the hub; unset: the package's own setting.
-
-    Returns:
-        The folder with the files.
-
-    Raises:
-        ConfigError: It cannot be downloaded; says why.
+    `endpoint` is the URL of the hub, if it is not the package's own setting.
     """
     from huggingface_hub import errors  # noqa: PLC0415 (half a second that most starts save)
 
@@ -91,11 +76,6 @@ def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = 
 def list_published_files(
     repo: str, load: LoadConfig, *, endpoint: str | None = None
 ) -> dict[str, PublishedFile]:
-    """Return the hub's file metadata of a model's top-level folder.
-
-    Raises:
-        ConfigError: The hub could not be queried.
-    """
     from huggingface_hub import HfApi, errors  # noqa: PLC0415
 
     if load.offline:

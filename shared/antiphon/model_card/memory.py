@@ -21,20 +21,17 @@ PROMPT_LOGITS_BYTES_MAX = 32 * 1024**2
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Division of the free memory, in bytes. The rest is available for the cache.
-
-    Attributes:
-        free: Memory that this process may use, within the limits of its containers.
-        activations: Activations of the largest step.
-        logits: Logits of the maximum number of rows that sample a token in one step.
-        scored: Logits of the prompt tokens whose logprobs are computed at a time.
-    """
+    """Division of the free memory, in bytes. The rest is available for the cache."""
 
     free: int
+    """Memory that this process may use, within the limits of its containers."""
     weights: int
     activations: int
+    """Activations of the largest step."""
     logits: int
+    """Logits of the maximum number of rows that sample a token in one step."""
     scored: int
+    """Logits of the prompt tokens whose logprobs are computed at a time."""
 
     @property
     def rest(self) -> int:
@@ -59,12 +56,7 @@ def weight_bytes(
 ) -> int:
     """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
-    Args:
-        card: The model card.
-        dtype: The dtype of unquantized weights.
-        linear: Format of linear layers that are not quantized in the checkpoint.
-        quantized: Format of those that are.
-        count: Number of weights in the latter.
+    `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
@@ -131,5 +123,4 @@ def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTE
 
 
 def gib(size_bytes: int) -> str:
-    """A size as readable text."""
     return f"{size_bytes / 1024**3:.2f} GiB"

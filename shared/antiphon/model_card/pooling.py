@@ -7,20 +7,19 @@ dense layers, and normalization.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.files import ModelLocation, files_at, find_files
+from antiphon.model_card.json_file import parse_json, read_json
 from antiphon.model_card.tasks import Task, is_bidirectional
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_card.card import ModelCard
-
-T = TypeVar("T")
 
 
 class PoolMode(StrEnum):
@@ -35,8 +34,6 @@ class PoolMode(StrEnum):
 
 
 class PoolingActivation(StrEnum):
-    """The activation after a dense layer."""
-
     IDENTITY = "identity"
     TANH = "tanh"
     RELU = "relu"
@@ -55,30 +52,25 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling of an embedding model, classifier or reward model.
-
-    Attributes:
-        task: Never `generate`.
-        dense: Dense layers after the pooling, in order.
-        normalize: Whether the vector is then normalized to length 1.
-        width: Dimensions of the vector, or number of labels.
-        matryoshka: Whether prefixes of the vector are usable embeddings.
-        cuts: Allowed lengths of such a prefix; empty: any.
-        labels: The labels, in the order of the scores.
-        several: Whether the classifier is multi-label: each label has its own sigmoid.
-        plain_score: Whether the score of a single label is returned without a sigmoid.
-    """
+    """Pooling of an embedding model, classifier or reward model."""
 
     task: Task
+    """Never `generate`."""
     mode: PoolMode
     dense: tuple[Dense, ...] = ()
     normalize: bool
+    """Whether the vector is then normalized to length 1."""
     width: int
+    """Dimensions of the vector, or number of labels."""
     matryoshka: bool = False
+    """Whether prefixes of the vector are usable embeddings."""
     cuts: tuple[int, ...] = ()
+    """Allowed lengths of such a prefix; empty: any."""
     labels: tuple[str, ...] = ()
     several: bool = False
+    """Whether the classifier is multi-label: each label has its own sigmoid."""
     plain_score: bool = False
+    """Whether the score of a single label is returned without a sigmoid."""
 
     def __str__(self) -> str:
         parts = [str(self.mode), *(f"dense {dense.outputs}" for dense in self.dense)]
@@ -88,21 +80,12 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 def read_pooling(
     location: ModelLocation, card: ModelCard, *, embedding: bool = False
 ) -> Pooling | None:
-    """The pooling of a model; None for a generative model.
-
-    Args:
-        location: The folder with config.json, and with sentence-transformers' files if any.
-        card: The card of the model.
-        embedding: Whether a generative model is served for embeddings instead.
-
-    Raises:
-        ConfigError: A file is broken, or needs an unsupported pooling.
-    """
+    """The pooling of a model; None for a generative one, unless it is served for `embedding`."""
     task = Task.EMBED if embedding and card.task is Task.GENERATE else card.task
     if task is Task.GENERATE:
         return None
     files = files_at(location)
-    config = _convert(files.config(), files.folder / "config.json", _PoolingFields)
+    config = parse_json(files.config(), _PoolingFields, files.folder / "config.json")
     habit = _default_mode(card)
     if task is Task.SCORE:
         return Pooling(
@@ -125,20 +108,16 @@ def read_pooling(
     listing = files.folder / "modules.json"
     if not listing.exists():
         return pooling
-    return _apply_modules(pooling, files.folder, _decode(listing, tuple[_Module, ...]))
+    return _apply_modules(pooling, files.folder, read_json(listing, tuple[_Module, ...]))
 
 
 def module_files(folder: Path) -> list[Path]:
-    """The sentence-transformers files in a model's folder: modules.json, and the files it lists.
-
-    Raises:
-        ConfigError: It is broken, or the weights that it lists are.
-    """
+    """The sentence-transformers files in a model's folder: modules.json, and the files it lists."""
     listing = folder / "modules.json"
     if not listing.exists():
         return []
     files = [listing]
-    for module in _decode(listing, tuple[_Module, ...]):
+    for module in read_json(listing, tuple[_Module, ...]):
         below = folder / module.path
         if below != folder:
             found = (below / "config.json", *find_files(below).weights)
@@ -235,7 +214,7 @@ def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -
 
 
 def _mode(file: Path) -> PoolMode:
-    fields = _decode(file, _PoolFile)
+    fields = read_json(file, _PoolFile)
     start = "pooling_mode_"
     names = [
         name.removeprefix(start) for name in fields.__struct_fields__ if name.startswith(start)
@@ -250,7 +229,7 @@ def _mode(file: Path) -> PoolMode:
 
 
 def _dense(path: str, file: Path, width: int) -> Dense:
-    fields = _decode(file, _DenseFile)
+    fields = read_json(file, _DenseFile)
     if fields.in_features != width:
         raise ConfigError(
             f"{file}: in_features = {fields.in_features}: must be {width}, as the input has"
@@ -265,17 +244,3 @@ def _dense(path: str, file: Path, width: int) -> Dense:
         bias=fields.bias,
         squash=PoolingActivation(name),
     )
-
-
-def _decode(file: Path, type_: type[T]) -> T:
-    try:
-        return _convert(file.read_bytes(), file, type_)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-
-
-def _convert(content: bytes, file: Path, type_: type[T]) -> T:
-    try:
-        return msgspec.json.decode(content, type=type_)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error

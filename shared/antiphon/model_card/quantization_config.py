@@ -25,9 +25,11 @@ from antiphon.config.quantization import (
     QuantizationScheme,
     Rule,
 )
+from antiphon.model_card.json_file import parse_json
 
 T = TypeVar("T")
 
+_SOURCE = "config.json: quantization_config"
 EVERY = Pattern("", "all")
 CACHE_SCALES = (".q_scale", ".k_zero_point", ".v_zero_point")
 """Suffixes for a quantized KV cache, besides the scales of keys and values."""
@@ -36,16 +38,11 @@ ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".inp
 
 
 def read_quantization(config: bytes) -> QuantizationConfig | None:
-    """Read the quantization from config.json; None: not quantized.
-
-    Raises:
-        ConfigError: The method or one of its options is not supported or invalid.
-    """
+    """Read the quantization from config.json; None: not quantized."""
     parsed = _decode(config, _ModelQuantization)
-    raw = parsed.quantization_config
-    if bytes(raw) == b"null":
-        raw = parsed.compression_config
-    if bytes(raw) == b"null":
+    written = (parsed.quantization_config, parsed.compression_config)
+    raw = next((raw for raw in written if bytes(raw) != b"null"), None)
+    if raw is None:
         return None
     method = _decode(raw, _Method).quant_method
     if method not in METHODS:
@@ -67,6 +64,26 @@ class _Method(msgspec.Struct):
 Names = list[str] | None
 
 
+def _uniform(
+    method: QuantizationMethod,
+    scheme: QuantizationScheme,
+    unconverted: Names,
+    *,
+    ignored: tuple[str, ...] = (),
+    blank: tuple[str, ...] = (),
+    spelled: Mapping[str, str] = {},
+) -> QuantizationConfig:
+    """One scheme for all linear layers but the named ones and the head."""
+    return QuantizationConfig(
+        method=method,
+        rules=(Rule((EVERY,), scheme),),
+        plain=_modules(unconverted),
+        ignored=ignored,
+        blank=blank,
+        spelled=spelled,
+    )
+
+
 class _Fp8(msgspec.Struct):
     activation_scheme: str = "dynamic"
     weight_block_size: tuple[int, int] | None = None
@@ -79,10 +96,10 @@ def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
     scheme = Fp8(scale="tensor")
     if parsed.weight_block_size is not None:
         scheme = Fp8(scale="block", block=parsed.weight_block_size)
-    return QuantizationConfig(
-        method=QuantizationMethod.FP8,
-        rules=(Rule((EVERY,), scheme),),
-        plain=_modules(parsed.modules_to_not_convert or parsed.ignored_layers),
+    return _uniform(
+        QuantizationMethod.FP8,
+        scheme,
+        parsed.modules_to_not_convert or parsed.ignored_layers,
         ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
         # Multiplied despite its name: the weights were divided by its inverse.
         spelled={".weight_scale_inv": ".weight_scale"},
@@ -115,11 +132,7 @@ def _awq(raw: msgspec.Raw) -> QuantizationConfig:
     if not parsed.zero_point:
         raise _refused("zero_point false is not supported")
     scheme = Awq(weight=".qweight", count=8, group=_group(parsed.group_size))
-    return QuantizationConfig(
-        method=QuantizationMethod.AWQ,
-        rules=(Rule((EVERY,), scheme),),
-        plain=_modules(parsed.modules_to_not_convert),
-    )
+    return _uniform(QuantizationMethod.AWQ, scheme, parsed.modules_to_not_convert)
 
 
 class _Gptq(msgspec.Struct):
@@ -147,8 +160,6 @@ def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
     )
     within = parsed.modules_in_block_to_quantize or ()
     named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
-    # With inputs in order, the tensor of group indices is redundant.
-    ignored = () if parsed.desc_act else (".g_idx",)
     return QuantizationConfig(
         method=QuantizationMethod.GPTQ,
         rules=(Rule(_modules(named, head=True) or (EVERY,), scheme),),
@@ -157,7 +168,8 @@ def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
             *_skipped(parsed.dynamic),
         ),
         head=parsed.lm_head,
-        ignored=ignored,
+        # With inputs in order, the tensor of group indices is redundant.
+        ignored=() if parsed.desc_act else (".g_idx",),
         # AutoGPTQ writes a bias for every linear layer.
         blank=(".bias",),
     )
@@ -189,12 +201,8 @@ def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
     if parsed.load_in_4bit:
         kind, nested = parsed.bnb_4bit_quant_type, parsed.bnb_4bit_use_double_quant
         scheme = BitsAndBytes4(count=2, kind=kind, nested=nested)
-    return QuantizationConfig(
-        method=QuantizationMethod.BITSANDBYTES,
-        rules=(Rule((EVERY,), scheme),),
-        plain=_modules(parsed.llm_int8_skip_modules),
-        ignored=(".weight_format",),
-    )
+    skipped = parsed.llm_int8_skip_modules
+    return _uniform(QuantizationMethod.BITSANDBYTES, scheme, skipped, ignored=(".weight_format",))
 
 
 class _Mxfp4(msgspec.Struct):
@@ -202,12 +210,8 @@ class _Mxfp4(msgspec.Struct):
 
 
 def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Mxfp4)
-    return QuantizationConfig(
-        method=QuantizationMethod.MXFP4,
-        rules=(Rule((EVERY,), Mxfp4(weight="_blocks", count=2)),),
-        plain=_modules(parsed.modules_to_not_convert),
-    )
+    plain = _decode(raw, _Mxfp4).modules_to_not_convert
+    return _uniform(QuantizationMethod.MXFP4, Mxfp4(weight="_blocks", count=2), plain)
 
 
 class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
@@ -238,10 +242,10 @@ def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
     scheme: QuantizationScheme = Int8(weight=weight)
     if kind.type == "Float8WeightOnlyConfig":
         scheme = Fp8(scale="channel", weight=weight)
-    return QuantizationConfig(
-        method=QuantizationMethod.TORCHAO,
-        rules=(Rule((EVERY,), scheme),),
-        plain=_modules(parsed.modules_to_not_convert),
+    return _uniform(
+        QuantizationMethod.TORCHAO,
+        scheme,
+        parsed.modules_to_not_convert,
         spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
         blank=("._weight_zero_point",),
     )
@@ -315,19 +319,13 @@ def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     weights = group.weights
     if weights is None:
         raise _refused(f"config_groups.{name} has no weights")
-    _only(
-        f"config_groups.{name}: format",
-        format_,
-        "int-quantized",
-        "float-quantized",
-        "naive-quantized",
-        "pack-quantized",
-    )
-    if format_ == "pack-quantized":
-        return _packed(name, weights)
-    if weights.type == "float":
-        return _floats(name, weights)
+    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    _only(f"config_groups.{name}: format", format_, *formats)
     where = f"config_groups.{name}.weights"
+    if format_ == "pack-quantized":
+        return _packed(where, weights)
+    if weights.type == "float":
+        return _floats(where, weights)
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or ("group" if weights.group_size else "tensor")
     if scale not in ("tensor", "channel", "group"):
@@ -338,8 +336,7 @@ def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     return Int8(scale=scale, group=group_size, zero_point=not weights.symmetric, rounds=rounds)
 
 
-def _floats(name: str, weights: _Arguments) -> QuantizationScheme:
-    where = f"config_groups.{name}.weights"
+def _floats(where: str, weights: _Arguments) -> QuantizationScheme:
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or "tensor"
     if scale not in ("tensor", "channel", "block"):
@@ -350,8 +347,7 @@ def _floats(name: str, weights: _Arguments) -> QuantizationScheme:
     return Fp8(scale=scale, block=block)
 
 
-def _packed(name: str, weights: _Arguments) -> QuantizationScheme:
-    where = f"config_groups.{name}.weights"
+def _packed(where: str, weights: _Arguments) -> QuantizationScheme:
     _only(f"{where}.type", weights.type, "int")
     _only(f"{where}.num_bits", weights.num_bits, 4, 8)
     _only(f"{where}.strategy", weights.strategy or "group", "group", "channel")
@@ -393,14 +389,11 @@ def _only(what: str, found: object, *known: object) -> None:
 
 
 def _refused(why: str) -> ConfigError:
-    return ConfigError(f"config.json: quantization_config: {why}")
+    return ConfigError(f"{_SOURCE}: {why}")
 
 
 def _decode(content: bytes | msgspec.Raw, type_: type[T]) -> T:
-    try:
-        return msgspec.json.decode(content, type=type_)
-    except msgspec.DecodeError as error:
-        raise _refused(str(error)) from error
+    return parse_json(content, type_, _SOURCE)
 
 
 METHODS: Mapping[str, Callable[[msgspec.Raw], QuantizationConfig]] = {

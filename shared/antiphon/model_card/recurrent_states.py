@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.config.errors import ConfigError
+from antiphon.model_card.json_file import parse_json
 
 
 class RecurrentStates(msgspec.Struct, frozen=True):
-    """The states of one sequence.
-
-    Attributes:
-        layers: Number of layers with a state.
-        attending: Number of layers with keys and values; the others cache nothing per token.
-        convolved: Elements of a layer's convolution state, in the model's dtype.
-        matrices: Elements of its recurrent state, in float32.
-        channels: Input channels of its convolution.
-        parameters: Parameters of its projections and its convolution.
-        gated: Whether attention in the other layers projects output gates with its queries.
-    """
+    """The states of one sequence."""
 
     layers: int
+    """Number of layers with a state."""
     attending: int
+    """Number of layers with keys and values; the others cache nothing per token."""
     convolved: int
+    """Elements of a layer's convolution state, in the model's dtype."""
     matrices: int
+    """Elements of its recurrent state, in float32."""
     channels: int
+    """Input channels of its convolution."""
     parameters: int
+    """Parameters of its projections and its convolution."""
     gated: bool = False
+    """Whether attention in the other layers projects output gates with its queries."""
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of one state in all layers, with `item_bytes` per element of the model's dtype."""
@@ -38,18 +35,8 @@ class RecurrentStates(msgspec.Struct, frozen=True):
 
 
 def read_states(architecture: str, config: bytes) -> RecurrentStates | None:
-    """The states of a model of this architecture; None without any.
-
-    Raises:
-        ConfigError: A field is missing or of a wrong type.
-    """
-    type_ = _KINDS.get(architecture)
-    if type_ is None:
-        return None
-    try:
-        return msgspec.json.decode(config, type=type_).states()
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"config.json: {error}") from error
+    kind = _KINDS.get(architecture)
+    return None if kind is None else parse_json(config, kind, "config.json").states()
 
 
 class _FalconH1(msgspec.Struct):

@@ -33,17 +33,11 @@ class SafetensorsHeader(msgspec.Struct, frozen=True):
 
     @property
     def bytes_expected(self) -> int:
-        """Expected size of the file."""
         ends = (entry.data_offsets[1] for entry in self.entries.values())
         return self.data_start + max(ends, default=0)
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read a header; the presence of the tensors is not checked.
-
-    Raises:
-        ConfigError: The file is missing, or its header is truncated or invalid.
-    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -30,15 +30,7 @@ EMBEDDED = "embedded"
 
 
 def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
-    """Return the model's files, downloaded first if it is a hub model. May block for long.
-
-    Args:
-        settings: The settings that name the model.
-        weights: Whether the weights are needed, too, or only config and tokenizer.
-
-    Raises:
-        ConfigError: There is no such model; says what is missing.
-    """
+    """Return the model's files, downloaded first if it is a hub model. May block for long."""
     load = settings.load
     path = _model_path(settings, weights=weights)
     return find_files(
@@ -52,11 +44,7 @@ def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
 
 
 def tokenizer_folder(settings: Settings) -> Path:
-    """Return the folder of the tokenizer: its own setting, else the model's.
-
-    Raises:
-        ConfigError: There is no such folder, or it has no tokenizer.json.
-    """
+    """Return the folder of the tokenizer: its own setting, else the model's."""
     named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
     return _holding(tokenizer_path(settings), TOKENIZER, named)
 
@@ -66,9 +54,6 @@ def tokenizer_path(settings: Settings) -> Path:
 
     If a folder has SentencePiece's or Mistral's file instead of tokenizer.json, or a GGUF file has
     no tokenizer beside it, a tokenizer.json is converted from these and cached.
-
-    Raises:
-        ConfigError: There is no such model, or its tokenizer cannot be read.
     """
     path = settings.model.tokenizer_path
     if not path:
@@ -99,7 +84,7 @@ def served_names(settings: Settings) -> tuple[ModelName, ...]:
 
 
 def served_name(settings: Settings) -> ModelName:
-    """Return the served name of the model: as configured, else the hub id or the folder's name.
+    """The served name of the model: as configured, else the hub id or the folder's name.
 
     It depends only on the text of the path, since not every process has the model's files.
     """
@@ -115,11 +100,7 @@ def served_name(settings: Settings) -> ModelName:
 
 
 def check_template(settings: Settings) -> None:
-    """Check that the configured chat template file, or the named template, exists.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that the configured chat template file, or the named template, exists."""
     named = settings.model.chat_template
     if named and not Path(named).expanduser().is_file():
         raise ConfigError(f"model.chat_template (--chat-template): {named}: no such file")
@@ -128,14 +109,12 @@ def check_template(settings: Settings) -> None:
 
 
 def hub_models(settings: Settings) -> tuple[str, ...]:
-    """Return the hub models that the settings name."""
     model = settings.model
     named = {path for path in (model.path, model.tokenizer_path) if path not in ("", EMBEDDED)}
     return tuple(sorted(path for path in named if is_hub_id(path)))
 
 
 def _model_path(settings: Settings, *, weights: bool) -> Path:
-    """Return the folder or GGUF file that `model.path` names."""
     path = settings.model.path
     if path == EMBEDDED:
         return embedded.path()
@@ -161,7 +140,6 @@ def _packaged(settings: Settings, name: str) -> Path:
 
 
 def _config_folder(settings: Settings, model_path: Path) -> Path:
-    """Return the folder of config.json."""
     if not is_gguf(model_path):
         return _holding(model_path, "config.json", "model.path")
     if (model_path.parent / "config.json").is_file():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from antiphon.model_card.text_model import VISION_PREFIXES, is_multimodal
+from antiphon.model_card.config_json import VISION_PREFIXES, is_multimodal
 
 
 class Task(StrEnum):
-    """The output of a model."""
-
     GENERATE = "generate"
     """Text, token by token; it can also embed."""
     EMBED = "embed"

@@ -17,9 +17,6 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
     Padding and truncation settings of the file are disabled: padding tokens would be attended to
     like any other, and a prompt that is too long is rejected with an error, not silently truncated.
-
-    Raises:
-        ConfigError: The file is missing or malformed; the message names it.
     """
     file = folder / "tokenizer.json"
     try:

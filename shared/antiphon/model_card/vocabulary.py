@@ -1,4 +1,4 @@
-"""The bytes of each token, from a folder's tokenizer.json."""
+"""The bytes of each token and the EOS tokens, from a folder's files: no tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_card.converted.tokenizer_json import byte_letters
+from antiphon.model_card.json_file import read_json
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -17,23 +18,16 @@ if TYPE_CHECKING:
 
 
 class TokenVocabulary(msgspec.Struct, frozen=True):
-    """The tokens of a model.
-
-    Attributes:
-        tokens: Bytes by token id. Empty for special tokens, which the detokenizer may leave out of
-            the text, and for ids that the tokenizer does not have. Grammars allow these only as the
-            end of the output.
-    """
+    """The tokens of a model."""
 
     tokens: tuple[bytes, ...]
+    """Bytes by token id. Empty for special tokens, which the detokenizer may leave out of the text,
+    and for ids that the tokenizer does not have. Grammars allow these only as the end of the
+    output."""
 
 
 def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
-    """Read the tokens of a tokenizer: `size` of them (the model's logits), or all.
-
-    Raises:
-        Unsupported: There is no tokenizer.json, or the bytes of its tokens are unknown.
-    """
+    """Read the tokens of a tokenizer: `size` of them (the model's logits), or all."""
     file = folder / "tokenizer.json"
     try:
         tokenizer = msgspec.json.decode(file.read_bytes(), type=_VocabularyFile)
@@ -56,6 +50,29 @@ def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
     return TokenVocabulary(tuple(tokens))
 
 
+_EOM = "<|eom_id|>"
+"""Ends a tool-call message of Llama 3.1; SGLang stops at it for every model that has it."""
+
+
+def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The ids of the tokens that end an answer; empty without a tokenizer.json."""
+    card, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    end = read_json(card, _EosFields).eos_token if card.is_file() else None
+    if not tokenizer.is_file():
+        return ()
+    names = {_EOM, end.content if isinstance(end, _Written) else end}
+    added = read_json(tokenizer, _AddedTokens).added_tokens
+    return tuple(sorted(token.id for token in added if token.content in names))
+
+
+class _Written(msgspec.Struct):
+    content: str
+
+
+class _EosFields(msgspec.Struct):
+    eos_token: str | _Written | None = None
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
@@ -71,10 +88,13 @@ class _Decoder(msgspec.Struct):
     decoders: tuple[_Decoder, ...] = ()
 
 
-class _VocabularyFile(msgspec.Struct):
+class _AddedTokens(msgspec.Struct, kw_only=True):
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
+class _VocabularyFile(_AddedTokens):
     model: _VocabularyModel
     decoder: _Decoder | None = None
-    added_tokens: tuple[_AddedToken, ...] = ()
 
 
 def _entries(model: _VocabularyModel) -> Iterator[tuple[str, int]]:

@@ -10,9 +10,9 @@ import msgspec
 
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
+from antiphon.model_card.config_json import text_name
 from antiphon.model_card.gguf_header import read_gguf
 from antiphon.model_card.safetensors_header import read_header
-from antiphon.model_card.text_model import text_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,19 +29,15 @@ NOT_WEIGHTS = ("I64", "BOOL")
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Totals of the headers; zeros if the model has no weights here.
-
-    Attributes:
-        count: Number of parameters.
-        bytes: Size of the files' tensors.
-        dtype: The dtype of most unquantized parameters, if it is supported.
-        quantized: Number of quantized parameters.
-    """
+    """Totals of the headers; zeros if the model has no weights here."""
 
     count: int
     bytes: int
+    """Size of the files' tensors."""
     dtype: Dtype | None
+    """The dtype of most unquantized parameters, if it is supported."""
     quantized: int = 0
+    """Number of quantized parameters."""
 
 
 def read_weights(
@@ -52,14 +48,8 @@ def read_weights(
 ) -> Weights:
     """Add up the headers of existing files; tensors are not read, missing files are skipped.
 
-    Args:
-        files: The files of the model.
-        item_bytes: Bytes per element in a format whose header has only the total size.
-        quantization: The number of parameters per element of quantized tensors.
-        passed_over: Prefixes of tensors that are not loaded.
-
-    Raises:
-        ConfigError: A file is malformed.
+    `item_bytes` are the bytes per element where a header has only the total size. Tensors that
+    begin with one of `passed_over` are not loaded.
     """
     there = [file for file in files.weights if file.exists()]
     if files.format is LoadFormat.PT:

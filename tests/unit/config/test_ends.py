@@ -8,7 +8,7 @@ import pytest
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
-from antiphon.model_card.eos_ids import tokenizer_eos_ids
+from antiphon.model_card.vocabulary import tokenizer_eos_ids
 
 if TYPE_CHECKING:
     from pathlib import Path

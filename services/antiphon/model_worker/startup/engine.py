@@ -12,10 +12,10 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
-from antiphon.model_card.eos_ids import tokenizer_eos_ids
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_card.pooling import module_files, read_pooling
 from antiphon.model_card.served_model import model_files, tokenizer_path
+from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
 from antiphon.model_worker.startup import checksums

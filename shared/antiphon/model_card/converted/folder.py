@@ -21,6 +21,7 @@ from antiphon.model_card.converted.gguf_tokenizer import gguf_tokenizer
 from antiphon.model_card.converted.sentence_piece import piece_tokenizer
 from antiphon.model_card.converted.tekken import tekken_tokenizer
 from antiphon.model_card.gguf_header import read_gguf
+from antiphon.model_card.json_file import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +43,7 @@ _TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
 
 
 def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
-    """Return a folder with the description of the model in a GGUF file, or in its parts.
-
-    Raises:
-        ConfigError: A file is missing or broken, its model is not supported, or the cache cannot be
-            written.
-    """
+    """Return a folder with the description of the model in a GGUF file, or in its parts."""
 
     def contents() -> Mapping[str, Json | bytes]:
         headers = {file: read_gguf(file, lists=True) for file in files}
@@ -71,13 +67,7 @@ def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
 
 
 def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
-    """Return a folder with a tokenizer.json converted from another file; None without one.
-
-    The other description files of the model are copied.
-
-    Raises:
-        ConfigError: A file is broken or of an unsupported kind, or the cache cannot be written.
-    """
+    """Return a folder with a converted tokenizer.json and the files beside it; None without one."""
     source = next((folder / name for name in (PIECES, TEKKEN) if (folder / name).is_file()), None)
     if source is None:
         return None
@@ -94,7 +84,7 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
         assert isinstance(old, bytes), "just read"
         return made | {
             TOKENIZER: tokenizer,
-            TOKENIZER_CONFIG: card | _object(folder / TOKENIZER_CONFIG, old),
+            TOKENIZER_CONFIG: card | parse_json(old, dict[str, object], folder / TOKENIZER_CONFIG),
         }
 
     digest = hashlib.sha256()
@@ -102,13 +92,6 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
         content = file.read_bytes()
         digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
     return _cached_folder(digest.hexdigest(), cache, contents)
-
-
-def _object(file: Path, content: bytes) -> Json:
-    try:
-        return msgspec.json.decode(content, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def _cached_folder(

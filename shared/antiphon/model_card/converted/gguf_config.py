@@ -17,7 +17,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.gguf_header import GgufHeader, GgufTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 Json = dict[str, object]
@@ -73,15 +73,7 @@ class _GgufParts(msgspec.Struct, frozen=True):
 
 
 def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
-    """Build a config.json.
-
-    Args:
-        parts: The headers of its files, with lists, in order.
-
-    Raises:
-        ConfigError: Its architecture is not supported, or has metadata without a counterpart in
-            config.json.
-    """
+    """Build a config.json from the headers of a model's files, with lists, in order."""
     path, header = next(iter(parts.items()))
     tensors = {
         name: (file, tensor)
@@ -168,7 +160,6 @@ _TURNS = ("eot_token_id", "eom_token_id")
 
 
 def _scaling(file: _GgufParts) -> Json:
-    """RoPE scaling."""
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file)
     kind = file.text("rope.scaling.type")
@@ -224,33 +215,25 @@ def _llama3_factor(wavelength: float, factor: float) -> float:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _llama(file: _GgufParts) -> Json:
-    if file.number("expert_count"):
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "hidden_act": "silu",
-            "sliding_window": None,
-            **_experts(file),
-        }
+def _silu(architecture: str, model_type: str) -> Json:
+    return {"architectures": [architecture], "model_type": model_type, "hidden_act": "silu"}
+
+
+def _gelu(architecture: str, model_type: str) -> Json:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_activation": "gelu_pytorch_tanh",
     }
 
 
-def _qwen(number: int) -> Callable[[_GgufParts], Json]:
-    def fields(_: _GgufParts) -> Json:
-        return {
-            "architectures": [f"Qwen{number}ForCausalLM"],
-            "model_type": f"qwen{number}",
-            "hidden_act": "silu",
-        }
-
-    return fields
+def _llama(file: _GgufParts) -> Json:
+    if file.number("expert_count"):
+        return _silu("MixtralForCausalLM", "mixtral") | {"sliding_window": None} | _experts(file)
+    return _silu("LlamaForCausalLM", "llama") | {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
 
 
 def _experts(file: _GgufParts) -> Json:
@@ -267,48 +250,35 @@ def _experts(file: _GgufParts) -> Json:
 def _qwen2moe(file: _GgufParts) -> Json:
     if _SHARED not in file.tensors:
         raise file.refuse(f"tensor {_SHARED} is missing")
-    return {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "hidden_act": "silu",
-        "norm_topk_prob": False,
-        "shared_expert_intermediate_size": file.tensors[_SHARED][1].shape[0],
-        **_experts(file),
-    }
+    shared = {"shared_expert_intermediate_size": file.tensors[_SHARED][1].shape[0]}
+    own = _silu("Qwen2MoeForCausalLM", "qwen2_moe") | {"norm_topk_prob": False}
+    return own | shared | _experts(file)
 
 
 def _qwen3moe(file: _GgufParts) -> Json:
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "norm_topk_prob": True,
-        **_experts(file),
-    }
-
-
-_EXPERTS, _SHARED = "blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"
-
-
-def _gemma(_: _GgufParts) -> Json:
-    return {
-        "architectures": ["GemmaForCausalLM"],
-        "model_type": "gemma",
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
+    own = _silu("Qwen3MoeForCausalLM", "qwen3_moe") | {"norm_topk_prob": True}
+    return own | _experts(file)
 
 
 def _gemma2(file: _GgufParts) -> Json:
     """Older files lack some keys; the values of the published models are used for them."""
     window = file.number("attention.sliding_window")
-    return {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "hidden_activation": "gelu_pytorch_tanh",
+    return _gelu("Gemma2ForCausalLM", "gemma2") | {
         "query_pre_attn_scalar": _query_scalar(file, _GEMMA2_27B_LAYERS),
         "sliding_window": 4096 if window is None else int(window),
         "attn_logit_softcapping": file.number("attn_logit_softcapping") or 50.0,
         "final_logit_softcapping": file.number("final_logit_softcapping") or 30.0,
+    }
+
+
+def _gemma3(file: _GgufParts) -> Json:
+    return _gelu("Gemma3ForCausalLM", "gemma3_text") | {
+        "query_pre_attn_scalar": _query_scalar(file, _GEMMA3_27B_LAYERS),
+        "sliding_window": file.whole("attention.sliding_window"),
+        "sliding_window_pattern": int(file.number("attention.sliding_window_pattern") or 6),
+        "rope_local_base_freq": file.number("rope.freq_base_swa") or 10_000.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     }
 
 
@@ -320,36 +290,18 @@ def _query_scalar(file: _GgufParts, largest: int) -> int:
     return int(file.number("attention.key_length") or hidden // heads)
 
 
-def _gemma3(file: _GgufParts) -> Json:
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _query_scalar(file, _GEMMA3_27B_LAYERS),
-        "sliding_window": file.whole("attention.sliding_window"),
-        "sliding_window_pattern": int(file.number("attention.sliding_window_pattern") or 6),
-        "rope_local_base_freq": file.number("rope.freq_base_swa") or 10_000.0,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
-
-
+_EXPERTS, _SHARED = "blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 _ARCHITECTURES: Mapping[str, Callable[[_GgufParts], Json]] = {
     "llama": _llama,
-    "qwen2": _qwen(2),
+    "qwen2": lambda _: _silu("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": _qwen2moe,
-    "qwen3": _qwen(3),
+    "qwen3": lambda _: _silu("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": _qwen3moe,
-    "gemma": _gemma,
+    "gemma": lambda _: _gelu("GemmaForCausalLM", "gemma"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
 """Supported architectures, by `general.architecture`."""
 _WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
-
-
-def described_architectures() -> Sequence[str]:
-    """The architectures of GGUF files that need no folder with a config.json."""
-    return tuple(_ARCHITECTURES)

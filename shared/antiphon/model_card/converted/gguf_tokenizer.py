@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.converted.splits import SPLITS, WHOLE_WORDS
 from antiphon.model_card.converted.tokenizer_json import (
+    BYTE_LEVEL,
     SPACE,
     Added,
     Json,
     bpe,
-    byte_level_decoder,
     byte_level_split,
     merges_by_rank,
     metaspace,
@@ -71,15 +70,7 @@ class _GgufVocabulary(msgspec.Struct, frozen=True):
 
 
 def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
-    """Build a tokenizer.json and a tokenizer_config.json.
-
-    Args:
-        path: The file.
-        header: Its header, with lists.
-
-    Raises:
-        ConfigError: It has no tokenizer, or one of an unsupported kind.
-    """
+    """Build a tokenizer.json and a tokenizer_config.json from a file's header, with lists."""
     tokens = header.lists.get(_PREFIX + "tokens", ())
     kinds = header.lists.get(_PREFIX + "token_type", (1,) * len(tokens))
     words = _GgufVocabulary(
@@ -95,12 +86,12 @@ def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
 
 def _byte_level(words: _GgufVocabulary) -> Json:
     cut = str(words.setting("pre") or "")
-    if cut not in SPLITS:
+    if cut not in _SPLITS:
         raise words.refuse(
-            f"{_PREFIX}pre = {cut!r}: unknown pre-tokenizer, must be one of {', '.join(SPLITS)}"
+            f"{_PREFIX}pre = {cut!r}: unknown pre-tokenizer, must be one of {', '.join(_SPLITS)}"
         )
     merges = cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
-    whole = cut in WHOLE_WORDS
+    whole = cut in _WHOLE_WORDS
     return tokenizer_json(
         model=bpe(
             {token: index for index, token in enumerate(words.tokens)},
@@ -110,8 +101,8 @@ def _byte_level(words: _GgufVocabulary) -> Json:
         ),
         added=_added(words, words.tokens),
         normalizer={"type": "NFC"} if cut == "qwen2" else None,
-        pre_tokenizer=byte_level_split(SPLITS[cut]),
-        decoder=byte_level_decoder(),
+        pre_tokenizer=byte_level_split(_SPLITS[cut]),
+        decoder=BYTE_LEVEL,
         before=words.adds("bos", otherwise=whole),
         after=words.adds("eos", otherwise=False),
     )
@@ -148,7 +139,7 @@ def _sentence_pieces(words: _GgufVocabulary) -> Json:
         ),
         added=_added(words, tokens),
         normalizer=None if adds_space else replaced_spaces(),
-        pre_tokenizer=metaspace(adds_space=True) if adds_space else None,
+        pre_tokenizer=metaspace() if adds_space else None,
         decoder=pieces_decoder(drops_first_space=adds_space),
         before=words.adds("bos", otherwise=True),
         after=words.adds("eos", otherwise=False),
@@ -190,3 +181,46 @@ def _card(words: _GgufVocabulary) -> Json:
 
 _MODELS = {"gpt2": _byte_level, "llama": _sentence_pieces}
 """Builders by `tokenizer.ggml.model`."""
+
+# Pre-tokenization patterns, taken from the published tokenizers and llama.cpp's `llama-vocab.cpp`.
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT: Final = r"\p{N}"
+_REST: Final = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_LLAMA3: Final = _WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _REST
+_QWEN2: Final = _WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _REST
+_UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN: Final = (
+    f"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _REST
+)
+_ENDINGS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O: Final = (
+    f"{_UPPER}*{_LOWER}+{_ENDINGS}|{_UPPER}+{_LOWER}*{_ENDINGS}"
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + _REST
+)
+_DEEPSEEK_V3: Final = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _REST,
+)
+
+_BY_PATTERNS: Final = {
+    (_GPT2,): ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+    (_DIGIT, _GPT2): ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
+    (_LLAMA3,): (
+        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+        *("lfm2", "dbrx", "smaug-bpe"),
+    ),
+    (_QWEN2,): ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2", "hunyuan"),
+    (_TEKKEN,): ("tekken",),
+    (_GPT4O,): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
+    _DEEPSEEK_V3: ("deepseek-v3", "hunyuan-dense"),
+}
+_SPLITS: Final = {name: patterns for patterns, names in _BY_PATTERNS.items() for name in names}
+"""Patterns by `tokenizer.ggml.pre`: each one splits the pieces that earlier ones left."""
+
+_WHOLE_WORDS: Final = {*_BY_PATTERNS[(_LLAMA3,)], "gpt-4o", "llama4", "tekken"}
+"""tiktoken vocabularies: a word that is a token stays one token, regardless of the merges."""

@@ -44,8 +44,6 @@ _NO_ID = (1 << 64) - 1
 
 
 class SentencePieceToken(msgspec.Struct, frozen=True):
-    """One token."""
-
     text: str
     score: float
     kind: int
@@ -67,11 +65,6 @@ class SentencePieceModel(msgspec.Struct, frozen=True):
 
 
 def piece_tokenizer(file: Path) -> tuple[Json, Json]:
-    """Build a tokenizer.json and the fields of tokenizer_config.json.
-
-    Raises:
-        ConfigError: The file is missing or broken, or neither a BPE nor a unigram model.
-    """
     parsed = read_pieces(file)
     texts = [piece.text for piece in parsed.pieces]
     ids = {text: index for index, text in enumerate(texts)}
@@ -93,7 +86,7 @@ def piece_tokenizer(file: Path) -> tuple[Json, Json]:
         model=model,
         added=_added(parsed),
         normalizer=_normalizer(parsed),
-        pre_tokenizer=metaspace(adds_space=True) if parsed.adds_space else None,
+        pre_tokenizer=metaspace() if parsed.adds_space else None,
         decoder=pieces_decoder(drops_first_space=parsed.adds_space),
         before=[Added(parsed.begin, texts[parsed.begin], special=True)]
         if parsed.begin >= 0
@@ -131,11 +124,6 @@ def _card(parsed: SentencePieceModel) -> Json:
 
 
 def read_pieces(file: Path) -> SentencePieceModel:
-    """Parse the file.
-
-    Raises:
-        ConfigError: The file is missing, or not a SentencePiece model.
-    """
     try:
         if file.stat().st_size > FILE_BYTES_MAX:
             raise ConfigError(f"{file}: larger than {FILE_BYTES_MAX} bytes")

@@ -14,11 +14,11 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.converted.tokenizer_json import (
+    BYTE_LEVEL,
     Added,
     Json,
     bpe,
     byte_letters,
-    byte_level_decoder,
     byte_level_split,
     merges_by_rank,
     tokenizer_json,
@@ -60,11 +60,6 @@ class _Tekken(msgspec.Struct, frozen=True):
 
 
 def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
-    """Build a tokenizer.json and the fields of tokenizer_config.json.
-
-    Raises:
-        ConfigError: The file is missing or broken.
-    """
     try:
         parsed = msgspec.json.decode(file.read_bytes(), type=_Tekken)
         plain = _plain(parsed)
@@ -82,7 +77,7 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
         added=[Added(index, text, special=True) for text, index in special.items()],
         normalizer=None,
         pre_tokenizer=byte_level_split([parsed.config.pattern]),
-        decoder=byte_level_decoder(),
+        decoder=BYTE_LEVEL,
         before=begin,
     )
     names = {"bos": _BEGIN, "eos": _END, "unk": _UNKNOWN, "pad": _PADDING}

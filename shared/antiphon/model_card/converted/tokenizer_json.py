@@ -16,6 +16,15 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's marker for a space."""
 
 
+BYTE_LEVEL: Json = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+"""Maps every byte to a character; as a decoder, every character to its byte."""
+
+
 class Added(msgspec.Struct, frozen=True):
     """An added token: text is never split within it."""
 
@@ -85,7 +94,6 @@ def bpe(
 def unigram(
     pieces: Sequence[tuple[str, float]], unknown: int, *, bytes_for_unknown: bool = False
 ) -> Json:
-    """A unigram model."""
     return {
         "type": "Unigram",
         "unk_id": unknown,
@@ -96,21 +104,9 @@ def unigram(
 
 def byte_level_split(patterns: Sequence[str]) -> Json:
     """Split by each pattern in turn, then map every byte to a character."""
-    cuts: list[Json] = [
-        {
-            "type": "Split",
-            "pattern": {"Regex": pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        for pattern in patterns
-    ]
-    return {"type": "Sequence", "pretokenizers": [*cuts, _byte_level()]}
-
-
-def byte_level_decoder() -> Json:
-    """The inverse of `byte_level_split`."""
-    return _byte_level()
+    split: Json = {"type": "Split", "behavior": "Isolated", "invert": False}
+    cuts = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    return {"type": "Sequence", "pretokenizers": [*cuts, BYTE_LEVEL]}
 
 
 def pieces_decoder(*, drops_first_space: bool) -> Json:
@@ -125,12 +121,12 @@ def pieces_decoder(*, drops_first_space: bool) -> Json:
     return {"type": "Sequence", "decoders": decoders}
 
 
-def metaspace(*, adds_space: bool) -> Json:
+def metaspace() -> Json:
     """Replace spaces by SentencePiece's marker, and add one before a text that lacks one."""
     return {
         "type": "Metaspace",
         "replacement": SPACE,
-        "prepend_scheme": "first" if adds_space else "never",
+        "prepend_scheme": "first",
         "split": False,
     }
 
@@ -169,15 +165,6 @@ def byte_letters() -> list[str]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
-
-
-def _byte_level() -> Json:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
 
 
 def _around(before: Sequence[Added], after: Sequence[Added]) -> Json | None:
