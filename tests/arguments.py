@@ -25,9 +25,7 @@ def shows(flag: str, *values: object):
 def settings_of(*arguments: str) -> Settings:
     """Read settings as `antiphon serve` does, from arguments alone."""
     typed = serve_parser("antiphon serve", "").parse(arguments)
-    return load(
-        typed.config_file(), typed.layer(), implied=typed.implied_layer(), environ={}
-    ).settings
+    return load(typed.config_file, typed.settings, implied=typed.implied, environ={}).settings
 
 
 def compare(

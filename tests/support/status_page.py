@@ -20,8 +20,7 @@ from tests.unit.gateway.cluster import house
 from antiphon.config.fields import fields
 from antiphon.config.markdown import table
 from antiphon.config.models import MODELS
-from antiphon.config.sglang.arguments import SglangArgument, arguments, rows, values
-from antiphon.config.sglang.reasons import REFUSED
+from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
@@ -100,7 +99,7 @@ SERVICES: Mapping[Role, Service] = {
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A missing feature, and the entries of `REFUSED` that report it."""
+    """A missing feature, and the reasons of refused arguments that report it."""
 
     name: str
     instead: str
@@ -374,7 +373,9 @@ def _counts(of: Iterable[SglangArgument]) -> Iterator[str]:
 def _reasons(of: Iterable[SglangArgument]) -> str:
     """The most common reasons of a group, each with its count."""
     counted = Counter(row.detail for row in of if row.status == "refused")
-    return "<br>".join(f"{n}: {REFUSED[key]}" for key, n in counted.most_common(REASONS_SHOWN))
+    return "<br>".join(
+        f"{n}: {reasons()['refused'][key]}" for key, n in counted.most_common(REASONS_SHOWN)
+    )
 
 
 def _code(names: Iterable[str]) -> str:

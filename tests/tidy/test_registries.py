@@ -10,10 +10,9 @@ from tests.bench.page import write as benchmarks
 from tests.bench.page.open_load import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
-from tests.support import status_page
+from tests.support import config_page, status_page
 
 from antiphon.bus import reference as bus_reference
-from antiphon.config import reference as config_reference
 from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
 from antiphon.model_worker.model import reference as model_reference
@@ -87,7 +86,7 @@ def test_every_setting_has_help():
 
 @pytest.mark.timeout(180)  # the page of models declares every family once for each method
 def test_generated_pages_are_current():
-    assert (ROOT / config_reference.PAGE).read_text() == config_reference.page()
+    assert (ROOT / config_page.PAGE).read_text() == config_page.page()
     assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
     assert http_reference.PAGE.read_text() == http_reference.page()
     assert (ROOT / model_reference.PAGE).read_text() == model_reference.page()

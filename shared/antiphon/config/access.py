@@ -45,5 +45,4 @@ class AccessConfig(Config):
 
     @property
     def origins(self) -> frozenset[str]:
-        """The allowed origins as a set."""
         return frozenset(part.strip() for part in self.allowed_origins.split(",") if part.strip())

@@ -19,7 +19,6 @@ class CompletionTemplate(msgspec.Struct, frozen=True):
     marks: tuple[str, str, str]
 
     def write(self, prompt: str, suffix: str) -> str:
-        """Format the prompt whose completion fills the gap."""
         before, between, behind = self.marks
         return f"{before}{prompt}{between}{suffix}{behind}"
 
@@ -35,11 +34,7 @@ _FILE = ".json"
 
 
 def check_name(name_or_file: str) -> None:
-    """Check that a value is the name of a template or of a file.
-
-    Raises:
-        ValueError: It is neither; the message lists the names.
-    """
+    """Raise `ValueError` with the names for anything but the name of a template or a file."""
     names = [template.name for template in TEMPLATES]
     if name_or_file and name_or_file not in names and not name_or_file.endswith(_FILE):
         raise ValueError(
@@ -48,11 +43,7 @@ def check_name(name_or_file: str) -> None:
 
 
 def read_template(name_or_file: str) -> CompletionTemplate:
-    """Look a template up by its name, or read it from a file.
-
-    Raises:
-        ConfigError: The file is missing or malformed.
-    """
+    """Look a template up by its name, or read it from a file."""
     known = {template.name: template for template in TEMPLATES}
     if name_or_file in known:
         return known[name_or_file]

@@ -77,7 +77,9 @@ def _help_texts(module: str) -> Mapping[tuple[str, str], str]:
     """
     texts: dict[tuple[str, str], str] = {}
     for config in ast.parse(source.getsource(sys.modules[module])).body:
-        for pair in pairwise(config.body if isinstance(config, ast.ClassDef) else ()):
+        if not isinstance(config, ast.ClassDef):
+            continue
+        for pair in pairwise(config.body):
             match pair:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
@@ -115,59 +117,46 @@ def _field(
     annotation: object,
 ) -> SettingField:
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    shape = _unwrap(inspect.type_info(annotation))
+    type_, unit, optional = _unwrap(annotation)
     return SettingField(
         config=config,
         group=group,
         name=member.name,
         annotation=annotation,
         default=msgspec.to_builtins(member.default),
-        kind=_kind(shape.type),
-        choices=_choices(shape.type),
-        unit=shape.unit,
-        bounds=_bounds(shape.type),
-        optional=shape.optional,
+        kind=_KINDS[type(type_)],
+        choices=_choices(type_),
+        unit=unit,
+        bounds=_bounds(type_),
+        optional=optional,
         secret=any(isinstance(extra, Secret) for extra in extras),
     )
 
 
-class _Shape(msgspec.Struct):
-    type: inspect.Type
-    unit: str = ""
-    optional: bool = False
+def _unwrap(annotation: object) -> tuple[inspect.Type, str, bool]:
+    """The type of the value, its unit, and whether it may be None."""
+    type_, unit, optional = inspect.type_info(annotation), "", False
+    while True:
+        match type_:
+            case inspect.UnionType(types=members):
+                type_ = next(one for one in members if not isinstance(one, inspect.NoneType))
+                optional = True
+            case inspect.Metadata(type=value):
+                extra = cast("Mapping[str, object]", type_.extra or {})  # pyright: ignore[reportUnknownMemberType]
+                type_, unit = value, unit or str(extra.get("unit", ""))
+            case _:
+                return type_, unit, optional
 
 
-def _unwrap(type_: inspect.Type) -> _Shape:
-    """Strip `| None` and metadata from the type of the value."""
-    match type_:
-        case inspect.UnionType(types=members):
-            value = next(member for member in members if not isinstance(member, inspect.NoneType))
-            shape = _unwrap(value)
-            shape.optional = True
-            return shape
-        case inspect.Metadata(type=value):
-            shape = _unwrap(value)
-            extra = cast("Mapping[str, object]", type_.extra or {})  # pyright: ignore[reportUnknownMemberType]
-            shape.unit = str(extra.get("unit", shape.unit))
-            return shape
-        case _:
-            return _Shape(type_)
-
-
-def _kind(type_: inspect.Type) -> str:
-    match type_:
-        case inspect.IntType():
-            return "integer"
-        case inspect.FloatType():
-            return "number"
-        case inspect.StrType():
-            return "text"
-        case inspect.BoolType():
-            return "boolean"
-        case inspect.EnumType() | inspect.LiteralType():
-            return "choice"
-        case _:
-            raise AssertionError(f"no flag can carry a {type_}")
+_KINDS: Mapping[type[inspect.Type], str] = {
+    inspect.IntType: "integer",
+    inspect.FloatType: "number",
+    inspect.StrType: "text",
+    inspect.BoolType: "boolean",
+    inspect.EnumType: "choice",
+    inspect.LiteralType: "choice",
+}
+"""The types that a flag can carry."""
 
 
 def _choices(type_: inspect.Type) -> tuple[str, ...]:

@@ -26,27 +26,14 @@ class TypedText(msgspec.Struct, frozen=True):
 class ParsedFlags(msgspec.Struct, frozen=True):
     """A parsed command line: typed values only, without defaults."""
 
-    settings: dict[str, TypedText]
-    """By path."""
-    implied: dict[str, TypedText]
-    """By path: values that a typed flag implies."""
+    settings: Layer
+    implied: Layer
+    """Values that a typed flag implies, which every other source overrides."""
     plain: dict[str, str]
     """By name: arguments that are not settings, such as `instance`."""
 
-    def layer(self) -> Layer:
-        """The settings as values.
-
-        Raises:
-            ConfigError: A value is of the wrong type or out of bounds.
-        """
-        return _layer(self.settings)
-
-    def implied_layer(self) -> Layer:
-        """Implied values, which every other source overrides."""
-        return _layer(self.implied)
-
+    @property
     def config_file(self) -> Path | None:
-        """The file given with `--config`."""
         return Path(self.plain["config"]) if "config" in self.plain else None
 
 
@@ -79,11 +66,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
-        """Read a command line without the program's name.
-
-        Raises:
-            ConfigError: An argument is unknown, ambiguous, refused or lacks its value.
-        """
+        """Read a command line without the program's name."""
         for argument in argv:
             if (ours := self.foreign.get(argument.partition("=")[0])) is not None:
                 raise ConfigError(f"{argument}: no such argument; use {ours}")
@@ -95,18 +78,13 @@ class Parser(argparse.ArgumentParser):
         return _sort(vars(namespace))
 
     def parse_none(self, argv: Sequence[str]) -> None:
-        """Read the command line of a command without arguments: at most `--help`.
-
-        Raises:
-            ConfigError: There is something else.
-        """
+        """Read the command line of a command without arguments: at most `--help`."""
         self.usage = "%(prog)s"
         _, rest = self.parse_known_args(list(argv))
         if rest:
             raise ConfigError(f"{rest[0]}: {self.prog} takes no arguments")
 
     def flags(self) -> frozenset[str]:
-        """All options added so far."""
         return frozenset(self._option_string_actions)
 
 
@@ -134,10 +112,7 @@ class _StoreText(argparse.Action):
 
 
 def add_settings(parser: Parser, also: Mapping[str, Sequence[str]] = {}) -> None:
-    """Add a flag for every field except secrets, in groups.
-
-    `also` are other names of a field by its path, listed in its help.
-    """
+    """Add a flag for every field except secrets, in groups; `also` are other names by path."""
     for group in groups():
         section = parser.add_argument_group(group.name, group.title)
         for field in group.fields:
@@ -169,12 +144,8 @@ def _sort(namespace: dict[str, object]) -> ParsedFlags:
     for name, value in namespace.items():
         if not isinstance(value, TypedText):
             typed.plain[name] = str(value)
-        elif name.startswith(IMPLIED):
-            typed.implied[name.removeprefix(IMPLIED)] = value
-        else:
-            typed.settings[name] = value
+            continue
+        path = name.removeprefix(IMPLIED)
+        layer = typed.settings if path == name else typed.implied
+        layer[path] = parse(value.text, fields()[path], value.flag)
     return typed
-
-
-def _layer(texts: Mapping[str, TypedText]) -> Layer:
-    return {path: parse(entry.text, fields()[path], entry.flag) for path, entry in texts.items()}

@@ -108,7 +108,6 @@ class GatewayConfig(Config):
 
     @property
     def scheme(self) -> str:
-        """The URL scheme of the API."""
         return "https" if self.ssl_certfile else "http"
 
 
@@ -156,11 +155,7 @@ _KINDS = {"list": "a list", "str": "a string", "bool": "a boolean", "NoneType": 
 
 
 def read_template_kwargs(text: str) -> dict[str, object]:
-    """Parse the JSON of default template arguments.
-
-    Raises:
-        ValueError: It is not a JSON object, is too large, or sets a variable of every request.
-    """
+    """Parse the JSON of default template arguments; `ValueError` says what is wrong with it."""
     size = len(text.encode())
     if size > BYTES_MAX:
         raise ValueError(f"the JSON has {size} bytes; the limit is {BYTES_MAX} bytes")

@@ -47,12 +47,7 @@ class ProcessArguments(msgspec.Struct, frozen=True):
 
 
 def load_process(argv: Sequence[str] | None = None) -> ProcessArguments:
-    """Read one service's settings. `argv` is without the program's name; None: the process's own.
-
-    Raises:
-        ConfigError: A setting is unknown, of the wrong type or out of bounds.
-        SystemExit: `--help` was given and printed.
-    """
+    """Read one service's settings; `argv` lacks the program's name. `--help` raises SystemExit."""
     parser = Parser(description="Start one service of an Antiphon cluster.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     parser.add_argument(
@@ -64,7 +59,7 @@ def load_process(argv: Sequence[str] | None = None) -> ProcessArguments:
     add_settings(parser)
     typed = parser.parse(sys.argv[1:] if argv is None else argv)
     return ProcessArguments(
-        settings=load(typed.config_file(), typed.layer()).settings,
+        settings=load(typed.config_file, typed.settings).settings,
         instance=typed.plain.get("instance") or f"{socket.gethostname()}-{os.getpid()}",
         parent_pid=_pid(typed.plain.get("parent_pid")),
     )
@@ -79,14 +74,8 @@ def load(
 ) -> Loaded:
     """Merge all sources and validate the result once.
 
-    Args:
-        file: A YAML file, if any.
-        flags: Typed values.
-        implied: Values that typed flags imply; any other source overrides them.
-        environ: Replaces the process's environment in tests.
-
-    Raises:
-        ConfigError: A value is invalid; the message has source, path, value and bound.
+    `implied` are values that typed flags imply: any other source overrides them. `environ` replaces
+    the process's environment in tests.
     """
     given = (
         (implied or {})

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
 
 def table(head: Sequence[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Write the lines of a Markdown table."""
     yield _line(head)
     yield _line("---" for _ in head)
     yield from map(_line, body)

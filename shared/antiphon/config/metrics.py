@@ -81,16 +81,10 @@ class MetricsConfig(Config):
 
 
 def label_names(text: str) -> tuple[str, ...]:
-    """Parse `custom_labels`."""
     return tuple(_words(text))
 
 
 def label_values(text: str) -> dict[str, str]:
-    """Parse `extra_labels`.
-
-    Raises:
-        ValueError: They are not a JSON object of scalars.
-    """
     if not text:
         return {}
     try:
@@ -102,11 +96,7 @@ def label_values(text: str) -> dict[str, str]:
 
 
 def bounds(text: str, name: str) -> tuple[float, ...]:
-    """Parse bucket bounds; empty if the text is.
-
-    Raises:
-        ValueError: They are not finite and ascending, or too many.
-    """
+    """Parse bucket bounds, which are finite and ascending; empty if the text is."""
     try:
         found = tuple(float(word) for word in _words(text))
     except ValueError as error:
@@ -115,11 +105,7 @@ def bounds(text: str, name: str) -> tuple[float, ...]:
 
 
 def token_bounds(text: str, name: str) -> tuple[float, ...]:
-    """Parse the rule for buckets of token counts; empty for the built-in ones.
-
-    Raises:
-        ValueError: It is not one of the three rules.
-    """
+    """Parse the rule for buckets of token counts; empty for the built-in ones."""
     rule, *words = _words(text) or ["default"]
     values = bounds(" ".join(words), name) if rule == "custom" else ()
     if (rule == "default" and not words) or values:

@@ -15,16 +15,7 @@ if TYPE_CHECKING:
 
 
 class Wheel(msgspec.Struct, frozen=True):
-    """A package of the Python package index with a GGUF file; its code is never run.
-
-    Attributes:
-        requirement: Name and version, in pip's format.
-        sha256: Checksum of the wheel.
-        size_bytes: Size of the wheel.
-        member: The GGUF file in the wheel.
-        member_sha256: Checksum of that file.
-        member_bytes: Size of that file.
-    """
+    """A package of the Python package index with a GGUF file; its code is never run."""
 
     requirement: str
     sha256: str
@@ -70,6 +61,5 @@ MODELS: Mapping[str, NamedModel] = {
 
 
 def packaged(name: str) -> Wheel | None:
-    """Return the package of a short name; None for any other name."""
     model = MODELS.get(name)
     return None if model is None else model.wheel

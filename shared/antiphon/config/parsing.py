@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class ToolParser(StrEnum):
-    """A format of tool calls."""
-
     AUTO = "auto"
     NONE = "none"
     APERTUS2509 = "apertus2509"
@@ -49,8 +47,6 @@ class ToolParser(StrEnum):
 
 
 class ReasoningParser(StrEnum):
-    """A format of reasoning."""
-
     AUTO = "auto"
     NONE = "none"
     APERTUS2509 = "apertus2509"

@@ -63,15 +63,11 @@ class ServiceConfig(Config):
 
 
 class LogFormat(StrEnum):
-    """How a log line is written."""
-
     TEXT = "text"
     JSON = "json"
 
 
 class LogLevel(StrEnum):
-    """The lowest severity that is logged."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"

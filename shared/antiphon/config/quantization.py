@@ -56,25 +56,10 @@ GPU_KERNELS: Mapping[QuantizationMethod, QuantizationMethod] = {
 
 
 class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
-    """Storage of the weights of some linear layers.
-
-    Attributes:
-        weight: Suffix of the weight tensor's name.
-        count: Weights per element of it.
-    """
+    """Storage of some linear layers: the suffix of the weight's name, and weights per element."""
 
     weight: str = ".weight"
     count: int = 1
-
-    @property
-    def int8_exact(self) -> bool:
-        """Whether weights are int8 multiples of one scale per output, so that int8 is exact."""
-        return False
-
-    @property
-    def dynamic_activations(self) -> bool:
-        """Whether the checkpoint requires dynamic per-token activation quantization."""
-        return False
 
 
 class Fp8(QuantizationScheme, frozen=True, kw_only=True):
@@ -96,33 +81,13 @@ class Int8(QuantizationScheme, frozen=True, kw_only=True):
     zero_point: bool = False
     rounds: bool = False
 
-    @property
-    def int8_exact(self) -> bool:
-        """True without groups and zero points."""
-        return self.scale != "group" and not self.zero_point
-
-    @property
-    def dynamic_activations(self) -> bool:
-        """As in the checkpoint's config."""
-        return self.rounds
-
 
 class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Int8 in bitsandbytes' format."""
 
-    @property
-    def int8_exact(self) -> bool:
-        """Always."""
-        return True
-
 
 class TorchaoInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Quantized to int8 at load time, by torchao."""
-
-    @property
-    def int8_exact(self) -> bool:
-        """Always."""
-        return True
 
 
 class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
@@ -169,17 +134,14 @@ class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
 class Pattern(msgspec.Struct, frozen=True):
     """A pattern for names of linear layers.
 
-    Attributes:
-        text: The pattern in config.json.
-        style: `whole` is a full name; `regex` matches from the start; `module` is transformers'
-            rule, which matches full modules from the start of a name, or any suffix; `all` is any.
+    `whole` is a full name; `regex` matches from the start; `module` is transformers' rule, which
+    matches full modules from the start of a name, or any suffix; `all` is any.
     """
 
     text: str
     style: Literal["whole", "regex", "module", "all"]
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches a linear layer."""
         match self.style:
             case "all":
                 return True
@@ -193,34 +155,29 @@ class Pattern(msgspec.Struct, frozen=True):
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """The linear layers that are stored with one scheme."""
-
     targets: tuple[Pattern, ...]
     scheme: QuantizationScheme
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's linear layers are quantized.
-
-    Attributes:
-        method: The checkpoint's method, or the configured one.
-        rules: The first matching rule applies.
-        plain: Linear layers that are not quantized.
-        head: Whether the output head is quantized like other linear layers.
-        online: Whether unquantized weights are quantized at load time.
-        ignored: Suffixes of tensors that are ignored.
-        blank: Suffixes of tensors that are ignored if all their elements are zero.
-        spelled: Suffixes that some tools write, and the standard ones.
-    """
+    """How a model's linear layers are quantized."""
 
     method: QuantizationMethod
+    """The checkpoint's method, or the configured one."""
     rules: tuple[Rule, ...]
+    """The first matching rule applies."""
     plain: tuple[Pattern, ...] = ()
+    """Linear layers that are not quantized."""
     head: bool = False
+    """Whether the output head is quantized like other linear layers."""
     online: bool = False
+    """Whether unquantized weights are quantized at load time."""
     ignored: tuple[str, ...] = ()
+    """Suffixes of tensors that are ignored."""
     blank: tuple[str, ...] = ()
+    """Suffixes of tensors that are ignored if all their elements are zero."""
     spelled: Mapping[str, str] = {}
+    """Suffixes that some tools write, and the standard ones."""
 
     def scheme(self, name: str) -> QuantizationScheme | None:
         """The scheme of a linear layer, by its name in the checkpoint; None: not quantized."""
@@ -232,11 +189,7 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def weight_count(self, tensor: str, items: int) -> int:
-        """Number of weights in a quantized tensor of a checkpoint.
-
-        Returns:
-            0 for tensors that belong to another one, such as zero points.
-        """
+        """Number of weights in a quantized tensor; 0 for zero points and the like."""
         for rule in self.rules:
             name = tensor.removesuffix(rule.scheme.weight)
             if name != tensor and self.scheme(name) is rule.scheme:
@@ -249,30 +202,25 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def int8_exact(self) -> bool:
-        """Whether int8 is exact for all quantized weights."""
-        return all(rule.scheme.int8_exact for rule in self.rules)
+        """Whether all weights are int8 multiples of one scale per output, so that int8 is exact."""
+        return all(_int8_exact(rule.scheme) for rule in self.rules)
 
     @property
     def dynamic_activations(self) -> bool:
         """Whether all quantized linear layers require dynamic activation quantization."""
-        return all(rule.scheme.dynamic_activations for rule in self.rules)
+        return all(isinstance(rule.scheme, Int8) and rule.scheme.rounds for rule in self.rules)
+
+
+def _int8_exact(scheme: QuantizationScheme) -> bool:
+    if isinstance(scheme, Int8):
+        return scheme.scale != "group" and not scheme.zero_point
+    return isinstance(scheme, LlmInt8 | TorchaoInt8)
 
 
 AUXILIARY_TENSORS = (
-    ".weight_scale",
-    ".weight_scale_inv",
-    "._weight_scale",
-    ".scales",
-    ".SCB",
-    ".absmax",
-    ".quant_map",
-    ".nested_absmax",
-    ".nested_quant_map",
-    ".input_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".k_scale",
-    ".v_scale",
+    *(".weight_scale", ".weight_scale_inv", "._weight_scale", ".scales", ".SCB", ".absmax"),
+    *(".quant_map", ".nested_absmax", ".nested_quant_map", ".k_scale", ".v_scale"),
+    *(".input_scale", ".activation_scale", ".output_scale"),
 )
 """Suffixes of unquantized tensors that are stored with a weight."""
 
@@ -297,16 +245,7 @@ def online_quantization(method: QuantizationMethod) -> QuantizationConfig:
 def choose_quantization(
     stored: QuantizationConfig | None, requested: QuantizationMethod | None, *, gguf: bool = False
 ) -> QuantizationConfig | None:
-    """Choose the quantization to load with, by the checkpoint and the settings.
-
-    Args:
-        stored: The quantization in config.json.
-        requested: The configured method; None: the checkpoint's.
-        gguf: Whether the weights are in a GGUF file, which has its own quantization types.
-
-    Raises:
-        ConfigError: The two do not agree.
-    """
+    """Choose the quantization by config.json and the settings. A GGUF file has types of its own."""
     if requested is None or (gguf and requested is QuantizationMethod.GGUF):
         return None if gguf else stored
     if gguf or requested is QuantizationMethod.GGUF:

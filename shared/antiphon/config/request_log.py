@@ -52,11 +52,6 @@ class RequestLogConfig(Config):
 
 
 def targets(text: str) -> tuple[str, ...]:
-    """Parse `target`.
-
-    Raises:
-        ValueError: It names no target, or too many.
-    """
     found = tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))
     if not found:
         raise ValueError("target is empty; expected stdout, folders or both")

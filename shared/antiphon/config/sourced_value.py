@@ -30,11 +30,7 @@ Layer = dict[str, SourcedValue]
 
 
 def parse(text: str, field: SettingField, source: str) -> SourcedValue:
-    """Convert text to a value of the field's type. `null` unsets an optional field.
-
-    Raises:
-        ConfigError: The text has another type or is out of bounds.
-    """
+    """Convert text to a value of the field's type. `null` unsets an optional field."""
     try:
         value: object = msgspec.convert(_literal(text, field), field.annotation, strict=False)
     except msgspec.ValidationError as error:

@@ -34,29 +34,26 @@ _DEFAULT_TENANT = "default"
 
 
 class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_unknown_fields=True):
-    """One tenant. Unset limits do not apply.
-
-    Attributes:
-        keys: SHA-256 of each of its keys.
-        requests_per_minute: HTTP calls except GETs and control commands, and requests over NATS.
-        requests_burst: How many of them may arrive at once after a pause; unset: one minute's.
-        tokens_per_minute: Prompt and output tokens.
-        tokens_burst: Tokens at once; also the maximum of one request.
-        concurrency: Prompts that are answered at the same time.
-        priority: The priority of a request without one.
-        priority_max: The highest priority that a request may set.
-        models: Served names that it may use; unset: all.
-    """
+    """One tenant. Unset limits do not apply."""
 
     keys: tuple[KeyHash, ...] = ()
+    """SHA-256 of each of its keys."""
     requests_per_minute: Count | None = None
+    """HTTP calls except GETs and control commands, and requests over NATS."""
     requests_burst: Count | None = None
+    """How many of them may arrive at once after a pause; unset: one minute's."""
     tokens_per_minute: Count | None = None
+    """Prompt and output tokens."""
     tokens_burst: Count | None = None
+    """Tokens at once; also the maximum of one request."""
     concurrency: Count | None = None
+    """Prompts that are answered at the same time."""
     priority: Rank = 0
+    """The priority of a request without one."""
     priority_max: Rank | None = None
+    """The highest priority that a request may set."""
     models: tuple[str, ...] | None = None
+    """Served names that it may use; unset: all."""
 
     def __post_init__(self) -> None:
         if self.requests_burst is not None and self.requests_per_minute is None:
@@ -83,11 +80,6 @@ class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
 
 
 def keys_file_bytes(path: Path) -> bytes:
-    """Read the bytes of a file.
-
-    Raises:
-        ConfigError: It cannot be read, or is too large for a keys file.
-    """
     try:
         with path.open("rb") as file:
             data = file.read(BYTES_MAX + 1)
@@ -99,11 +91,6 @@ def keys_file_bytes(path: Path) -> bytes:
 
 
 def tenants_of(data: bytes, path: Path) -> Tenants:
-    """Parse a file, by the suffix of its name.
-
-    Raises:
-        ConfigError: It is malformed or invalid. The message contains no key.
-    """
     kind = path.suffix.removeprefix(".")
     if kind not in _KINDS:
         raise ConfigError(f"access.keys_file: {path}: must end in .toml or .json")
@@ -116,11 +103,7 @@ def tenants_of(data: bytes, path: Path) -> Tenants:
 
 
 def read_tenants(file: str) -> Tenants:
-    """Read a keys file; an empty name means no tenants.
-
-    Raises:
-        ConfigError: It cannot be read or used.
-    """
+    """Read a keys file; an empty name means no tenants."""
     if not file:
         return Tenants()
     path = Path(file).expanduser()

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 
 def read_yaml(path: Path) -> Layer:
-    """Read the settings in a file.
-
-    Raises:
-        ConfigError: The file cannot be read, has unknown settings, or contains a secret.
-    """
     try:
         tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -66,12 +66,7 @@ PatternNode = Atom | Concatenation | Alternation | Repetition
 
 @dataclass(slots=True)
 class Automaton:
-    """An NFA; states are indexes. A state without `letters` has only empty transitions.
-
-    Attributes:
-        start: State in which a match begins.
-        accept: State in which it is complete.
-    """
+    """An NFA; states are indexes. A state without `letters` has only empty transitions."""
 
     start: int = 0
     accept: int = 0
@@ -81,7 +76,6 @@ class Automaton:
 
     @property
     def size(self) -> int:
-        """Number of states."""
         return len(self.letters)
 
     def reach(self, state: int) -> tuple[int, ...]:
@@ -101,11 +95,7 @@ class Automaton:
 
 
 class StopPatternMatcher:
-    """Searches one text. The first match to complete wins, and among those the longest.
-
-    Attributes:
-        held_from: Start of the earliest match still possible; the end of the text if there is none.
-    """
+    """Searches one text. The first match to complete wins, and among those the longest."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
@@ -146,9 +136,8 @@ class StopPatternMatcher:
 def compile_pattern(pattern: str) -> Automaton:
     """Compile a pattern to an automaton.
 
-    Raises:
-        InvalidRequest: It is malformed, too long, matches the empty text, or needs an unsupported
-            construct.
+    InvalidRequest: it is malformed, too long, matches the empty text, or needs an unsupported
+    construct.
     """
     if len(pattern.encode(errors="replace")) > PATTERN_BYTES_MAX:
         raise InvalidRequest(f"a stop_regex has at most {PATTERN_BYTES_MAX} bytes", param=_FIELD)
@@ -161,11 +150,7 @@ def compile_pattern(pattern: str) -> Automaton:
 
 
 def check_patterns(patterns: Sequence[str], choices: int) -> None:
-    """Reject patterns that are unsupported or too expensive.
-
-    Raises:
-        InvalidRequest: One is malformed, or together they have too many states over all choices.
-    """
+    """Reject patterns that are unsupported, or have too many states over all choices."""
     states = sum(compile_pattern(pattern).size for pattern in patterns)
     if states * choices > STATES_MAX:
         text = (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def flags(line: str) -> Layer:
     parser = Parser()
     add_settings(parser)
-    return parser.parse(line.split()).layer()
+    return parser.parse(line.split()).settings
 
 
 @pytest.fixture

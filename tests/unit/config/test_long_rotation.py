@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from antiphon.model_card.longrope import longrope_factors, with_factors
+from antiphon.model_card.config_json import longrope_factors, with_factors
 
 if TYPE_CHECKING:
-    from antiphon.model_card.longrope import Factors
+    from antiphon.model_card.config_json import Factors
 
 LISTS = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
 NEW = {"rope_parameters": LISTS | {"original_max_position_embeddings": 64}}

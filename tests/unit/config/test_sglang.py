@@ -65,7 +65,7 @@ def by_flag(row: SglangArgument) -> str:
 def serve(line: str | list[str]) -> Loaded:
     argv = line.split() if isinstance(line, str) else line
     typed = PARSER.parse(argv)
-    return load(typed.config_file(), typed.layer(), implied=typed.implied_layer(), environ={})
+    return load(typed.config_file, typed.settings, implied=typed.implied, environ={})
 
 
 def typed_values(row: SglangArgument) -> list[str]:

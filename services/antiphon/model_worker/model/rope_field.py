@@ -132,7 +132,7 @@ class RopeField(msgspec.Struct, frozen=True):
         )
 
     def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
-        # The context length has selected one list by now, see `antiphon.model_card.longrope`;
+        # The context length has selected one list by now, see `longrope_factors` of model_card;
         # not with RoPE by layer type, which uses the model's maximum context length.
         factors = self.long_factor if factor > 1.0 else self.short_factor
         if len(factors) != rotated // 2:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
+from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
-from antiphon.model_card.text_model import text_name
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats import page_hints as pages
 from antiphon.model_worker.model.formats.prefetch import prefetch_tensors

@@ -120,11 +120,7 @@ def rows_by_key() -> Mapping[str, SglangArgument]:
 
 
 def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
-    """Translate the value of an SGLang argument; empty for a switch. `flag` is as typed.
-
-    Raises:
-        ConfigError: The argument or this value of it is rejected; the message has the reason.
-    """
+    """Translate the value of an SGLang argument; empty for a switch. `flag` is as typed."""
     if row.path is not None:
         reason = row.refused_values.get(text)
         if reason is not None:

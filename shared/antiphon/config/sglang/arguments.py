@@ -27,23 +27,20 @@ PARTLY_HELD = frozenset({"remote_code"})
 
 
 class SglangArgument(msgspec.Struct, frozen=True):
-    """One SGLang argument.
-
-    Attributes:
-        group: A config group of SGLang 0.5.23, or `Older names`.
-        flags: All its flags; the first is the name of the field, if there is one.
-        takes: Type and count of its values: `int`, `text+`, `switch` (none), ...
-        neutral: Values with which a rejected flag has no effect.
-        answer: `<path> [translation]`, `settled <reason>` or `refused <reason>`.
-        would: What a rejected argument would do, after "It would".
-    """
+    """One SGLang argument."""
 
     group: str
+    """A config group of SGLang 0.5.23, or `Older names`."""
     flags: tuple[str, ...]
+    """All its flags; the first is the name of the field, if there is one."""
     takes: str
+    """Type and count of its values: `int`, `text+`, `switch` (none), ..."""
     neutral: tuple[str, ...]
+    """Values with which a rejected flag has no effect."""
     answer: str
+    """`<path> [translation]`, `settled <reason>` or `refused <reason>`."""
     would: str = ""
+    """What a rejected argument would do, after "It would"."""
 
     @property
     def name(self) -> str:
@@ -141,7 +138,6 @@ def arguments() -> tuple[ArgumentStatus, ...]:
 
 
 def _table(name: str) -> Iterator[list[str]]:
-    """The rows of a table file, without its header."""
     text = resources.files("antiphon.config").joinpath(name).read_text("utf-8")
     for line in text.splitlines()[1:]:
         yield line.split("\t")

@@ -1,4 +1,4 @@
-"""Writes the reference page of the settings: `python -m antiphon.config.reference [FILE]`."""
+"""Writes the reference page of the settings: `python -m tests.support.config_page [FILE]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path("docs/reference/configuration.md")
 
 HEAD = """# Configuration
 
-<!-- Written by `python -m antiphon.config.reference`; change the structs in antiphon.config. -->
+<!-- Written by `python -m tests.support.config_page`; change the structs in antiphon.config. -->
 
 Every setting has four names: its path, as in `batching.tokens_max`, which is also its place in a
 YAML file; the flag `--batching-tokens-max`; and the variable `ANTIPHON_BATCHING__TOKENS_MAX`.
@@ -41,7 +41,6 @@ arguments with the test of each.
 
 
 def page() -> str:
-    """The full page."""
     sections = [HEAD, *map(_group, groups()), SGLANG_HEAD + "\n" + _sglang()]
     return "\n".join(sections)
 
