@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.training.dialogue import Chat
 
-    from antiphon.client.client import CompleteOptions
+    from antiphon.wire.generate import CompleteOptions
 
 AT_ONCE = 16
 

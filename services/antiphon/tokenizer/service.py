@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_card.card import ModelCard, read_card
+from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 from antiphon.model_card.tasks import Task
@@ -32,7 +32,6 @@ from antiphon.wire.tokenize import (
     EncodeReply,
     EncodeRequest,
     PoolingCard,
-    SamplingDefaults,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class TokenizerService:
             vocabulary_size=card.vocabulary_size,
             context_tokens=context_tokens,
             hidden_size=card.hidden_size,
-            defaults=_defaults(card),
+            defaults=card.sampling,
             architecture=card.architecture,
             model_type=card.model_type,
             tool_parser=self._vocabulary.template_formats.tools,
@@ -230,16 +229,6 @@ class TokenizerService:
         finally:
             self._in_flight -= 1
         return DecodeReply(request_id=request.request_id, texts=texts)
-
-
-def _defaults(card: ModelCard) -> SamplingDefaults:
-    return SamplingDefaults(
-        temperature=card.sampling.temperature,
-        top_p=card.sampling.top_p,
-        top_k=card.sampling.top_k,
-        min_p=card.sampling.min_p,
-        repetition_penalty=card.sampling.repetition_penalty,
-    )
 
 
 def _pooling(pooling: Pooling) -> PoolingCard:

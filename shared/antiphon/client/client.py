@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import msgspec
 
@@ -17,7 +17,7 @@ from antiphon.config.process import BusConfig
 from antiphon.wire.base import Message, Process, Usage
 from antiphon.wire.embed import EmbedRequest
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.generate import GenerateRequest
+from antiphon.wire.generate import CompleteOptions, GenerateOptions, GenerateRequest
 from antiphon.wire.ids import (
     DEFAULT_TENANT,
     ClientKey,
@@ -33,9 +33,6 @@ from antiphon.wire.tokenize import ChatMessage
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Transport
-    from antiphon.wire.grammar import Grammar
-    from antiphon.wire.processors import LogitProcessor
-    from antiphon.wire.sampling import TokenOutputParams
 
 M = TypeVar("M", bound=Message)
 
@@ -43,43 +40,6 @@ TIMEOUT_S = 600.0
 
 Conversation = str | Sequence[tuple[str, str] | ChatMessage]
 """A user message; or messages, as (role, content), or as `ChatMessage`, which has tool calls."""
-
-
-class CompleteOptions(TypedDict, total=False):
-    """Options of a completion; see the fields of `GenerateRequest`."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    min_tokens: int
-    logit_bias: Mapping[int, float]
-    processors: tuple[LogitProcessor, ...]
-    grammar: Grammar
-    seed: int
-    stop: tuple[str, ...]
-    stop_regex: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    no_stop_trim: bool
-    skip_special_tokens: bool
-    continue_final_message: bool
-    tools: str
-    chat_template_kwargs: str
-    priority: int
-    cache_salt: str
-    details: TokenOutputParams
-    token_texts: bool
-
-
-class GenerateOptions(CompleteOptions, total=False):
-    """Options of a request that may have several choices."""
-
-    n: int
 
 
 class Client:

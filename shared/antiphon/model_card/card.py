@@ -30,19 +30,10 @@ from antiphon.model_card.tasks import (
     unused_prefixes,
 )
 from antiphon.model_card.weight_counts import Weights, read_weights
+from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Sampling defaults from generation_config.json; unset fields have none."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +117,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     """`default`, or the name of a RoPE scaling."""
     tied: bool
     """Whether input and output embeddings are tied; false for models without logits."""
-    sampling: GenerationDefaults
+    sampling: SamplingDefaults
     weights: Weights
     states: RecurrentStates | None = None
     quantization: QuantizationConfig | None = None
@@ -211,7 +202,7 @@ def read_card(location: ModelLocation) -> ModelCard:
         rope_kind=rope.rope_type or rope.type or "default",
         rope_factors=files.factors(),
         tied=config.tie_word_embeddings and task is Task.GENERATE,
-        sampling=msgspec.convert(generation, GenerationDefaults, from_attributes=True),
+        sampling=msgspec.convert(generation, SamplingDefaults, from_attributes=True),
         weights=weights,
         states=states,
         quantization=quantization,
@@ -299,7 +290,7 @@ class _CardFields(msgspec.Struct):
         return self.use_bidirectional_attention in (True, "all")
 
 
-class _Generation(GenerationDefaults, frozen=True):
+class _Generation(SamplingDefaults):
     eos_token_id: int | tuple[int, ...] | None = None
 
 

@@ -8,7 +8,7 @@ so that receivers drop repeats and detect gaps.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +27,7 @@ from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
-from antiphon.wire.processors import LogitProcessors, TokenId
+from antiphon.wire.processors import LogitProcessor, LogitProcessors, TokenId
 from antiphon.wire.sampling import (
     BIASES_MAX,
     AdditivePenalty,
@@ -44,6 +44,9 @@ from antiphon.wire.sampling import (
 )
 from antiphon.wire.token_outputs import TokenOutputsChunk
 from antiphon.wire.tokenize import Messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 IDS_MAX = 2**19
 """Maximum token ids of a prompt: decoding them blocks the gateway's streams for 10 ms."""
@@ -113,6 +116,43 @@ class GenerateRequest(Message):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     traceparent: str | None = None
     api_key: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class CompleteOptions(TypedDict, total=False):
+    """Fields of `GenerateRequest` that a caller of the client may set."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    logit_bias: Mapping[int, float]
+    processors: tuple[LogitProcessor, ...]
+    grammar: Grammar
+    seed: int
+    stop: tuple[str, ...]
+    stop_regex: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    continue_final_message: bool
+    tools: str
+    chat_template_kwargs: str
+    priority: int
+    cache_salt: str
+    details: TokenOutputParams
+    token_texts: bool
+
+
+class GenerateOptions(CompleteOptions, total=False):
+    """Options of a request that may have several choices."""
+
+    n: int
 
 
 class GenerateAccepted(Message):

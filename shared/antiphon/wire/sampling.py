@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Value
-from antiphon.wire.bounds import INT64_MAX, Count, Positive
+from antiphon.wire.bounds import INT64_MAX, Count, Positive, Signed
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.processors import LogitProcessors, TokenId
 from antiphon.wire.thinking import ThinkingMarks
@@ -43,6 +43,28 @@ Dimensions = Positive
 
 TEMPERATURE_MIN = 1e-6
 """A lower temperature means greedy sampling: the division would only produce infinities."""
+
+
+class SamplingDefaults(Value):
+    """Fields that a model recommends, an operator prefers and a client sets; None: unset."""
+
+    temperature: Annotated[
+        Temperature | None, Meta(description="Sampling temperature. 0 is greedy sampling.")
+    ] = None
+    top_p: Annotated[
+        TopP | None,
+        Meta(description="Nucleus sampling: total probability of the tokens to sample from."),
+    ] = None
+    top_k: Annotated[
+        Signed | None, Meta(description="Number of most likely tokens to consider. -1: all.")
+    ] = None
+    min_p: Annotated[
+        MinP | None, Meta(description="Minimum probability, relative to the most likely token.")
+    ] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None,
+        Meta(description="Divides the logits of generated tokens. 1 disables it."),
+    ] = None
 
 
 class LogitBias(Value):

@@ -10,7 +10,7 @@ from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, ShortText, Signed, TokenCount, UnixMs
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
-from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
+from antiphon.wire.sampling import SamplingDefaults
 
 MESSAGES_MAX = 4096
 """Maximum messages of one conversation: a message takes several tokens, its marks included."""
@@ -105,16 +105,6 @@ class EncodeRequest(Message):
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None
-
-
-class SamplingDefaults(Value):
-    """Sampling defaults from the model's generation config; None: not given there."""
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Signed | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
 
 
 class PoolingCard(Value):

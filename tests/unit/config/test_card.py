@@ -11,8 +11,9 @@ import pytest
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.model_card.card import GenerationDefaults, ModelCard, read_card
+from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.tasks import Task
+from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
     assert card.dtype is Dtype.FLOAT16
     assert card.eos_ids == (2, 7)
     assert (card.rope_kind, card.rope_theta) == ("llama3", 5e5)
-    assert card.sampling == GenerationDefaults(temperature=0.6, top_k=20)
+    assert card.sampling == SamplingDefaults(temperature=0.6, top_k=20)
     assert (card.weights.count, card.weights.bytes) == (6409, 12834)
     assert card.kv_bytes(Dtype.FLOAT32) == 2 * 2 * 2 * 32 * 4
 

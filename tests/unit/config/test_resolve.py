@@ -9,7 +9,7 @@ from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
-from antiphon.model_card.card import GenerationDefaults, ModelCard, Weights
+from antiphon.model_card.card import ModelCard, Weights
 from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.model_card.pooling import Pooling, PoolMode
 from antiphon.model_card.recurrent_states import RecurrentStates
@@ -17,6 +17,7 @@ from antiphon.model_card.tasks import Task
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
+from antiphon.wire.sampling import SamplingDefaults
 
 GIB = 1024**3
 CARD = ModelCard(
@@ -34,7 +35,7 @@ CARD = ModelCard(
     rope_theta=1e4,
     rope_kind="default",
     tied=True,
-    sampling=GenerationDefaults(),
+    sampling=SamplingDefaults(),
     weights=Weights(count=GIB // 2, bytes=GIB, dtype=Dtype.BFLOAT16),
 )
 DEVICE = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB)

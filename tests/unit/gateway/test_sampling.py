@@ -9,8 +9,7 @@ from tests.unit.gateway.cluster import house
 from tests.unit.gateway.test_http import post
 
 from antiphon.config.model import ModelConfig
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.sampling import answer_tokens
+from antiphon.gateway.requests.generation_request import GenerationRequest, answer_tokens
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:

@@ -195,7 +195,7 @@ class Access:
         """
         allowed = reservation.tenant.output_tokens_max(prompt_tokens, gen_request.choices)
         if allowed is not None and allowed < tokens_max:
-            least = max(1, gen_request.sampling.tokens_min)
+            least = max(1, gen_request.sampling.min_tokens)
             if gen_request.tokens_max is not None or allowed < least:
                 raise _over_token_limit(
                     reservation, gen_request, prompt_tokens, gen_request.tokens_max or least

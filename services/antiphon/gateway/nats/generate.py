@@ -12,7 +12,8 @@ import msgspec
 from antiphon.gateway.nats.generation import NatsGeneration
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, TextDelta
-from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.model_card.served_model import served_names
 from antiphon.service.endpoint import RequestEndpoint
@@ -306,23 +307,7 @@ def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> Genera
         cache_salt=cache_salt(request.cache_salt),
         tokens_max=request.max_tokens,
         choices=request.n,
-        sampling=SamplingOptions(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            frequency_penalty=request.frequency_penalty,
-            presence_penalty=request.presence_penalty,
-            repetition_penalty=request.repetition_penalty,
-            tokens_min=request.min_tokens,
-            logit_bias=request.logit_bias,
-            processors=request.processors,
-            grammar=request.grammar,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            details=request.details,
-        ),
+        sampling=SamplingOptions().with_fields_of(request),
         stop=StopStrings(
             strings=request.stop,
             patterns=request.stop_regex,

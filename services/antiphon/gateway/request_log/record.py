@@ -26,7 +26,7 @@ _BASE_BYTES = 1024
 """Size of a record without its texts."""
 _ID_BYTES = 8
 _NAMES = {
-    "tokens_min": "min_new_tokens",
+    "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
     "processors": "custom_logit_processor",
 }

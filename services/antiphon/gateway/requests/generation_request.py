@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.text.stop_patterns import check_patterns
-from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
+from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
+from antiphon.wire.grammar import GRAMMAR_TEXT_MAX
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
-from antiphon.wire.processors import LogitProcessor
-from antiphon.wire.sampling import PoolParams, StopStrings, TokenOutputParams
+from antiphon.wire.sampling import PoolParams, StopStrings
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 PROBE_API = "health"
 """API name of the request that checks whether the model generates."""
-
-
-class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling options of the client. Unset fields take defaults; `top_k` -1 disables it."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    tokens_min: int = 0
-    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict[int, float])
-    processors: tuple[LogitProcessor, ...] = ()
-    grammar: Grammar | None = None
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    details: TokenOutputParams | None = None
 
 
 class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,3 +127,73 @@ def validate_request(gen_request: GenerationRequest) -> None:
         length = len(grammar.text)
         text = f"{gen_request.grammar_field}: {length} characters; the limit is {GRAMMAR_TEXT_MAX}"
         raise InvalidRequest(text, param=gen_request.grammar_field)
+
+
+def answer_tokens(
+    gen_request: GenerationRequest,
+    *,
+    prompt_tokens: int,
+    contexts: Collection[int],
+    preferred: int | None = None,
+    truncate: bool = False,
+) -> int:
+    """Return the maximum number of output tokens.
+
+    A request without a limit is bounded by the smallest context length of the workers, so that the
+    result does not depend on the worker that runs it.
+
+    Args:
+        gen_request: The request.
+        prompt_tokens: Length of its prompt.
+        contexts: Context length of each worker.
+        preferred: The operator's default for requests without a limit.
+        truncate: Whether a limit that is too large is reduced to what the context leaves.
+
+    Raises:
+        PromptTooLong: The prompt fills the context.
+        InvalidRequest: The prompt is empty, or the limit exceeds what the context leaves.
+    """
+    context_tokens = max(contexts)
+    if prompt_tokens == 0:
+        raise InvalidRequest("the prompt has no tokens", param=_prompt_field(gen_request))
+    if prompt_tokens + (gen_request.tokens_max != 0) > context_tokens:
+        raise PromptTooLong.of(
+            prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(gen_request)
+        )
+    if gen_request.tokens_max is None:
+        space = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
+        limit = gen_request.tokens_default if preferred is None else preferred
+        return space if limit is None else min(limit, space)
+    if gen_request.tokens_max > context_tokens - prompt_tokens:
+        if truncate:
+            return context_tokens - prompt_tokens
+        raise _context_exceeded(gen_request, gen_request.tokens_max, prompt_tokens, context_tokens)
+    return gen_request.tokens_max
+
+
+def _context_exceeded(
+    gen_request: GenerationRequest, wanted: int, prompt_tokens: int, context_tokens: int
+) -> InvalidRequest:
+    """The error for a limit that exceeds the context, with this prompt or with any."""
+    space = context_tokens - prompt_tokens
+    if wanted > context_tokens:
+        return InvalidRequest(
+            f"{gen_request.tokens_field} is too large: {wanted}. The model's context of "
+            f"{context_tokens} tokens leaves at most {space} tokens for the completion of "
+            "an "
+            f"input of {prompt_tokens} tokens.",
+            param=gen_request.tokens_field,
+            details={OPENAI_CODE: "invalid_value"},
+        )
+    return InvalidRequest(
+        "Requested token count exceeds the model's maximum context length of "
+        f"{context_tokens} tokens. You requested a total of {prompt_tokens + wanted} "
+        f"tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens "
+        f"for the completion. With this input {gen_request.tokens_field} is at most {space}.",
+        param=gen_request.tokens_field,
+        details={OPENAI_CODE: "context_length_exceeded"},
+    )
+
+
+def _prompt_field(gen_request: GenerationRequest) -> str:
+    return "prompt" if gen_request.messages is None else "messages"

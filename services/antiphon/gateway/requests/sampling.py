@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Self, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Self
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
-from antiphon.wire.processors import AllowRange, named_ids
-from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar
+from antiphon.wire.processors import AllowRange, LogitProcessor, named_ids
+from antiphon.wire.sampling import (
+    BIAS_MAX,
+    AdditivePenalty,
+    LogitBias,
+    SamplingDefaults,
+    SamplingParams,
+    TokenOutputParams,
+)
 from antiphon.wire.token_outputs import pack_floats
-from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator
 
     from antiphon.config.settings import Settings
-    from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
     from antiphon.wire.ids import InstanceId
-    from antiphon.wire.sampling import TokenOutputParams
-
-T = TypeVar("T")
 
 SEED_BITS = 63
 
@@ -30,7 +35,38 @@ _TOP_K_ALL = 2**30
 """SGLang's value of top_k for the whole vocabulary."""
 
 
-NOTHING = SamplingDefaults()
+class SamplingFields(SamplingDefaults):
+    """Sampling fields that the bodies of the HTTP APIs share."""
+
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Meta(description="Number of most likely tokens to consider. -1: all."),
+    ] = None
+    frequency_penalty: Annotated[
+        AdditivePenalty | None, Meta(description="Penalty for each time a token was generated.")
+    ] = None
+    presence_penalty: Annotated[
+        AdditivePenalty | None, Meta(description="Penalty for tokens that were generated.")
+    ] = None
+
+
+class SamplingOptions(SamplingFields):
+    """Sampling options of a request of any API. Unset fields take defaults."""
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict[int, float])
+    processors: tuple[LogitProcessor, ...] = ()
+    grammar: Grammar | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    details: TokenOutputParams | None = None
+
+    def with_fields_of(self, source: msgspec.Struct) -> SamplingOptions:
+        """Take the fields that `source` sets under the same name."""
+        return msgspec.structs.replace(self, **set_fields(source, SamplingOptions))
 
 
 class Seeds:
@@ -65,65 +101,19 @@ class Seeds:
         return msgspec.structs.replace(sampling, seed=seed)
 
 
-def answer_tokens(
-    gen_request: GenerationRequest,
-    *,
-    prompt_tokens: int,
-    contexts: Collection[int],
-    preferred: int | None = None,
-    truncate: bool = False,
-) -> int:
-    """Return the maximum number of output tokens.
-
-    A request without a limit is bounded by the smallest context length of the workers, so that the
-    result does not depend on the worker that runs it.
-
-    Args:
-        gen_request: The request.
-        prompt_tokens: Length of its prompt.
-        contexts: Context length of each worker.
-        preferred: The operator's default for requests without a limit.
-        truncate: Whether a limit that is too large is reduced to what the context leaves.
-
-    Raises:
-        PromptTooLong: The prompt fills the context.
-        InvalidRequest: The prompt is empty, or the limit exceeds what the context leaves.
-    """
-    context_tokens = max(contexts)
-    if prompt_tokens == 0:
-        raise InvalidRequest("the prompt has no tokens", param=_prompt_field(gen_request))
-    if prompt_tokens + (gen_request.tokens_max != 0) > context_tokens:
-        raise PromptTooLong.of(
-            prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(gen_request)
-        )
-    if gen_request.tokens_max is None:
-        space = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
-        limit = gen_request.tokens_default if preferred is None else preferred
-        return space if limit is None else min(limit, space)
-    if gen_request.tokens_max > context_tokens - prompt_tokens:
-        if truncate:
-            return context_tokens - prompt_tokens
-        raise _context_exceeded(gen_request, gen_request.tokens_max, prompt_tokens, context_tokens)
-    return gen_request.tokens_max
-
-
 def sampling_params(
-    gen_request: GenerationRequest,
-    recommended: SamplingDefaults,
-    *,
+    options: SamplingOptions,
+    *defaults: msgspec.Struct,
     tokens_max: int,
     vocabulary_size: int,
-    preferred: SamplingDefaults = NOTHING,
 ) -> SamplingParams:
     """Fill in all parameters that the request leaves unset, except the seed (see `Seeds`).
 
-    The operator's defaults take precedence over the model's recommendations.
+    Of the `defaults`, which are the operator's and the model's, the first takes precedence.
 
     Raises:
         InvalidRequest: A token is not in the vocabulary, or a number is out of range.
     """
-    options = gen_request.sampling
-    model = _over(preferred, recommended if gen_request.model_defaults else NOTHING)
     for name, ids in _named_ids(options):
         if max(ids, default=0) >= vocabulary_size:
             text = (
@@ -135,19 +125,9 @@ def sampling_params(
         if isinstance(processor, AllowRange) and processor.first > processor.last:
             text = f"processors: first ({processor.first}) must not be greater than last"
             raise InvalidRequest(text, param="processors")
-    if gen_request.tokens_max is not None and options.tokens_min > gen_request.tokens_max:
-        text = f"min_tokens is {options.tokens_min}, more than {gen_request.tokens_field}"
-        raise InvalidRequest(text, param="min_tokens")
-    return SamplingParams(
+    params = SamplingParams(
         max_new_tokens=tokens_max,
-        temperature=_first(options.temperature, model.temperature, 1.0),
-        top_p=_first(options.top_p, model.top_p, 1.0),
-        top_k=_top_k(_first(options.top_k, model.top_k, -1)),
-        min_p=_first(options.min_p, model.min_p, 0.0),
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        repetition_penalty=_first(options.repetition_penalty, model.repetition_penalty, 1.0),
-        min_new_tokens=min(options.tokens_min, tokens_max),
+        min_new_tokens=min(options.min_tokens, tokens_max),
         logit_bias=_bias(options.logit_bias),
         processors=options.processors,
         grammar=options.grammar,
@@ -156,30 +136,17 @@ def sampling_params(
         ignore_eos=options.ignore_eos,
         details=_requested_outputs(options.details),
     )
+    for source in (*reversed(defaults), options):
+        params = msgspec.structs.replace(params, **set_fields(source, SamplingFields))
+    if params.top_k < 0 or params.top_k >= _TOP_K_ALL:
+        return msgspec.structs.replace(params, top_k=0)
+    return params
 
 
-def _context_exceeded(
-    gen_request: GenerationRequest, wanted: int, prompt_tokens: int, context_tokens: int
-) -> InvalidRequest:
-    """The error for a limit that exceeds the context, with this prompt or with any."""
-    space = context_tokens - prompt_tokens
-    if wanted > context_tokens:
-        return InvalidRequest(
-            f"{gen_request.tokens_field} is too large: {wanted}. The model's context of "
-            f"{context_tokens} tokens leaves at most {space} tokens for the completion of "
-            "an "
-            f"input of {prompt_tokens} tokens.",
-            param=gen_request.tokens_field,
-            details={OPENAI_CODE: "invalid_value"},
-        )
-    return InvalidRequest(
-        "Requested token count exceeds the model's maximum context length of "
-        f"{context_tokens} tokens. You requested a total of {prompt_tokens + wanted} "
-        f"tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens "
-        f"for the completion. With this input {gen_request.tokens_field} is at most {space}.",
-        param=gen_request.tokens_field,
-        details={OPENAI_CODE: "context_length_exceeded"},
-    )
+def set_fields(source: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, object]:
+    """Return the fields of `kind` that `source` has and that are set there."""
+    values = {name: getattr(source, name, None) for name in kind.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _named_ids(options: SamplingOptions) -> Iterator[tuple[str, Collection[int]]]:
@@ -213,28 +180,3 @@ def _requested_outputs(requested: TokenOutputParams | None) -> TokenOutputParams
         or requested.hidden
     )
     return requested if wanted else None
-
-
-def _prompt_field(gen_request: GenerationRequest) -> str:
-    return "prompt" if gen_request.messages is None else "messages"
-
-
-def _first(requested: T | None, recommended: T | None, default: T) -> T:
-    if requested is not None:
-        return requested
-    return default if recommended is None else recommended
-
-
-def _top_k(top_k: int) -> int:
-    """Normalize all values that disable top_k to 0."""
-    return 0 if top_k < 0 or top_k >= _TOP_K_ALL else top_k
-
-
-def _over(above: SamplingDefaults, below: SamplingDefaults) -> SamplingDefaults:
-    """Return the fields of `above`, with unset ones taken from `below`."""
-    overrides = {
-        name: value
-        for name in above.__struct_fields__
-        if (value := getattr(above, name)) is not None
-    }
-    return msgspec.structs.replace(below, **overrides)

@@ -13,8 +13,12 @@ import msgspec
 from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.request_log.request_log import RecordedStream
-from antiphon.gateway.requests.generation_request import PROBE_API, validate_request
-from antiphon.gateway.requests.sampling import NOTHING, Seeds, answer_tokens, sampling_params
+from antiphon.gateway.requests.generation_request import (
+    PROBE_API,
+    answer_tokens,
+    validate_request,
+)
+from antiphon.gateway.requests.sampling import Seeds, sampling_params
 from antiphon.gateway.requests.token_output_budget import TokenOutputBudget, check_logprob_start
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
@@ -26,6 +30,7 @@ from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     DuplicateRequest,
+    InvalidRequest,
     Overloaded,
     Unavailable,
     UnknownModel,
@@ -34,7 +39,6 @@ from antiphon.wire.errors import (
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
-from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -79,9 +83,7 @@ class Submission:
         self._request_log = request_log
         gateway = runtime.settings.gateway
         self._model_defaults = gateway.sampling_defaults == "model"
-        self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=SamplingDefaults)
-        limits = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
-        self._preferred_tokens = limits.max_new_tokens
+        self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
         self._served = served_names(runtime.settings)
         self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._submitting = 0
@@ -316,7 +318,7 @@ class Submission:
             gen_request,
             prompt_tokens=prompt_tokens,
             contexts=self._context_lengths(encoded),
-            preferred=self._preferred_tokens,
+            preferred=self._preferred.max_new_tokens,
             truncate=self._may_truncate(gen_request),
         )
         return self._access.reserve(
@@ -357,12 +359,16 @@ class Submission:
         if gen_request.pooling is not None:
             pool = msgspec.structs.replace(gen_request.pooling, second_from=encoded.second_from)
             return SamplingParams(max_new_tokens=0, pool=pool)
+        least, most = gen_request.sampling.min_tokens, gen_request.tokens_max
+        if most is not None and least > most:
+            text = f"min_tokens is {least}, more than {gen_request.tokens_field}"
+            raise InvalidRequest(text, param="min_tokens")
+        recommended = self._model_defaults and gen_request.model_defaults
         return sampling_params(
-            gen_request,
-            encoded.defaults if self._model_defaults else NOTHING,
+            gen_request.sampling,
+            *((self._preferred, encoded.defaults) if recommended else (self._preferred,)),
             tokens_max=tokens_max,
             vocabulary_size=encoded.vocabulary_size,
-            preferred=self._preferred,
         )
 
     def _context_lengths(self, encoded: EncodeReply) -> set[int]:

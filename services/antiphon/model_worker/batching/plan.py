@@ -55,6 +55,11 @@ class SamplingColumns:
             choice=self.choice[rows],
         )
 
+    def filters(self, rows: Longs) -> tuple[Floats, Longs, Floats, Floats]:
+        """Temperature, top-k, top-p and min-p of these rows, as the sampling kernel takes them."""
+        top_k = self.top_k[rows].astype(np.int64)
+        return self.temperature[rows], top_k, self.top_p[rows], self.min_p[rows]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:

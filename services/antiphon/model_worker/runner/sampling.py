@@ -110,10 +110,7 @@ class Sampler:
         tokens = self._ops.sample(
             logits,
             torch.as_tensor(noise),
-            torch.as_tensor(columns.temperature[rows]),
-            torch.as_tensor(columns.top_k[rows].astype(np.int64)),
-            torch.as_tensor(columns.top_p[rows]),
-            torch.as_tensor(columns.min_p[rows]),
+            *map(torch.as_tensor, columns.filters(rows)),
         )
         return _ints(tokens)
 

@@ -12,7 +12,8 @@ from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import AccessLevel, Caller
-from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import (
     EngineError,
     Forbidden,
@@ -189,7 +190,7 @@ def test_an_answer_without_a_limit_gets_what_a_full_bucket_holds() -> None:
         (ask(tokens_max=91), 10, "max_tokens"),
         (ask(tokens_max=50, tokens_field="max_new_tokens", choices=2), 10, "max_new_tokens"),
         (ask(), 100, None),
-        (ask(sampling=SamplingOptions(tokens_min=20)), 90, None),
+        (ask(sampling=SamplingOptions(min_tokens=20)), 90, None),
         (ask(tokens_max=0), 101, "max_tokens"),
     ],
 )

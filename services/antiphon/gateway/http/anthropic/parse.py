@@ -14,7 +14,7 @@ from antiphon.gateway.http.anthropic.schema import (
     ThinkingBody,
 )
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.structured_output import single_grammar
+from antiphon.gateway.http.core.sampling import single_grammar
 from antiphon.gateway.http.core.tool_calls import (
     template_tools,
     to_json,
@@ -28,8 +28,8 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
-    SamplingOptions,
 )
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.sampling import StopStrings
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         PromptBody,
         ToolBody,
     )
-    from antiphon.gateway.http.core.structured_output import RequestedGrammar
+    from antiphon.gateway.http.core.sampling import RequestedGrammar
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.tool import Tool

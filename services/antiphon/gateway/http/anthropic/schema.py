@@ -13,19 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.sampling import Json, TokensMax, doc
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
-Json = dict[str, msgspec.Raw]
-TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Budget = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=0)]
 StopSequences = Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 CallId = Annotated[str, Meta(min_length=1, max_length=1024)]
-
-
-def _is(meaning: str) -> Meta:
-    return Meta(description=meaning)
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
@@ -107,19 +102,19 @@ class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     description: str | None = None
     input_schema: Annotated[
-        Json | None, _is("JSON schema of the tool's input, which must be an object.")
+        Json | None, doc("JSON schema of the tool's input, which must be an object.")
     ] = None
     input_examples: Annotated[
         Parts[Json] | None,
-        _is("Example inputs, passed to the chat template, which may ignore them."),
+        doc("Example inputs, passed to the chat template, which may ignore them."),
     ] = None
-    strict: Annotated[bool | None, _is("Whether to constrain the input to the schema.")] = None
+    strict: Annotated[bool | None, doc("Whether to constrain the input to the schema.")] = None
     allowed_callers: Annotated[
-        Parts[str] | None, _is("Callers that may use the tool. Only `direct` is supported.")
+        Parts[str] | None, doc("Callers that may use the tool. Only `direct` is supported.")
     ] = None
-    defer_loading: Annotated[bool | None, _is("Not supported: there is no tool search.")] = None
+    defer_loading: Annotated[bool | None, doc("Not supported: there is no tool search.")] = None
     eager_input_streaming: Annotated[
-        bool | None, _is("Accepted and ignored: tool input is always streamed as it is generated.")
+        bool | None, doc("Accepted and ignored: tool input is always streamed as it is generated.")
     ] = None
 
 
@@ -140,7 +135,7 @@ class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[
         Budget | None,
-        _is(
+        doc(
             "Maximum number of reasoning tokens. Required with `enabled`; must be less than "
             "`max_tokens`."
         ),
@@ -161,9 +156,9 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: OutputFormat | None = None
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        _is("Reasoning effort, passed to the chat template as `reasoning_effort`."),
+        doc("Reasoning effort, passed to the chat template as `reasoning_effort`."),
     ] = None
-    task_budget: Annotated[Json | None, _is("Not supported: use `max_tokens`.")] = None
+    task_budget: Annotated[Json | None, doc("Not supported: use `max_tokens`.")] = None
 
 
 class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +183,7 @@ class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields common to creating a message and counting its tokens."""
 
-    model: Annotated[str | None, _is("Name of the served model. Optional.")] = None
+    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
     messages: Annotated[
         Messages[MessageParam],
         Meta(
@@ -198,53 +193,53 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     system: Annotated[
-        str | Parts[TextBlock] | None, _is("System prompt, placed before the conversation.")
+        str | Parts[TextBlock] | None, doc("System prompt, placed before the conversation.")
     ] = None
-    tools: Annotated[Tools[ToolBody] | None, _is("Tools that the model may call.")] = None
+    tools: Annotated[Tools[ToolBody] | None, doc("Tools that the model may call.")] = None
     tool_choice: Annotated[
-        ToolChoiceBody | None, _is("How the model chooses tools. Defaults to `auto`.")
+        ToolChoiceBody | None, doc("How the model chooses tools. Defaults to `auto`.")
     ] = None
     thinking: Annotated[
         ThinkingBody | None,
-        _is(
+        doc(
             "Whether the model reasons before it answers. Defaults to the chat template's behavior."
         ),
     ] = None
     output_config: Annotated[
-        OutputConfig | None, _is("Options for the model's output, such as its format.")
+        OutputConfig | None, doc("Options for the model's output, such as its format.")
     ] = None
     output_format: Annotated[
-        OutputFormat | None, _is("Deprecated: use `output_config.format`.")
+        OutputFormat | None, doc("Deprecated: use `output_config.format`.")
     ] = None
     thread: Annotated[
         Thread | None,
-        _is(
+        doc(
             "`create` is accepted and ignored: conversations are not stored. `continue` is "
             "rejected."
         ),
     ] = None
     context_management: Annotated[
         ContextManagement | None,
-        _is("Accepted and ignored: the conversation is used as sent. Compaction is rejected."),
+        doc("Accepted and ignored: the conversation is used as sent. Compaction is rejected."),
     ] = None
     speed: Annotated[
-        Literal["standard", "fast"] | None, _is("Accepted and ignored: there is one speed.")
+        Literal["standard", "fast"] | None, doc("Accepted and ignored: there is one speed.")
     ] = None
     billing_policy: Annotated[
-        Json | None, _is("Accepted and ignored: requests are not billed.")
+        Json | None, doc("Accepted and ignored: requests are not billed.")
     ] = None
     diagnostics: Annotated[
-        Json | None, _is("Accepted and ignored: no data about earlier requests is stored.")
+        Json | None, doc("Accepted and ignored: no data about earlier requests is stored.")
     ] = None
     fallbacks: Annotated[
-        Json | list[Json] | str | None, _is("Accepted and ignored: one model is served.")
+        Json | list[Json] | str | None, doc("Accepted and ignored: one model is served.")
     ] = None
     fallback_credit_token: Annotated[
-        Json | str | None, _is("Accepted and ignored: one model is served.")
+        Json | str | None, doc("Accepted and ignored: one model is served.")
     ] = None
-    user_profile_id: Annotated[str | None, _is("Accepted and ignored.")] = None
+    user_profile_id: Annotated[str | None, doc("Accepted and ignored.")] = None
     cache_control: Annotated[
-        Json | None, _is("Accepted and ignored: prefix caching is automatic.")
+        Json | None, doc("Accepted and ignored: prefix caching is automatic.")
     ] = None
 
 
@@ -253,26 +248,26 @@ class MessagesBody(PromptBody, frozen=True, kw_only=True):
 
     max_tokens: Annotated[
         TokensMax,
-        _is(
+        doc(
             "Maximum number of tokens to generate, reasoning included. 0 only processes the "
             "prompt. Generation may end earlier at the context length."
         ),
     ]
     temperature: Annotated[
-        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
+        Temperature | None, doc("Sampling temperature. 0 is greedy sampling.")
     ] = None
     top_p: Annotated[
-        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
+        TopP | None, doc("Nucleus sampling: total probability of the tokens to sample from.")
     ] = None
-    top_k: Annotated[TopK | None, _is("Number of most likely tokens to consider. 0: all.")] = None
+    top_k: Annotated[TopK | None, doc("Number of most likely tokens to consider. 0: all.")] = None
     stop_sequences: Annotated[
-        StopSequences | None, _is("Sequences that stop generation; not returned.")
+        StopSequences | None, doc("Sequences that stop generation; not returned.")
     ] = None
-    stream: Annotated[bool | None, _is("Whether to stream the response as it is generated.")] = None
-    metadata: Annotated[MessagesMetadata | None, _is("Accepted and ignored.")] = None
+    stream: Annotated[bool | None, doc("Whether to stream the response as it is generated.")] = None
+    metadata: Annotated[MessagesMetadata | None, doc("Accepted and ignored.")] = None
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None,
-        _is("Accepted and ignored: the only tier is `standard`."),
+        doc("Accepted and ignored: the only tier is `standard`."),
     ] = None
 
 

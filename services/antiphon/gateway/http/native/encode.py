@@ -12,8 +12,9 @@ from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import Rid
 from antiphon.gateway.http.native.replies import FinishBody
-from antiphon.gateway.http.native.schema import Rid, TokenIds
+from antiphon.gateway.http.native.schema import TokenIds
 from antiphon.gateway.http.native.unsupported import ENCODE
 from antiphon.gateway.http.openai.endpoints import weight_version
 from antiphon.gateway.requests.pooling import pool_params

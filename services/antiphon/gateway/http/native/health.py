@@ -13,8 +13,8 @@ from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
     GenerationRequest,
-    SamplingOptions,
 )
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error
 from antiphon.wire.sampling import PoolParams

@@ -7,27 +7,22 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 
 from antiphon.gateway.http.core.processors import NAME, processor_of
-from antiphon.gateway.http.core.structured_output import (
-    schema_text,
-    sglang_grammars,
-    single_grammar,
-)
+from antiphon.gateway.http.core.sampling import schema_grammar, single_grammar
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
-    SamplingOptions,
     TokenOutputFields,
 )
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX, StopStrings, TokenOutputParams
+from antiphon.wire.sampling import NAMED_MAX, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.structured_output import RequestedGrammar
+    from antiphon.gateway.http.core.sampling import RequestedGrammar
     from antiphon.wire.processors import LogitProcessor
 
 T = TypeVar("T")
@@ -42,7 +37,8 @@ _FIELDS = TokenOutputFields(
     hidden="return_hidden_states",
     start="logprob_start_len",
 )
-_PARAMS = "sampling_params.custom_params"
+_PREFIX = "sampling_params."
+_PARAMS = f"{_PREFIX}custom_params"
 _CLIENT_FIELDS = {
     "min_tokens": "sampling_params.min_new_tokens",
     "max_new_tokens": "sampling_params.max_new_tokens",
@@ -258,16 +254,15 @@ def _request(
         tokens_field="max_new_tokens",
         tokens_default=ANSWER_TOKENS,
         choices=sampling.n or 1,
-        sampling=_sampling(sampling, processors, reply_options, constraint),
+        sampling=sampling.options(
+            processors=processors,
+            grammar=constraint.grammar if constraint else None,
+            outputs=reply_options.token_outputs,
+            prefix=_PREFIX,
+        ),
         grammar_field=constraint.field if constraint else "grammar",
         detail_fields=_FIELDS,
-        stop=StopStrings(
-            strings=_as_tuple(sampling.stop),
-            patterns=_as_tuple(sampling.stop_regex),
-            include=bool(sampling.no_stop_trim),
-            skip_special_tokens=sampling.skip_special_tokens is not False,
-            token_texts=reply_options.texts,
-        ),
+        stop=sampling.stop_strings(token_texts=reply_options.texts),
         priority=body.priority,
         cache_salt=salt,
         key=None if name is None else ClientKey(name),
@@ -294,44 +289,7 @@ def _processors(
     ]
 
 
-def _sampling(
-    body_sampling: SamplingBody,
-    processors: tuple[LogitProcessor, ...],
-    reply_options: GenerateResponseOptions,
-    constraint: RequestedGrammar | None,
-) -> SamplingOptions:
-    if body_sampling.top_k == 0:
-        raise InvalidRequest(
-            "top_k: must be -1 (no limit) or at least 1", param="sampling_params.top_k"
-        )
-    return SamplingOptions(
-        temperature=body_sampling.temperature,
-        top_p=body_sampling.top_p,
-        top_k=body_sampling.top_k,
-        min_p=body_sampling.min_p,
-        frequency_penalty=body_sampling.frequency_penalty or 0.0,
-        presence_penalty=body_sampling.presence_penalty or 0.0,
-        repetition_penalty=body_sampling.repetition_penalty,
-        tokens_min=body_sampling.min_new_tokens or 0,
-        logit_bias=body_sampling.logit_bias or {},
-        processors=processors,
-        grammar=constraint.grammar if constraint else None,
-        seed=body_sampling.sampling_seed,
-        stop_token_ids=tuple(body_sampling.stop_token_ids or ()),
-        ignore_eos=bool(body_sampling.ignore_eos),
-        details=reply_options.token_outputs,
-    )
-
-
 def _output_constraint(sampling: SamplingBody) -> RequestedGrammar | None:
-    plain = sglang_grammars(
-        regex=sampling.regex, ebnf=sampling.ebnf, json_schema=sampling.json_schema
-    )
-    tag = schema_text(sampling.structural_tag)
-    tagged = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=tag) if tag else None
-    forms = plain | {"structural_tag": tagged}
-    return single_grammar({f"sampling_params.{name}": form for name, form in forms.items()})
-
-
-def _as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
-    return (stops,) if isinstance(stops, str) else tuple(stops or ())
+    tag = schema_grammar(GrammarKind.STRUCTURAL_TAG, sampling.structural_tag)
+    forms = sampling.grammars() | {"structural_tag": tag}
+    return single_grammar({f"{_PREFIX}{name}": form for name, form in forms.items()})

@@ -11,9 +11,9 @@ from msgspec import Meta
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.unsupported import EMBED
-from antiphon.gateway.http.openai.schema import Json
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.sampling import Dimensions
 

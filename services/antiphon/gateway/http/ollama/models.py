@@ -17,10 +17,13 @@ from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.replies import written
+from antiphon.gateway.http.ollama.schema import OllamaOptions
 from antiphon.gateway.parsing.formats import parsers_of
+from antiphon.gateway.requests.sampling import set_fields
 from antiphon.model_card.served_model import served_names
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from antiphon.gateway.access.access import Access
@@ -358,13 +361,6 @@ def _requested_name(body: ShowBody) -> str | None:
 
 
 def _parameters(card: EncodeReply) -> str:
-    defaults = card.defaults
-    parameters = {
-        "temperature": defaults.temperature,
-        "top_k": defaults.top_k,
-        "top_p": defaults.top_p,
-        "min_p": defaults.min_p,
-        "repeat_penalty": defaults.repetition_penalty,
-    }
-    lines = (f"{name:<30} {value}" for name, value in parameters.items() if value is not None)
-    return "\n".join(lines)
+    defaults = set_fields(card.defaults, SamplingDefaults)
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(OllamaOptions)}
+    return "\n".join(f"{names[name]:<30} {value}" for name, value in defaults.items())

@@ -14,16 +14,17 @@ from antiphon.gateway.http.openai.schema import (
     ChatMessageParam,
     CompletionBody,
     FunctionCall,
-    Json,
     JsonSchemaFormat,
     ResponseFormat,
     ToolCall,
 )
+from antiphon.gateway.requests.sampling import SamplingFields, set_fields
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.http.ollama.schema import (
         OllamaBody,
         OllamaCall,
@@ -151,16 +152,12 @@ def _with_common_fields(converted: B, body: OllamaBody) -> B:
     """Add the fields common to chats and prompts."""
     options = body.options or OllamaOptions()
     _check(options)
-    top_k = options.top_k
+    given = set_fields(options, SamplingFields)
+    if options.top_k is not None and options.top_k <= 0:
+        given["top_k"] = -1
     return msgspec.structs.replace(
         converted,
-        temperature=options.temperature,
-        top_k=-1 if top_k is not None and top_k <= 0 else top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
+        **given,
         seed=None if options.seed == -1 else options.seed,
         stop=options.stop,
         response_format=_response_format(body.format),

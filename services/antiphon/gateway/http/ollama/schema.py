@@ -12,66 +12,42 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
-from antiphon.gateway.http.openai.schema import Json, Stops, TopLogprobs
-from antiphon.wire.sampling import (
-    AdditivePenalty,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopP,
-)
+from antiphon.gateway.http.core.sampling import Json, Stops, doc
+from antiphon.gateway.http.openai.schema import TopLogprobs
+from antiphon.gateway.requests.sampling import SamplingFields
+from antiphon.wire.sampling import RepetitionPenalty, Seed
 
 TokensMost = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
 
 
-def _is(meaning: str) -> Meta:
-    return Meta(description=meaning)
-
-
-class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaOptions(SamplingFields):
     """Sampling parameters and stop conditions."""
 
     num_predict: Annotated[
         TokensMost | None,
-        _is("Maximum number of tokens to generate. Negative or unset: up to the context length."),
-    ] = None
-    temperature: Annotated[
-        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
+        doc("Maximum number of tokens to generate. Negative or unset: up to the context length."),
     ] = None
     top_k: Annotated[
-        int | None, _is("Number of most likely tokens to consider. 0 or less: all.")
+        int | None, doc("Number of most likely tokens to consider. 0 or less: all.")
     ] = None
-    top_p: Annotated[
-        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
-    ] = None
-    min_p: Annotated[
-        MinP | None, _is("Minimum probability, relative to the most likely token.")
-    ] = None
-    repeat_penalty: Annotated[
-        RepetitionPenalty | None, _is("Divides the logits of generated tokens. 1 disables it.")
-    ] = None
-    presence_penalty: Annotated[
-        AdditivePenalty | None, _is("Penalty for tokens that were generated.")
-    ] = None
-    frequency_penalty: Annotated[
-        AdditivePenalty | None, _is("Penalty for each time a token was generated.")
-    ] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, doc("Divides the logits of generated tokens. 1 disables it.")
+    ] = msgspec.field(default=None, name="repeat_penalty")
     seed: Annotated[
-        Seed | None, _is("Seed for reproducible sampling. -1 selects a random seed.")
+        Seed | None, doc("Seed for reproducible sampling. -1 selects a random seed.")
     ] = None
-    stop: Annotated[Stops | None, _is("Sequences that stop generation; not returned.")] = None
+    stop: Annotated[Stops | None, doc("Sequences that stop generation; not returned.")] = None
     repeat_last_n: Annotated[
         int | None,
-        _is(
+        doc(
             "Window of penalties. Only -1 and 64 (Ollama's default) are accepted: penalties "
             "cover the whole output."
         ),
     ] = None
-    typical_p: Annotated[float | None, _is("Only 1 is supported.")] = None
-    tfs_z: Annotated[float | None, _is("Only 1 is supported.")] = None
-    mirostat: Annotated[int | None, _is("Only 0 is supported.")] = None
-    penalize_newline: Annotated[bool | None, _is("Only true is supported.")] = None
+    typical_p: Annotated[float | None, doc("Only 1 is supported.")] = None
+    tfs_z: Annotated[float | None, doc("Only 1 is supported.")] = None
+    mirostat: Annotated[int | None, doc("Only 0 is supported.")] = None
+    penalize_newline: Annotated[bool | None, doc("Only true is supported.")] = None
 
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,30 +81,30 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields common to /api/chat and /api/generate."""
 
     model: Annotated[
-        str | None, _is("Name of the served model, with or without `:latest`. Optional.")
+        str | None, doc("Name of the served model, with or without `:latest`. Optional.")
     ] = None
     format: Annotated[
-        Literal["", "json"] | Json | None, _is("Output format: `json`, or a JSON schema.")
+        Literal["", "json"] | Json | None, doc("Output format: `json`, or a JSON schema.")
     ] = None
-    options: Annotated[OllamaOptions | None, _is("Sampling parameters and stop conditions.")] = None
+    options: Annotated[OllamaOptions | None, doc("Sampling parameters and stop conditions.")] = None
     think: Annotated[
         bool | Literal["low", "medium", "high"] | None,
-        _is(
+        doc(
             "Whether the model reasons first, or its reasoning effort. Passed to the chat template."
         ),
     ] = None
-    stream: Annotated[bool | None, _is("Whether to stream the answer; true by default.")] = None
+    stream: Annotated[bool | None, doc("Whether to stream the answer; true by default.")] = None
     keep_alive: Annotated[
-        str | float | None, _is("Accepted and ignored: the model stays loaded.")
+        str | float | None, doc("Accepted and ignored: the model stays loaded.")
     ] = None
     logprobs: Annotated[
-        bool | None, _is("Whether to return the log probability of each token.")
+        bool | None, doc("Whether to return the log probability of each token.")
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
+        TopLogprobs | None, doc("Number of most likely tokens to return at each position.")
     ] = None
     truncate: Annotated[
-        bool | None, _is("Whether to truncate a prompt that is too long. Only false is supported.")
+        bool | None, doc("Whether to truncate a prompt that is too long. Only false is supported.")
     ] = None
 
 
@@ -137,28 +113,28 @@ class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
 
     messages: Annotated[
         Messages[OllamaTurn] | None,
-        _is(
+        doc(
             "The conversation so far. A final assistant message is continued. If empty, only "
             "checks that the model is ready."
         ),
     ] = None
-    tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[Tools[Json] | None, doc("Functions that the model may call.")] = None
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     """Generate text for a prompt."""
 
     prompt: Annotated[
-        str | None, _is("The user's prompt. If empty, only checks that the model is ready.")
+        str | None, doc("The user's prompt. If empty, only checks that the model is ready.")
     ] = None
     suffix: Annotated[
         str | None,
-        _is(
+        doc(
             "Text after the insertion point, for fill-in-the-middle models. No chat template "
             "is applied."
         ),
     ] = None
-    system: Annotated[str | None, _is("System message placed before the prompt.")] = None
+    system: Annotated[str | None, doc("System message placed before the prompt.")] = None
     raw: Annotated[
-        bool | None, _is("Whether to use the prompt as is, without a chat template.")
+        bool | None, doc("Whether to use the prompt as is, without a chat template.")
     ] = None

@@ -11,6 +11,7 @@ from antiphon.gateway.http.core.errors import plain
 from antiphon.gateway.http.core.logprobs import chat_logprobs
 from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
 from antiphon.gateway.http.core.output_parser import OutputParser
+from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.core.writer import ResponseWriter
 from antiphon.gateway.http.ollama.replies import (
     UNSET,
@@ -22,7 +23,6 @@ from antiphon.gateway.http.ollama.replies import (
     now,
 )
 from antiphon.gateway.http.ollama.schema import OllamaCall, OllamaFunction
-from antiphon.gateway.http.openai.schema import Json
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import CallEnd, Collector, Content, Reasoning
 from antiphon.wire.base import FinishReason

@@ -8,11 +8,7 @@ import msgspec
 
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.processors import processor_of
-from antiphon.gateway.http.core.structured_output import (
-    RequestedGrammar,
-    sglang_grammars,
-    single_grammar,
-)
+from antiphon.gateway.http.core.sampling import RequestedGrammar, single_grammar
 from antiphon.gateway.http.core.tool_calls import (
     template_tools,
     to_json,
@@ -42,13 +38,11 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
-    SamplingOptions,
 )
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
@@ -57,6 +51,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
+    from antiphon.wire.sampling import TokenOutputParams
     from antiphon.wire.schemas import Json
 
 _MODEL = "default"
@@ -223,54 +218,24 @@ def _with_common_fields(
     return msgspec.structs.replace(
         gen_request,
         choices=choices or body.n or 1,
-        sampling=_sampling(body, wanted, constraint),
-        grammar_field=constraint.field if constraint else gen_request.grammar_field,
-        stop=StopStrings(
-            strings=_as_tuple(body.stop),
-            patterns=_as_tuple(body.stop_regex),
-            include=bool(body.no_stop_trim),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            token_texts=wanted is not None and wanted.logprobs,
+        sampling=body.options(
+            processors=processor_of(
+                body.custom_logit_processor, body.custom_params, field="custom_params"
+            ),
+            grammar=constraint.grammar if constraint else None,
+            outputs=wanted,
         ),
+        grammar_field=constraint.field if constraint else gen_request.grammar_field,
+        stop=body.stop_strings(token_texts=wanted is not None and wanted.logprobs),
         priority=body.priority,
         cache_salt=cache_salt(body.cache_salt, body.extra_key),
         key=None if name is None else ClientKey(name),
     )
 
 
-def _sampling(
-    body: CompletionFields, wanted: TokenOutputParams | None, constraint: RequestedGrammar | None
-) -> SamplingOptions:
-    if body.top_k == 0:
-        raise InvalidRequest("top_k: must be -1 (no limit) or at least 1", param="top_k")
-    return SamplingOptions(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty,
-        tokens_min=body.min_tokens or 0,
-        logit_bias=body.logit_bias or {},
-        processors=processor_of(
-            body.custom_logit_processor, body.custom_params, field="custom_params"
-        ),
-        grammar=constraint.grammar if constraint else None,
-        seed=body.seed,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        details=wanted,
-    )
-
-
-def _as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
-    return (stops,) if isinstance(stops, str) else tuple(stops or ())
-
-
 def _output_constraint(body: CompletionFields) -> RequestedGrammar | None:
-    plain = sglang_grammars(regex=body.regex, ebnf=body.ebnf, json_schema=body.json_schema)
-    return single_grammar(plain | {"response_format": _response_form(body.response_format)})
+    forms = body.grammars() | {"response_format": _response_form(body.response_format)}
+    return single_grammar(forms)
 
 
 def _response_form(given: ResponseFormat | None) -> Grammar | None:

@@ -20,10 +20,10 @@ from antiphon.gateway.http.core.pooling import (
     sigmoid,
 )
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.openai.schema import Rid
+from antiphon.gateway.http.core.sampling import Rid
 from antiphon.gateway.http.openai.unsupported import EMBEDDING, RERANK
-from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.pooling import PoolingHandler
     from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.wire.tokenize import PoolingCard

@@ -12,52 +12,34 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import CallId, Ids, Messages, Name, Parts, Tools
-from antiphon.gateway.http.core.structured_output import Schema
+from antiphon.gateway.http.core.sampling import (
+    Choices,
+    Json,
+    Rid,
+    SglangSamplingFields,
+    TokensMax,
+    doc,
+)
 from antiphon.gateway.http.native.schema import SessionParams
 from antiphon.wire.digests import CacheSaltText
-from antiphon.wire.generate import CHOICES_MAX, LogitBiases
-from antiphon.wire.sampling import (
-    STOPS_MAX,
-    AdditivePenalty,
-    MinP,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    StopPattern,
-    StopString,
-    Temperature,
-    TopP,
-)
+from antiphon.wire.processors import TokenId
+from antiphon.wire.sampling import Priority, Seed
 
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a text completion."""
 PROMPTS_MAX = 256
-_STOP_IDS_MAX = 1024
 
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TopK = Annotated[int, Meta(ge=-1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
-Rid = Annotated[str, Meta(min_length=1, max_length=256)]
-Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
-StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_MAX)]
-StopIds = Annotated[list[TokenId], Meta(max_length=_STOP_IDS_MAX)]
-Json = dict[str, msgspec.Raw]
-
-
-def _is(meaning: str) -> Meta:
-    return Meta(description=meaning)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """Options for streaming responses."""
 
     include_usage: Annotated[
-        bool | None, _is("Whether to send a final chunk with the token usage of the request.")
+        bool | None, doc("Whether to send a final chunk with the token usage of the request.")
     ] = None
     continuous_usage_stats: Annotated[
-        bool | None, _is("Whether to include the token usage so far in every chunk.")
+        bool | None, doc("Whether to include the token usage so far in every chunk.")
     ] = None
 
 
@@ -80,98 +62,61 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     triggers: Tools[str] | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAiFields(SglangSamplingFields):
     """Sampling and scheduling fields common to all generation bodies."""
 
-    model: Annotated[str | None, _is("Name of the served model. Optional.")] = None
-    temperature: Annotated[
-        Temperature | None, _is("Sampling temperature. 0 is greedy sampling.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, _is("Nucleus sampling: total probability of the tokens to sample from.")
-    ] = None
-    top_k: Annotated[TopK | None, _is("Number of most likely tokens to consider. -1: all.")] = None
-    min_p: Annotated[
-        MinP | None, _is("Minimum probability, relative to the most likely token.")
-    ] = None
-    frequency_penalty: Annotated[
-        AdditivePenalty | None, _is("Penalty for each time a token was generated.")
-    ] = None
-    presence_penalty: Annotated[
-        AdditivePenalty | None, _is("Penalty for tokens that were generated.")
-    ] = None
-    repetition_penalty: Annotated[
-        RepetitionPenalty | None, _is("Divides the logits of generated tokens. 1 disables it.")
-    ] = None
-    min_tokens: Annotated[TokensMax | None, _is("Minimum number of tokens to generate.")] = None
-    logit_bias: Annotated[LogitBiases | None, _is("Biases added to logits, by token id.")] = None
-    seed: Annotated[Seed | None, _is("Seed for reproducible sampling.")] = None
-    stop: Annotated[Stops | None, _is("Sequences that stop generation; not returned.")] = None
-    stop_regex: Annotated[
-        StopPatterns | None,
-        _is("Regular expressions that stop generation, without lookaround and anchors."),
-    ] = None
-    stop_token_ids: Annotated[StopIds | None, _is("Further token ids that stop generation.")] = None
-    ignore_eos: Annotated[bool | None, _is("Whether to continue past end tokens.")] = None
-    no_stop_trim: Annotated[bool | None, _is("Whether to return the stop sequence.")] = None
-    skip_special_tokens: Annotated[
-        bool | None, _is("Whether to omit special tokens. Defaults to true.")
-    ] = None
-    regex: Annotated[str | None, _is("Regular expression that the output must match.")] = None
-    ebnf: Annotated[str | None, _is("EBNF grammar of the output, with start rule `root`.")] = None
-    json_schema: Annotated[Schema | None, _is("JSON schema of the output.")] = None
+    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
+    min_tokens: Annotated[TokensMax | None, doc("Minimum number of tokens to generate.")] = None
+    seed: Annotated[Seed | None, doc("Seed for reproducible sampling.")] = None
     custom_logit_processor: Annotated[
-        str | None, _is("Name of a registered logits processor. Serialized code is rejected.")
+        str | None, doc("Name of a registered logits processor. Serialized code is rejected.")
     ] = None
-    custom_params: Annotated[Json | None, _is("Parameters passed to `custom_logit_processor`.")] = (
-        None
-    )
-    stream: Annotated[bool | None, _is("Whether to stream the response as it is generated.")] = None
+    stream: Annotated[bool | None, doc("Whether to stream the response as it is generated.")] = None
     priority: Annotated[
         Priority | None,
-        _is("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
+        doc("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
     ] = None
     cache_salt: Annotated[
-        CacheSaltText | None, _is("Restricts prefix cache sharing to requests with the same salt.")
+        CacheSaltText | None, doc("Restricts prefix cache sharing to requests with the same salt.")
     ] = None
-    extra_key: Annotated[CacheSaltText | None, _is("Like `cache_salt`; both must match.")] = None
+    extra_key: Annotated[CacheSaltText | None, doc("Like `cache_salt`; both must match.")] = None
 
 
-class CompletionFields(SamplingFields, frozen=True, kw_only=True):
+class CompletionFields(OpenAiFields):
     """Fields common to chat and text completions."""
 
     max_tokens: Annotated[
         TokensMax | None,
-        _is(
+        doc(
             "Maximum number of tokens to generate. Defaults to 16 for text completions, and "
             "to what the context length allows for chat."
         ),
     ] = None
-    n: Annotated[Choices | None, _is("Number of completions to generate for each prompt.")] = None
+    n: Annotated[Choices | None, doc("Number of completions to generate for each prompt.")] = None
     response_format: Annotated[
-        ResponseFormat | None, _is("Format of the output, such as JSON that conforms to a schema.")
+        ResponseFormat | None, doc("Format of the output, such as JSON that conforms to a schema.")
     ] = None
-    stream_options: Annotated[StreamOptions | None, _is("Options for streaming responses.")] = None
+    stream_options: Annotated[StreamOptions | None, doc("Options for streaming responses.")] = None
     return_hidden_states: Annotated[
-        bool | None, _is("Whether to return hidden states. Requires --enable-return-hidden-states.")
+        bool | None, doc("Whether to return hidden states. Requires --enable-return-hidden-states.")
     ] = None
     return_token_ids: Annotated[
-        bool | None, _is("Whether to return the token ids of prompt and output in each choice.")
+        bool | None, doc("Whether to return the token ids of prompt and output in each choice.")
     ] = None
     return_cached_tokens_details: Annotated[
-        bool | None, _is("Whether to return the number of cached prompt tokens by cache tier.")
+        bool | None, doc("Whether to return the number of cached prompt tokens by cache tier.")
     ] = None
     return_meta_info: Annotated[
         bool | None,
-        _is("Whether to return the `meta_info` of /generate with the end of each choice."),
+        doc("Whether to return the `meta_info` of /generate with the end of each choice."),
     ] = None
     return_input_ids_in_sglext: Annotated[
-        bool | None, _is("Whether to return the prompt token ids in `sglext`.")
+        bool | None, doc("Whether to return the prompt token ids in `sglext`.")
     ] = None
     return_output_ids_in_sglext: Annotated[
-        bool | None, _is("Whether to return the output token ids in `sglext`.")
+        bool | None, doc("Whether to return the output token ids in `sglext`.")
     ] = None
-    rid: Annotated[Rid | None, _is("Request id, unique among running requests.")] = None
+    rid: Annotated[Rid | None, doc("Request id, unique among running requests.")] = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -223,7 +168,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "
 Verbosity = Literal["low", "medium", "high"]
 
 
-class ChatBody(CompletionFields, frozen=True, kw_only=True):
+class ChatBody(CompletionFields):
     """Create a chat completion: the assistant's reply to a conversation."""
 
     messages: Annotated[
@@ -231,61 +176,61 @@ class ChatBody(CompletionFields, frozen=True, kw_only=True):
     ]
     input_ids: Annotated[
         Annotated[Ids[TokenId], Meta(min_length=1)] | None,
-        _is("Prompt as token ids. Used instead of applying the chat template to `messages`."),
+        doc("Prompt as token ids. Used instead of applying the chat template to `messages`."),
     ] = None
     max_completion_tokens: Annotated[
         TokensMax | None,
-        _is(
+        doc(
             "Maximum number of tokens to generate, reasoning included. Takes precedence over "
             "`max_tokens`."
         ),
     ] = None
     logprobs: Annotated[
-        bool | None, _is("Whether to return the log probability of each output token.")
+        bool | None, doc("Whether to return the log probability of each output token.")
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
+        TopLogprobs | None, doc("Number of most likely tokens to return at each position.")
     ] = None
-    max_thinking_tokens: Annotated[TokensMax | None, _is("Maximum number of reasoning tokens.")] = (
+    max_thinking_tokens: Annotated[TokensMax | None, doc("Maximum number of reasoning tokens.")] = (
         None
     )
     continue_final_message: Annotated[
-        bool | None, _is("Whether the response continues the final message.")
+        bool | None, doc("Whether the response continues the final message.")
     ] = None
     chat_template_kwargs: Annotated[
-        Json | None, _is("Additional variables for the chat template.")
+        Json | None, doc("Additional variables for the chat template.")
     ] = None
     reasoning_effort: Annotated[
         Effort | Annotated[float, Meta(ge=0, lt=1)] | None,
-        _is(
+        doc(
             "Reasoning effort, passed to the chat template. `none` also sets enable_thinking "
             "and thinking to false."
         ),
     ] = None
     verbosity: Annotated[
-        Verbosity | None, _is("Verbosity, passed to the chat template, which may ignore it.")
+        Verbosity | None, doc("Verbosity, passed to the chat template, which may ignore it.")
     ] = None
     return_prompt_token_ids: Annotated[
-        bool | None, _is("Whether to return the prompt token ids in each choice.")
+        bool | None, doc("Whether to return the prompt token ids in each choice.")
     ] = None
-    tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[Tools[Json] | None, doc("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | Json | None,
-        _is("How the model chooses tools: `auto`, `none`, `required`, or a function by name."),
+        doc("How the model chooses tools: `auto`, `none`, `required`, or a function by name."),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _is("Whether the model may make several tool calls. Defaults to true.")
+        bool | None, doc("Whether the model may make several tool calls. Defaults to true.")
     ] = None
     separate_reasoning: Annotated[
         bool | None,
-        _is("Whether to return reasoning separately from the content. Defaults to true."),
+        doc("Whether to return reasoning separately from the content. Defaults to true."),
     ] = None
     stream_reasoning: Annotated[
-        bool | None, _is("Whether to stream reasoning as it is generated. Defaults to true.")
+        bool | None, doc("Whether to stream reasoning as it is generated. Defaults to true.")
     ] = None
 
 
-class CompletionBody(CompletionFields, frozen=True, kw_only=True):
+class CompletionBody(CompletionFields):
     """Create a text completion."""
 
     prompt: Annotated[
@@ -294,21 +239,21 @@ class CompletionBody(CompletionFields, frozen=True, kw_only=True):
             Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]],
             Meta(min_length=1),
         ],
-        _is("Prompt text or token ids, or a list of either."),
+        doc("Prompt text or token ids, or a list of either."),
     ]
     logprobs: Annotated[
-        TopLogprobs | None, _is("Number of most likely tokens to return log probabilities for.")
+        TopLogprobs | None, doc("Number of most likely tokens to return log probabilities for.")
     ] = None
     suffix: Annotated[
-        str | None, _is("Text after the insertion point, for fill-in-the-middle models.")
+        str | None, doc("Text after the insertion point, for fill-in-the-middle models.")
     ] = None
-    echo: Annotated[bool | None, _is("Whether to include the prompt in the returned text.")] = None
+    echo: Annotated[bool | None, doc("Whether to include the prompt in the returned text.")] = None
     session_params: Annotated[
-        SessionParams | None, _is("Position of the request in a session.")
+        SessionParams | None, doc("Position of the request in a session.")
     ] = None
     best_of: Annotated[
         Choices | None,
-        _is(
+        doc(
             "Number of completions to generate, of which the `n` with the highest logprob per"
             " token are returned."
         ),

@@ -18,13 +18,14 @@ from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.parse import model_of
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
-from antiphon.gateway.http.openai.schema import PROMPTS_MAX, TokenId
+from antiphon.gateway.http.openai.schema import PROMPTS_MAX
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
-    SamplingOptions,
     TokenOutputFields,
 )
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import NAMED_MAX, TokenOutputParams
 
 if TYPE_CHECKING:

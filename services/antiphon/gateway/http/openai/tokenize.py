@@ -12,15 +12,17 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import Messages, Tools
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.openai.conversation import begins_answer, conversation
 from antiphon.gateway.http.openai.parse import model_of
-from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam, Json, TokenId
+from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id
+from antiphon.wire.processors import TokenId
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:

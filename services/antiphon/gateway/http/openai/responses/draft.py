@@ -14,8 +14,8 @@ from antiphon.gateway.http.openai.responses.replies import (
 from antiphon.gateway.http.openai.responses.schema import ReasoningOptions, TextFormat, TextOptions
 
 if TYPE_CHECKING:
+    from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
-    from antiphon.gateway.http.openai.schema import Json
     from antiphon.wire.ids import ModelName
     from antiphon.wire.sampling import SamplingParams
 

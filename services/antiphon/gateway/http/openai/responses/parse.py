@@ -39,8 +39,8 @@ from antiphon.gateway.http.openai.responses.tools import (
 from antiphon.gateway.http.openai.schema import (
     ChatBody,
     JsonSchemaFormat,
+    OpenAiFields,
     ResponseFormat,
-    SamplingFields,
 )
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -49,7 +49,7 @@ from antiphon.wire.ids import ClientKey
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from antiphon.gateway.http.openai.schema import Json
+    from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.parsing.formats import Formats
 
 LOGPROBS = "message.output_text.logprobs"
@@ -185,7 +185,7 @@ def prepare_responses_request(
 
 def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
     body, reasoning = parsed.body, parsed.body.reasoning or ReasoningOptions()
-    shared = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    shared = {name: getattr(body, name) for name in OpenAiFields.__struct_fields__}
     return ChatBody(
         **shared,
         messages=turns(items, body.instructions),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.openai.responses.items import Item, OutputItem
 from antiphon.gateway.http.openai.responses.tools import ResponseTool
-from antiphon.gateway.http.openai.schema import Effort, Json, Verbosity
+from antiphon.gateway.http.openai.schema import Effort, Verbosity
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Usage
