@@ -16,8 +16,9 @@ from tests.support.clock import ManualClock
 from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.http.core.generate_reply import GenerateReplyWriter
-from antiphon.gateway.http.native.parse import GenerateResponseOptions, parse_generate
+from antiphon.gateway.http.core.generate_outputs import GenerateReplyWriter
+from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
+from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GenerateBody
 from antiphon.gateway.http.native.write import GenerateResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta

@@ -13,6 +13,7 @@ from antiphon.gateway.http.anthropic.schema import (
     OutputConfig,
     ThinkingBody,
 )
+from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import single_grammar
 from antiphon.gateway.http.core.tool_calls import (
@@ -21,7 +22,6 @@ from antiphon.gateway.http.core.tool_calls import (
     tool_plan,
     with_tool_constraints,
 )
-from antiphon.gateway.http.openai.parse import model_of
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered
 from antiphon.gateway.parsing.tools.tool import read_tools

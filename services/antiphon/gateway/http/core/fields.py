@@ -34,6 +34,10 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
 
 
+_MODEL = "default"
+"""SGLang clients use this name for any model."""
+
+
 class UnsupportedField(msgspec.Struct, frozen=True):
     """A documented field that this server does not support.
 
@@ -101,6 +105,11 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
         # Bytes that are not UTF-8 and numbers of thousands of digits are a ValueError.
         text = f"{field or 'the body'} is not valid JSON: {error}"
         raise InvalidRequest(text, param=field or None) from error
+
+
+def model_of(name: str | None) -> str | None:
+    """Return the requested model; None for the served one."""
+    return None if name in (None, "", _MODEL) else name
 
 
 @cache

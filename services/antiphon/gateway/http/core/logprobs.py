@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +17,9 @@ LOWEST = -9999.0
 """Replaces minus infinity, which JSON lacks; OpenAI's API uses it too."""
 
 NOTHING_BEFORE: tuple[str, ...] = ()
+
+
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.http.openai.parse import model_of
+from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S

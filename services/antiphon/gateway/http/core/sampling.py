@@ -86,8 +86,8 @@ class SglangSamplingFields(SamplingFields):
     def stop_strings(self, *, token_texts: bool) -> StopStrings:
         """Return the stop strings and detokenization options."""
         return StopStrings(
-            strings=_as_tuple(self.stop),
-            patterns=_as_tuple(self.stop_regex),
+            strings=as_tuple(self.stop),
+            patterns=as_tuple(self.stop_regex),
             include=bool(self.no_stop_trim),
             skip_special_tokens=self.skip_special_tokens is not False,
             token_texts=token_texts,
@@ -137,5 +137,6 @@ def _grammar(kind: GrammarKind, text: str | None) -> Grammar | None:
     return Grammar(kind=kind, text=text) if text else None
 
 
-def _as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
+def as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
+    """Return one sequence or several as a tuple."""
     return (stops,) if isinstance(stops, str) else tuple(stops or ())

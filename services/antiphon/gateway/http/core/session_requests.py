@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.sessions.session import SessionPosition
@@ -19,11 +20,9 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.generate_outputs import PersistReply
-    from antiphon.gateway.http.core.generate_reply import GenerateReplyWriter
+    from antiphon.gateway.http.core.generate_outputs import GenerateReplyWriter, PersistReply
     from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.http.native.schema import SessionParams
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.sessions.sessions import Sessions
@@ -36,6 +35,36 @@ if TYPE_CHECKING:
     ]
 
 log = logging.getLogger(__name__)
+
+
+class SessionParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a request in a session."""
+
+    id: Annotated[str, Meta(description="Session id.")]
+    rid: Annotated[
+        str | None,
+        Meta(
+            description="Request to continue from. If unset, the request starts from an "
+            "empty context."
+        ),
+    ] = None
+    offset: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+        Meta(
+            description="Number of tokens of the earlier context to keep. 0 or unset "
+            "keeps all of it; a negative value drops that many from the end."
+        ),
+    ] = None
+    replace: Annotated[
+        bool | None,
+        Meta(
+            description="Whether to abort and discard other requests that continue from "
+            "the same one."
+        ),
+    ] = None
+    drop_previous_output: Annotated[
+        bool | None, Meta(description="Whether to drop the output of the request continued from.")
+    ] = None
 
 
 class SessionRequests:

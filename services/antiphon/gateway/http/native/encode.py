@@ -9,14 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import Ids
+from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.native.replies import FinishBody
 from antiphon.gateway.http.native.schema import TokenIds
 from antiphon.gateway.http.native.unsupported import ENCODE
-from antiphon.gateway.http.openai.endpoints import weight_version
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest

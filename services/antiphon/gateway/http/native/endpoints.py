@@ -10,14 +10,13 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
 from antiphon.gateway.http.native import parse as reading
 from antiphon.gateway.http.native import unsupported as refused
-from antiphon.gateway.http.native.replies import GenerateReply
 from antiphon.gateway.http.native.schema import GenerateBody
-from antiphon.gateway.http.native.write import GenerateResponseWriter
-from antiphon.gateway.http.openai.endpoints import weight_version
+from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.wire.codec import unpack_ids
 

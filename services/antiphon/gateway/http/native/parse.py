@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
+from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.core.processors import NAME, processor_of
 from antiphon.gateway.http.core.sampling import schema_grammar, single_grammar
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
@@ -17,7 +18,7 @@ from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX, TokenOutputParams
+from antiphon.wire.sampling import NAMED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FULL = "full"
-"""Return hidden states of the prompt too."""
 _FIELDS = TokenOutputFields(
     ids="sampling_params.n",  # always returned
     logprobs="return_logprob",
@@ -49,48 +48,6 @@ _CLIENT_FIELDS = {
 }
 """Field names of /generate that differ from the internal ones."""
 _FALSE = False
-
-
-class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Response options of one prompt.
-
-    Attributes:
-        logprobs: Whether to return logprobs.
-        start: First prompt token to return logprobs for; -1 for output tokens only.
-        top: Number of top logprobs.
-        named_ids: Token ids to return logprobs for.
-        texts: Whether logprobs have token texts.
-        hidden: `full`, `last` or nothing.
-        prompt_ids: Whether to return prompt token ids.
-        interval: Number of tokens per stream event, after the first.
-    """
-
-    logprobs: bool = False
-    start: int = -1
-    top: int = 0
-    named_ids: tuple[int, ...] = ()
-    texts: bool = False
-    hidden: str = ""
-    prompt_ids: bool = False
-    interval: int = 1
-
-    @property
-    def needs_first_text(self) -> bool:
-        """Whether to return the text of the first prompt token, which has no token outputs."""
-        return self.logprobs and self.texts and self.start == 0
-
-    @property
-    def token_outputs(self) -> TokenOutputParams:
-        """Token outputs to request from the engine; ids always are."""
-        full = self.hidden == FULL
-        return TokenOutputParams(
-            ids=True,
-            logprobs=self.logprobs,
-            top=self.top,
-            named_ids=self.named_ids,
-            hidden=bool(self.hidden),
-            prompt_start=0 if full else self.start,
-        )
 
 
 class ParsedGenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

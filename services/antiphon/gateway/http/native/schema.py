@@ -16,6 +16,7 @@ from antiphon.gateway.http.core.sampling import (
     TokensMax,
     doc,
 )
+from antiphon.gateway.http.core.session_requests import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TopLogprobs
@@ -65,36 +66,6 @@ class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
     )
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1)] | None, doc("Number of tokens between two events of a stream.")
-    ] = None
-
-
-class SessionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a request in a session."""
-
-    id: Annotated[str, Meta(description="Session id.")]
-    rid: Annotated[
-        str | None,
-        Meta(
-            description="Request to continue from. If unset, the request starts from an "
-            "empty context."
-        ),
-    ] = None
-    offset: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
-        Meta(
-            description="Number of tokens of the earlier context to keep. 0 or unset "
-            "keeps all of it; a negative value drops that many from the end."
-        ),
-    ] = None
-    replace: Annotated[
-        bool | None,
-        Meta(
-            description="Whether to abort and discard other requests that continue from "
-            "the same one."
-        ),
-    ] = None
-    drop_previous_output: Annotated[
-        bool | None, Meta(description="Whether to drop the output of the request continued from.")
     ] = None
 
 

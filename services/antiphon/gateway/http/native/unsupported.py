@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.openai import unsupported as openai
+from antiphon.gateway.http.core.unsupported import COMMON, EMBEDDING, NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NOTHING: tuple[object, ...] = ({}, [], "")
-_MEDIA = UnsupportedField("this model accepts text only", _NOTHING)
+_MEDIA = UnsupportedField("this model accepts text only", NOTHING)
 _FLAT = UnsupportedField("logprobs are returned as lists", (False,))
 _MASKS = UnsupportedField("sampling masks are not returned", (False,))
 
 GENERATE: Mapping[str, UnsupportedField] = {
-    **openai.COMMON,
+    **COMMON,
     "input_embeds": UnsupportedField(
         "embeddings are not accepted as prompts; use text or input_ids"
     ),
@@ -34,7 +33,7 @@ GENERATE: Mapping[str, UnsupportedField] = {
     "background": UnsupportedField(
         "background generation is not supported by /generate; use /v1/responses", (False,)
     ),
-    "external_trace_header": UnsupportedField("set the traceparent header instead", _NOTHING),
+    "external_trace_header": UnsupportedField("set the traceparent header instead", NOTHING),
     "return_flat_raw_top_logprobs": _FLAT,
     "return_flat_raw_output_top_logprobs": _FLAT,
     "return_flat_raw_top_logprobs_b64": _FLAT,
@@ -52,12 +51,12 @@ GENERATE: Mapping[str, UnsupportedField] = {
     ),
     "decode_tp_size": UnsupportedField("prefill and decode run in the same worker"),
     "kv_hints": UnsupportedField(
-        "requests are placed by the scheduler; clients cannot select a worker", _NOTHING
+        "requests are placed by the scheduler; clients cannot select a worker", NOTHING
     ),
 }
 
 ENCODE: Mapping[str, UnsupportedField] = {
-    **openai.EMBEDDING,
+    **EMBEDDING,
     "input_embeds": UnsupportedField(
         "embeddings are not accepted as inputs; use text or input_ids"
     ),
@@ -65,7 +64,7 @@ ENCODE: Mapping[str, UnsupportedField] = {
     "video_data": _MEDIA,
     "audio_data": _MEDIA,
     "modalities": _MEDIA,
-    "sampling_params": UnsupportedField("this API does not sample tokens", _NOTHING),
+    "sampling_params": UnsupportedField("this API does not sample tokens", NOTHING),
     "is_cross_encoder_request": UnsupportedField("use /v1/rerank for pairs of texts", (False,)),
     "return_pooled_hidden_states": UnsupportedField(
         "the pooled output is always returned", (False,)

@@ -8,9 +8,9 @@ import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+from antiphon.gateway.http.core.meta_info import UNSET, MetaInfo, UnsetType
 from antiphon.gateway.http.core.sse import DONE, event
 from antiphon.gateway.http.core.writer import ResponseWriter
-from antiphon.gateway.http.native.replies import UNSET, GenerateReply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
+
+
+class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion, or one event of its stream. `index` is the position in a batch."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
 
 
 class GenerateResponseWriter(ResponseWriter):

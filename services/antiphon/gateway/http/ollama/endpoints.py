@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.http.ollama.schema import OllamaBody
     from antiphon.gateway.http.ollama.write import OllamaResponseWriter
-    from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
@@ -141,14 +141,13 @@ class OllamaGenerationEndpoints:
         self,
         request: web.Request,
         body: OllamaBody,
-        parsed: ParsedOpenAiRequest,
+        parsed: ParsedOllamaRequest,
         kind: type[OllamaResponseWriter],
     ) -> web.StreamResponse:
-        (gen_request,) = parsed.gen_requests
-        gen_request = await with_end_token(gen_request, self._tokenizers)
+        gen_request = await with_end_token(parsed.gen_request, self._tokenizers)
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return kind(body.model or self._model, streams[0], parsed.reply_options)
+            return kind(body.model or self._model, streams[0], parsed)
 
         return await self._response_handler.answer(
             request, [gen_request], writer, streamed=parsed.stream

@@ -1,25 +1,34 @@
-"""Parses bodies of /api/chat and /api/generate by converting them to OpenAI's format."""
+"""Parses bodies of /api/chat and /api/generate into requests."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from antiphon.gateway.http.core import fields
+from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling import as_tuple
+from antiphon.gateway.http.core.tool_calls import (
+    template_tools,
+    to_json,
+    tool_plan,
+    with_tool_constraints,
+)
 from antiphon.gateway.http.ollama import unsupported as refused
 from antiphon.gateway.http.ollama.schema import OllamaOptions
-from antiphon.gateway.http.openai import parse as openai
-from antiphon.gateway.http.openai.schema import (
-    ChatBody,
-    ChatMessageParam,
-    CompletionBody,
-    FunctionCall,
-    JsonSchemaFormat,
-    ResponseFormat,
-    ToolCall,
+from antiphon.gateway.parsing.tools.choice import read_choice
+from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    ReasoningParams,
+    TokenOutputFields,
 )
-from antiphon.gateway.requests.sampling import SamplingFields, set_fields
+from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import StopStrings, TokenOutputParams
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,23 +36,30 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.http.ollama.schema import (
         OllamaBody,
-        OllamaCall,
         OllamaChatBody,
         OllamaGenerateBody,
         OllamaTurn,
     )
-    from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
     from antiphon.gateway.parsing.formats import Formats
+    from antiphon.wire import schemas
     from antiphon.wire.ids import ModelName
 
-B = TypeVar("B", ChatBody, CompletionBody)
-
 _LATEST = "latest"
+_FIELDS = TokenOutputFields(logprobs="logprobs", top="top_logprobs", named_ids="logprobs")
+
+
+class ParsedOllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed body: its request, and the options of the response."""
+
+    gen_request: GenerationRequest
+    stream: bool
+    logprobs: bool
+    parser_options: OutputParserOptions = OutputParserOptions()
 
 
 def parse_chat(
     body: OllamaChatBody, formats: Formats, served: Sequence[ModelName]
-) -> ParsedOpenAiRequest | None:
+) -> ParsedOllamaRequest | None:
     """Parse a chat; None if it has no messages and only checks that the model is ready.
 
     Raises:
@@ -52,19 +68,22 @@ def parse_chat(
     if not body.messages:
         return _is_load_request(body, served)
     last = body.messages[-1]
-    chat = ChatBody(
-        messages=[_turn(turn, f"messages[{index}]") for index, turn in enumerate(body.messages)],
-        tools=body.tools,
+    gen_request = GenerationRequest(
+        api="ollama_chat",
+        model=model_of(body.model, served),
+        messages=tuple(
+            _message(turn, f"messages[{index}]") for index, turn in enumerate(body.messages)
+        ),
         continue_final_message=last.role == "assistant"
         and bool(last.content)
         and not last.tool_calls,
     )
-    return _chat("ollama_chat", body, chat, formats, served)
+    return _chat(gen_request, body, body.tools or [], formats)
 
 
 def parse_generate(
     body: OllamaGenerateBody, formats: Formats, served: Sequence[ModelName]
-) -> ParsedOpenAiRequest | None:
+) -> ParsedOllamaRequest | None:
     """Parse a prompt; None if it is empty and only checks that the model is ready.
 
     Raises:
@@ -72,12 +91,15 @@ def parse_generate(
     """
     if not body.prompt and not body.suffix:
         return _is_load_request(body, served)
+    gen_request = GenerationRequest(api="ollama_generate", model=model_of(body.model, served))
     prompt = body.prompt or ""
     if body.raw or body.suffix:
-        return _raw(body, prompt, served)
-    turns = [ChatMessageParam(role="system", content=body.system)] if body.system else []
-    chat = ChatBody(messages=[*turns, ChatMessageParam(role="user", content=prompt)])
-    return _chat("ollama_generate", body, chat, formats, served)
+        return _raw(
+            msgspec.structs.replace(gen_request, prompt=prompt, suffix=body.suffix or None), body
+        )
+    system = (ChatMessage(role="system", content=body.system),) if body.system else ()
+    messages = (*system, ChatMessage(role="user", content=prompt))
+    return _chat(msgspec.structs.replace(gen_request, messages=messages), body, [], formats)
 
 
 def tagged(name: str) -> str:
@@ -89,7 +111,7 @@ def model_of(name: str | None, served: Sequence[ModelName]) -> str | None:
     """Return the requested model; None for the served one."""
     if name and tagged(name) in map(tagged, served):
         return None
-    return openai.model_of(name)
+    return fields.model_of(name)
 
 
 def _is_load_request(body: OllamaBody, served: Sequence[ModelName]) -> None:
@@ -106,120 +128,128 @@ def _unloads(keep_alive: str | float | None) -> bool:
 
 
 def _chat(
-    api: str, body: OllamaBody, chat: ChatBody, formats: Formats, served: Sequence[ModelName]
-) -> ParsedOpenAiRequest:
-    if body.think and formats.reasoning is None:
+    gen_request: GenerationRequest, body: OllamaBody, tools: Sequence[Json], formats: Formats
+) -> ParsedOllamaRequest:
+    reasoning = formats.reasoning
+    if body.think and reasoning is None:
         text = (
             "think: the reasoning format of this model is unknown; set "
             "gateway.reasoning_parser (--reasoning-parser)"
         )
         raise Unsupported(text, param="think")
-    chat = msgspec.structs.replace(
-        chat,
-        logprobs=body.logprobs,
-        top_logprobs=body.top_logprobs,
-        reasoning_effort=body.think if isinstance(body.think, str) else None,
-        chat_template_kwargs=_switches(body.think),
+    gen_request = _with_common_fields(gen_request, body)
+    offered = read_tools(cast("list[schemas.Json]", to_json(tools, "tools")))
+    plan = tool_plan(
+        offered,
+        read_choice(None, offered),
+        formats.tools,
+        parallel=True,
+        constraint=gen_request.sampling.grammar,
     )
-    return _with_ollama_names(
-        api, body, openai.parse_chat(_with_common_fields(chat, body), formats), served
+    switches = _switches(body.think)
+    gen_request = msgspec.structs.replace(
+        gen_request,
+        template=TemplateParams(
+            options=_template_options(body.think, switches), tools=template_tools(plan)
+        ),
+        reasoning=None
+        if reasoning is None
+        else ReasoningParams(format=reasoning, enabled=switches.get(reasoning.switch or "")),
+    )
+    return ParsedOllamaRequest(
+        gen_request=with_tool_constraints(gen_request, plan, reasoning),
+        stream=body.stream is not False,
+        logprobs=bool(body.logprobs),
+        parser_options=OutputParserOptions(
+            plan=plan,
+            reasoning=reasoning,
+            calls_before=sum(len(message.tool_calls) for message in gen_request.messages or ()),
+        ),
     )
 
 
-def _raw(body: OllamaGenerateBody, prompt: str, served: Sequence[ModelName]) -> ParsedOpenAiRequest:
+def _raw(gen_request: GenerationRequest, body: OllamaGenerateBody) -> ParsedOllamaRequest:
     if body.system:
         raise InvalidRequest(
             "system: cannot be combined with raw; include it in the prompt", param="system"
         )
     if body.think:
         raise InvalidRequest("think: cannot be combined with raw", param="think")
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
-    completion = CompletionBody(
-        prompt=prompt,
-        suffix=body.suffix,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    return _with_ollama_names(
-        "ollama_generate",
-        body,
-        openai.parse_completion(_with_common_fields(completion, body)),
-        served,
+    return ParsedOllamaRequest(
+        gen_request=_with_common_fields(gen_request, body),
+        stream=body.stream is not False,
+        logprobs=bool(body.logprobs),
     )
 
 
-def _with_common_fields(converted: B, body: OllamaBody) -> B:
+def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> GenerationRequest:
     """Add the fields common to chats and prompts."""
     options = body.options or OllamaOptions()
-    _check(options)
-    given = set_fields(options, SamplingFields)
-    if options.top_k is not None and options.top_k <= 0:
-        given["top_k"] = -1
-    return msgspec.structs.replace(
-        converted,
-        **given,
-        seed=None if options.seed == -1 else options.seed,
-        stop=options.stop,
-        response_format=_response_format(body.format),
-        stream=body.stream is not False,
-    )
-
-
-def _check(options: OllamaOptions) -> None:
     for name, why in refused.OPTIONS.items():
         value: object = getattr(options, name)
         if value is not None and value not in why.neutral:
             raise Unsupported(f"options.{name}: {why.reason}", param=f"options.{name}")
-
-
-def _response_format(format_: str | Json | None) -> ResponseFormat | None:
-    if isinstance(format_, dict):
-        return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=format_))
-    return ResponseFormat(type="json_object") if format_ else None
-
-
-def _switches(think: bool | str | None) -> Json | None:
-    """Return the template variables that turn reasoning on and off, whose names vary by model."""
-    if think is None:
-        return None
-    on = msgspec.Raw(msgspec.json.encode(bool(think)))
-    return {"enable_thinking": on, "thinking": on}
-
-
-def _with_ollama_names(
-    api: str, body: OllamaBody, parsed: ParsedOpenAiRequest, served: Sequence[ModelName]
-) -> ParsedOpenAiRequest:
-    """Apply Ollama's field names; a token limit beyond the context is accepted."""
-    (gen_request,) = parsed.gen_requests
-    limit = None if body.options is None else body.options.num_predict
-    gen_request = msgspec.structs.replace(
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
+    outputs = TokenOutputParams(logprobs=True, top=body.top_logprobs or 0)
+    sampling = SamplingOptions(
+        grammar=_grammar(body.format), details=outputs if body.logprobs else None
+    ).with_fields_of(options)
+    limit = options.num_predict
+    return msgspec.structs.replace(
         gen_request,
-        api=api,
-        model=model_of(body.model, served),
-        tokens_max=None,
+        # A limit that exceeds the context is accepted.
         tokens_default=None if limit is None or limit < 0 else limit,
-        grammar_field="tools" if gen_request.grammar_field == "tools" else "format",
+        sampling=msgspec.structs.replace(
+            sampling,
+            top_k=-1 if options.top_k is not None and options.top_k <= 0 else options.top_k,
+            seed=None if options.seed == -1 else options.seed,
+        ),
+        grammar_field="format",
+        detail_fields=_FIELDS,
+        stop=StopStrings(strings=as_tuple(options.stop), token_texts=bool(body.logprobs)),
         model_defaults=True,
         auto_truncate=body.truncate is not False,
     )
-    return msgspec.structs.replace(parsed, gen_requests=(gen_request,))
 
 
-def _turn(turn: OllamaTurn, at: str) -> ChatMessageParam:
+def _grammar(format_: str | Json | None) -> Grammar | None:
+    if isinstance(format_, dict):
+        schema = msgspec.json.encode(format_).decode()
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+    return Grammar(kind=GrammarKind.JSON_OBJECT) if format_ else None
+
+
+def _switches(think: bool | str | None) -> dict[str, bool]:
+    """Return the template variables that turn reasoning on and off, whose names vary by model."""
+    return {} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
+
+
+def _template_options(think: bool | str | None, switches: dict[str, bool]) -> str | None:
+    """Return the chat template variables as JSON."""
+    effort = {"reasoning_effort": think} if isinstance(think, str) else {}
+    options = effort | switches
+    return msgspec.json.encode(options).decode() if options else None
+
+
+def _message(turn: OllamaTurn, at: str) -> ChatMessage:
     if turn.images:
         raise Unsupported(f"{at}.images: this model accepts text only", param=f"{at}.images")
-    return ChatMessageParam(
+    if turn.content is None and turn.role != "assistant":
+        raise InvalidRequest("a message requires content", param=f"{at}.content")
+    return ChatMessage(
         role=turn.role,
-        content=turn.content,
+        content=turn.content or "",
         name=turn.tool_name,
-        reasoning_content=turn.thinking,
-        tool_calls=[_call(call) for call in turn.tool_calls or ()],
+        reasoning_content=turn.thinking or None,
+        tool_calls=tuple(
+            MessageToolCall(
+                id=call.id or "",
+                name=call.function.name,
+                arguments=msgspec.json.encode(call.function.arguments or {}).decode(),
+            )
+            for call in turn.tool_calls or ()
+        ),
         tool_call_id=turn.tool_call_id,
-    )
-
-
-def _call(call: OllamaCall) -> ToolCall:
-    arguments = msgspec.json.encode(call.function.arguments or {}).decode()
-    return ToolCall(
-        id=call.id or "", function=FunctionCall(name=call.function.name, arguments=arguments)
+        without_content=turn.content is None,
     )

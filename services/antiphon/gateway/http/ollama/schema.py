@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.http.core.sampling import Json, Stops, doc
-from antiphon.gateway.http.openai.schema import TopLogprobs
 from antiphon.gateway.requests.sampling import SamplingFields
 from antiphon.wire.sampling import RepetitionPenalty, Seed
 

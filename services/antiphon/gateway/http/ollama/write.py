@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.gateway.http.core.logprobs import TokenLogprob
-    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.parsing.events import Event, ParsedToolCall
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
@@ -53,14 +53,12 @@ class OllamaResponseWriter(ResponseWriter):
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
 
-    def __init__(
-        self, model: str, stream: RequestStream, reply_options: OpenAiResponseOptions
-    ) -> None:
+    def __init__(self, model: str, stream: RequestStream, parsed: ParsedOllamaRequest) -> None:
         self._model = model
         self._stream = stream
-        self._wants_logprobs = reply_options.logprobs
+        self._wants_logprobs = parsed.logprobs
         self._parser = OutputParser(
-            reply_options.parser_options, starts_in_reasoning=stream.starts_in_reasoning
+            parsed.parser_options, starts_in_reasoning=stream.starts_in_reasoning
         )
         self._collector = Collector()
         self._reason = FinishReason.STOP

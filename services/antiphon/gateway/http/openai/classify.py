@@ -13,10 +13,10 @@ from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import pooling_requests, sigmoid
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Rid
+from antiphon.gateway.http.core.unsupported import EMBEDDING
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.embeddings import Input, prompts_of
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
-from antiphon.gateway.http.openai.unsupported import EMBEDDING
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import PoolParams

@@ -13,9 +13,9 @@ from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Rid
+from antiphon.gateway.http.core.unsupported import EMBEDDING
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
-from antiphon.gateway.http.openai.unsupported import EMBEDDING
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported

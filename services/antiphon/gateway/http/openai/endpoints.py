@@ -9,6 +9,7 @@ import msgspec
 
 from antiphon.gateway.http.core.end_of_thinking import with_end_token
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
 from antiphon.gateway.http.openai import parse as reading
@@ -19,7 +20,6 @@ from antiphon.gateway.http.openai.write import CompletionHeader
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
@@ -263,10 +263,3 @@ class CompletionsEndpoints:
             ids = [unpack_ids(stream.submit.prompt_ids[:4]) for stream in streams]
             firsts = list(await self._tokenizers.decode(ids, skip_special_tokens=False))
         return [PromptEcho(text or "", first) for text, first in zip(texts, firsts, strict=True)]
-
-
-def weight_version(runtime: Runtime) -> str:
-    """Weight version of the workers."""
-    beats = (peer.heartbeat for peer in runtime.peers.with_role(Role.WORKER))
-    named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
-    return next((name for name in named if name), "default")

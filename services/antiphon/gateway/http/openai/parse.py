@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.processors import processor_of
 from antiphon.gateway.http.core.sampling import RequestedGrammar, single_grammar
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.sampling import TokenOutputParams
     from antiphon.wire.schemas import Json
-
-_MODEL = "default"
-"""SGLang clients use this name for any model."""
 
 
 class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,11 +181,6 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
             echo=bool(body.echo),
         ),
     )
-
-
-def model_of(name: str | None) -> str | None:
-    """Return the requested model; None for the served one."""
-    return None if name in (None, "", _MODEL) else name
 
 
 def _name(rid: str | None, index: int, count: int) -> str | None:

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.logprobs import ChatLogprobs, TextLogprobs
-from antiphon.gateway.http.core.token_origins import CachedTokensDetails
-from antiphon.gateway.http.native.replies import MetaInfo
+from antiphon.gateway.http.core.meta_info import CachedTokensDetails, MetaInfo
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:

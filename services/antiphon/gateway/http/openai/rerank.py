@@ -21,7 +21,8 @@ from antiphon.gateway.http.core.pooling import (
 )
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.openai.unsupported import EMBEDDING, RERANK
+from antiphon.gateway.http.core.unsupported import EMBEDDING
+from antiphon.gateway.http.openai.unsupported import RERANK
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.native import parse as native
 from antiphon.gateway.http.openai.schema import CompletionBody, StreamOptions
 from antiphon.gateway.requests.generation_request import TokenOutputFields
 from antiphon.wire.sampling import TokenOutputParams
@@ -58,7 +58,7 @@ class OpenAiResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: bool = False
     input_ids: bool = False
     output_ids: bool = False
-    recorded: native.GenerateResponseOptions = native.GenerateResponseOptions()
+    recorded: GenerateResponseOptions = GenerateResponseOptions()
     echo: bool = False
     parser_options: OutputParserOptions = OutputParserOptions()
 
@@ -94,7 +94,7 @@ def response_options(
         meta_info=bool(body.return_meta_info),
         input_ids=bool(body.return_input_ids_in_sglext),
         output_ids=bool(body.return_output_ids_in_sglext),
-        recorded=native.GenerateResponseOptions(
+        recorded=GenerateResponseOptions(
             logprobs=logprobs,
             start=0 if echo and logprobs else -1,
             top=top,

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import CallId, Ids, Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.http.core.sampling import (
     Choices,
     Json,
@@ -20,7 +21,7 @@ from antiphon.gateway.http.core.sampling import (
     TokensMax,
     doc,
 )
-from antiphon.gateway.http.native.schema import SessionParams
+from antiphon.gateway.http.core.session_requests import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Priority, Seed
@@ -28,8 +29,6 @@ from antiphon.wire.sampling import Priority, Seed
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a text completion."""
 PROMPTS_MAX = 256
-
-TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

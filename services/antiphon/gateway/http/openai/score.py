@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai import unsupported as refused
-from antiphon.gateway.http.openai.parse import model_of
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX
 from antiphon.gateway.requests.generation_request import (

@@ -9,12 +9,12 @@ from msgspec import Meta
 
 from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.limits import Messages, Tools
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.openai.conversation import begins_answer, conversation
-from antiphon.gateway.http.openai.parse import model_of
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.model_card.served_model import served_names

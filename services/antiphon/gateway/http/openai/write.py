@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
+from antiphon.gateway.http.core.meta_info import CachedTokensDetails
 from antiphon.gateway.http.core.sse import DONE, event
-from antiphon.gateway.http.core.token_origins import CachedTokensDetails
 from antiphon.gateway.http.core.writer import ResponseWriter, total_usage
 from antiphon.gateway.http.openai.replies import (
     UNSET,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
-    from antiphon.gateway.http.native.replies import MetaInfo
+    from antiphon.gateway.http.core.meta_info import MetaInfo
     from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
     from antiphon.gateway.owner.actions import Finished, TextDelta
     from antiphon.gateway.stream.stream import RequestStream

@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import Messages, Tools
+from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.http.core.sampling import Json, TokensMax, doc
-from antiphon.gateway.http.openai.schema import Effort, OpenAiFields, TopLogprobs, Verbosity
+from antiphon.gateway.http.openai.schema import Effort, OpenAiFields, Verbosity
 
 METADATA_MAX = 16
 InputItems = Messages[Json]

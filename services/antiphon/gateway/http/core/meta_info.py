@@ -1,4 +1,4 @@
-"""Response bodies of /generate."""
+"""The `meta_info` of /generate, which responses of other APIs may have too."""
 
 from __future__ import annotations
 
@@ -8,23 +8,83 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.logprobs import LOWEST
-from antiphon.gateway.http.core.token_origins import CachedTokensDetails, WeightSpan
-from antiphon.wire.base import FinishReason
+from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import unpack_ids
+from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from antiphon.gateway.http.native.parse import GenerateResponseOptions
     from antiphon.gateway.owner.actions import Finished
+    from antiphon.service.service import Runtime
+    from antiphon.wire.text import Origin
     from antiphon.wire.token_outputs import TokenOutput, TokenOutputsChunk
 
+FULL = "full"
+"""Return hidden states of the prompt too."""
 UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
 
 Scored = tuple[float | None, int, str | None]
 """Logprob, token id and, if requested, token text."""
 States = list[list[float | list[float]]]
+
+
+class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Response options of one prompt.
+
+    Attributes:
+        logprobs: Whether to return logprobs.
+        start: First prompt token to return logprobs for; -1 for output tokens only.
+        top: Number of top logprobs.
+        named_ids: Token ids to return logprobs for.
+        texts: Whether logprobs have token texts.
+        hidden: `full`, `last` or nothing.
+        prompt_ids: Whether to return prompt token ids.
+        interval: Number of tokens per stream event, after the first.
+    """
+
+    logprobs: bool = False
+    start: int = -1
+    top: int = 0
+    named_ids: tuple[int, ...] = ()
+    texts: bool = False
+    hidden: str = ""
+    prompt_ids: bool = False
+    interval: int = 1
+
+    @property
+    def needs_first_text(self) -> bool:
+        """Whether to return the text of the first prompt token, which has no token outputs."""
+        return self.logprobs and self.texts and self.start == 0
+
+    @property
+    def token_outputs(self) -> TokenOutputParams:
+        """Token outputs to request from the engine; ids always are."""
+        full = self.hidden == FULL
+        return TokenOutputParams(
+            ids=True,
+            logprobs=self.logprobs,
+            top=self.top,
+            named_ids=self.named_ids,
+            hidden=bool(self.hidden),
+            prompt_start=0 if full else self.start,
+        )
+
+
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of cached prompt tokens by cache tier. There is one tier."""
+
+    device: int
+    host: int = 0
+
+
+class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens sampled by one weight version: from `start` up to, but not including, `end`."""
+
+    version: str
+    start: int
+    end: int
 
 
 class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,22 +149,37 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states: States | UnsetType = UNSET
 
 
-class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion, or one event of its stream. `index` is the position in a batch."""
-
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-
-
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """Logprob columns for a run of tokens."""
 
     tokens: list[Scored]
     tops: list[list[Scored] | None]
     named: list[list[Scored] | None]
+
+
+def weight_spans(origins: Sequence[Origin], tokens: int) -> list[WeightSpan]:
+    """Spans of output tokens by weight version. Empty unless more than one version was used.
+
+    A stop sequence may have removed all tokens of the last version.
+    """
+    spans: list[WeightSpan] = []
+    for number, origin in enumerate(origins):
+        after = origins[number + 1].start if number + 1 < len(origins) else tokens
+        end = min(after, tokens)
+        if end <= origin.start:
+            continue
+        if spans and spans[-1].version == origin.weights:
+            spans[-1] = msgspec.structs.replace(spans[-1], end=end)
+        else:
+            spans.append(WeightSpan(version=origin.weights, start=origin.start, end=end))
+    return spans if len(spans) > 1 else []
+
+
+def weight_version(runtime: Runtime) -> str:
+    """Weight version of the workers."""
+    beats = (peer.heartbeat for peer in runtime.peers.with_role(Role.WORKER))
+    named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
+    return next((name for name in named if name), "default")
 
 
 def finish_body(finished: Finished | None, tokens: int) -> FinishBody | None:
