@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from antiphon.config.loading import LoadFormat
-from antiphon.config.model import Dtype, LinearFormat
+from antiphon.config.model import Dtype, LinearFormat, LoadFormat
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files

@@ -18,7 +18,7 @@ from tests.models.stepper import Stepper
 from tests.models.tiny import QWEN2, write_llama, write_qwen2
 from torch import Tensor
 
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.layers.weights import WeightSource
 from antiphon.model_card.files import ModelFiles, find_files
 from antiphon.model_worker.model.errors import ModelLoadError

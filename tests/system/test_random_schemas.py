@@ -21,7 +21,7 @@ from tests.unit.model_worker.grammar.speaker import guide_of, speak
 from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 
 from antiphon import embedded
-from antiphon.config.grammar import GrammarConfig
+from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import TokenVocabulary, read_vocabulary
 from antiphon.model_worker.grammar.source import source_of

@@ -9,7 +9,7 @@ import torch
 from tests.training.dialogue import schema, template_message
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from antiphon.config.grammar import GrammarConfig
+from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.token_masks import words_count

@@ -270,10 +270,6 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
-class _Refusal(msgspec.Struct):
-    error: _Error
-
-
 class _ServedModel(msgspec.Struct):
     id: str
 
@@ -300,9 +296,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     body = await response.read()
     try:
-        reason = msgspec.json.decode(body, type=_Refusal).error.message
+        error = msgspec.json.decode(body, type=_Event).error
     except msgspec.DecodeError:
-        reason = response.reason or "no reason given"
+        error = None
+    reason = error.message if error else response.reason or "no reason given"
     raise ChatFailed(f"the server rejected the request ({response.status}): {reason}")
 
 

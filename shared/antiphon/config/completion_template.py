@@ -43,7 +43,6 @@ def check_name(name_or_file: str) -> None:
 
 
 def read_template(name_or_file: str) -> CompletionTemplate:
-    """Look a template up by its name, or read it from a file."""
     known = {template.name: template for template in TEMPLATES}
     if name_or_file in known:
         return known[name_or_file]

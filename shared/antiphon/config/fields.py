@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class SettingField(msgspec.Struct, frozen=True):
-    """One setting, with its names in YAML, flags and environment."""
-
     config: type[msgspec.Struct]
     group: str
     name: str
@@ -54,8 +52,6 @@ class SettingField(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A group of settings: a field of `Settings` and its struct."""
-
     name: str
     title: str
     """First line of the struct's docstring."""
@@ -64,7 +60,6 @@ class Group(msgspec.Struct, frozen=True):
 
 @functools.cache
 def groups() -> tuple[Group, ...]:
-    """Every group, in the order of `Settings`."""
     return tuple(_group(member.name, member.type) for member in msgspec.structs.fields(Settings))
 
 
@@ -93,12 +88,10 @@ def _help_texts(module: str) -> Mapping[tuple[str, str], str]:
 
 @functools.cache
 def fields() -> Mapping[str, SettingField]:
-    """Every field by its path."""
     return {field.path: field for group in groups() for field in group.fields}
 
 
 def value_at(settings: Settings, field: SettingField) -> str | int | float | bool | None:
-    """The value of one field, as written in YAML."""
     return msgspec.to_builtins(getattr(getattr(settings, field.group), field.name))
 
 

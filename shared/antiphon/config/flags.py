@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class TypedText(msgspec.Struct, frozen=True):
-    """A typed value, and the full name of its flag."""
-
     text: str
     flag: str
 
@@ -66,7 +64,6 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
-        """Read a command line without the program's name."""
         for argument in argv:
             if (ours := self.foreign.get(argument.partition("=")[0])) is not None:
                 raise ConfigError(f"{argument}: no such argument; use {ours}")

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-VARIABLES = ("ANTIPHON_NATS_SERVER",)
-"""Variables that are not settings, read by `variable`."""
-
 
 class Loaded(msgspec.Struct, frozen=True):
     """Settings, and the source of each value that is not a default."""
@@ -38,8 +35,6 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class ProcessArguments(msgspec.Struct, frozen=True):
-    """The parsed arguments of `python -m antiphon.<service>`."""
-
     settings: Settings
     instance: str
     parent_pid: int | None
@@ -118,10 +113,9 @@ def child_environment(settings: Settings) -> dict[str, str]:
     return environ
 
 
-def variable(name: str) -> str | None:
-    """Read one of `VARIABLES`, which are not settings, such as the path of a binary."""
-    assert name in VARIABLES, name
-    return os.environ.get(name)
+def nats_server() -> str:
+    """The path of nats-server in the one variable that is not a setting; empty: unset."""
+    return os.environ.get("ANTIPHON_NATS_SERVER", "")
 
 
 def _convert(given: Layer) -> Settings:

@@ -1,10 +1,11 @@
-"""The model that a cluster serves, and the device that runs it."""
+"""The model that a cluster serves, how it is loaded, and the device that runs it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from antiphon.config.completion_template import check_name
@@ -33,7 +34,6 @@ class CacheDtype(StrEnum):
 
     @property
     def eight_bits(self) -> bool:
-        """Whether an element takes one byte and has a scale."""
         return self in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2)
 
 
@@ -113,3 +113,43 @@ class ModelConfig(Config):
             raise ValueError(
                 "chat_template_name cannot be combined with chat_template; set one of them"
             )
+
+
+class LoadFormat(StrEnum):
+    """File format of the weights; `auto` takes the first of these that the folder has."""
+
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    PT = "pt"
+    GGUF = "gguf"
+    DUMMY = "dummy"
+
+
+class LoadConfig(Config):
+    """Download, verification and loading of the weights."""
+
+    format: LoadFormat = LoadFormat.AUTO
+    """Format of the weights: safetensors, PyTorch (.bin, .pt) or GGUF; auto takes the first one
+    found, in this order. dummy reads no files and generates reproducible random weights."""
+    revision: str = ""
+    """Branch, tag or commit of a Hugging Face model; empty: main."""
+    download_folder: str = ""
+    """Folder for downloaded models; empty: the Hugging Face cache (see HF_HOME) for models of the
+    hub, ~/.cache/antiphon for models with a short name."""
+    offline: bool = False
+    """Whether only cached models are used and nothing is downloaded; HF_HUB_OFFLINE=1 has the same
+    effect for models of the hub."""
+    config_overrides: str = "{}"
+    """JSON object whose fields replace those of the model's config.json."""
+    checksum: str = ""
+    """Source of the checksums that model files are verified against: a JSON file of SHA-256 sums, a
+    Hugging Face model ID, or `hub` for the model of model.path; empty: no verification."""
+    mmap: bool = True
+    """Whether weight files are memory-mapped; without it they are copied, for file systems where
+    mmap is slow."""
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.json.decode(self.config_overrides, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"config_overrides: must be a JSON object: {error}") from error

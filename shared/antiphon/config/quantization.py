@@ -160,8 +160,6 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's linear layers are quantized."""
-
     method: QuantizationMethod
     """The checkpoint's method, or the configured one."""
     rules: tuple[Rule, ...]
@@ -180,7 +178,6 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Suffixes that some tools write, and the standard ones."""
 
     def scheme(self, name: str) -> QuantizationScheme | None:
-        """The scheme of a linear layer, by its name in the checkpoint; None: not quantized."""
         if any(pattern.matches(name) for pattern in self.plain):
             return None
         for rule in self.rules:
@@ -207,7 +204,6 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dynamic_activations(self) -> bool:
-        """Whether all quantized linear layers require dynamic activation quantization."""
         return all(isinstance(rule.scheme, Int8) and rule.scheme.rounds for rule in self.rules)
 
 

@@ -9,10 +9,8 @@ from msgspec import Meta
 from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.gateway import GatewayConfig, ResponsesConfig, SessionsConfig
-from antiphon.config.grammar import GrammarConfig
-from antiphon.config.loading import LoadConfig
 from antiphon.config.metrics import MetricsConfig
-from antiphon.config.model import ModelConfig
+from antiphon.config.model import LoadConfig, ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
 from antiphon.config.request_log import RequestLogConfig
 from antiphon.config.schema import (
@@ -27,7 +25,7 @@ from antiphon.config.schema import (
     Seconds,
     Threads,
 )
-from antiphon.config.worker import BatchingConfig, CacheConfig, QueueConfig
+from antiphon.config.worker import BatchingConfig, CacheConfig, GrammarConfig, QueueConfig
 
 Blocks = Annotated[int, Meta(ge=1, extra={"unit": "blocks of 64 tokens"})]
 Weight = Annotated[float, Meta(ge=0)]

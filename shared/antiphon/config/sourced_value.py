@@ -19,8 +19,6 @@ Value = str | int | float | bool | None
 
 
 class SourcedValue(msgspec.Struct, frozen=True):
-    """A value and its source: a file, a variable or a flag."""
-
     value: Value
     source: str
 

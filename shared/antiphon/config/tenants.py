@@ -65,8 +65,6 @@ class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_un
 
 
 class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
-    """The contents of a keys file."""
-
     tenants: Mapping[TenantName, TenantConfig] = {}
 
     def __post_init__(self) -> None:

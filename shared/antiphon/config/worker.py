@@ -1,14 +1,14 @@
-"""Settings of the worker: batching, queue order, and cache."""
+"""Settings of the worker: batching, queue order, cache, and grammars."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from antiphon.config.model import CacheDtype
-from antiphon.config.schema import Bytes, Config, Ratio, Requests, Seconds, Tokens
+from antiphon.config.schema import Bytes, Config, Ratio, Requests, Seconds, Threads, Tokens
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
 Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
@@ -17,6 +17,10 @@ Conservativeness = Annotated[float, Meta(ge=0)]
 Threshold = Annotated[int, Meta(ge=0)]
 Multiple = Annotated[float, Meta(gt=0)]
 States = Annotated[int, Meta(ge=1, extra={"unit": "states"})]
+WHITESPACE_MAX = 256
+Characters = Annotated[int, Meta(ge=1, le=WHITESPACE_MAX, extra={"unit": "characters"})]
+Entries = Annotated[int, Meta(ge=1, extra={"unit": "entries"})]
+Properties = Annotated[int, Meta(ge=1, extra={"unit": "properties"})]
 
 
 class Policy(StrEnum):
@@ -172,3 +176,32 @@ class CacheConfig(Config):
     """Number of recurrent states in the pool; unset: from the free memory."""
     states_ratio: Multiple = 0.9
     """Ratio of the memory of recurrent states to the memory of KV pages."""
+
+
+class GrammarConfig(Config):
+    """Structured output: JSON schemas, regular expressions and grammars."""
+
+    backend: Literal["xgrammar", "none"] = "xgrammar"
+    """Backend that compiles grammars; none rejects requests with a grammar."""
+    whitespace_max: Characters = 20
+    """Maximum whitespace between two JSON tokens, in characters; without a limit, a model may
+    generate whitespace forever."""
+    compact_json: bool = False
+    """Whether JSON is generated on one line, with one space after commas and colons and no other
+    whitespace."""
+    compile_timeout_s: Seconds = 10.0
+    """Timeout of compiling a grammar, in seconds; a grammar that exceeds it is rejected for a
+    while."""
+    properties_max: Properties = 1000
+    """Maximum number of properties in a JSON schema, over all its objects; checked before
+    compilation."""
+    follow_timeout_s: Seconds = 10.0
+    """Timeout of advancing the grammar by one token, in seconds; a request that exceeds it ends as
+    overloaded."""
+    workers: Threads = 1
+    """Number of grammars compiled concurrently, at low priority; one more is compiled for a tenant
+    that has none in progress. Tenants take turns."""
+    cache_entries: Entries = 256
+    """Maximum number of cached compilation results, including errors."""
+    cache_bytes: Bytes = 256 * 1024**2
+    """Maximum memory of compiled grammars, in bytes (approximate)."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadFormat
-from antiphon.config.model import CacheDtype, Dtype
+from antiphon.config.model import CacheDtype, Dtype, LoadFormat
 from antiphon.config.quantization import QuantizationConfig
 from antiphon.model_card.config_json import (
     LEARNED_POSITIONS,
@@ -98,8 +97,6 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A model's shape and defaults."""
-
     architecture: str
     hidden_size: int
     layers: int
@@ -401,7 +398,6 @@ def _context_tokens(config: _CardFields) -> int:
 
 
 def _labels(config: _CardFields) -> tuple[str, ...]:
-    """The names of a classifier's labels; unnamed ones get transformers' default names."""
     if config.architectures[0].endswith("ForRewardModel"):
         return ("reward",)
     named = config.id2label or {}
@@ -452,7 +448,6 @@ def _every_sixth(layers: int) -> tuple[str, ...]:
 
 
 def _dtype(config: _CardFields, weights: Weights, file: Path) -> Dtype:
-    """The dtype in the config; if it has none, that of the weights."""
     named = config.dtype or config.torch_dtype
     if named is None:
         return weights.dtype or Dtype.FLOAT32

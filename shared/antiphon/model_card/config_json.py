@@ -135,7 +135,6 @@ _SHAPE = (
 
 
 def check_shape(config: bytes, file: Path) -> None:
-    """Check that a completed config has the fields of every supported model."""
     fields = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
     missing = [name for name in _SHAPE if name not in fields]
     if missing:
@@ -171,7 +170,6 @@ def text_model_config(config: Fields) -> Fields:
 
 
 def text_name(tensor: str) -> str:
-    """The name of a tensor in the text model alone."""
     return (
         tensor.replace(TEXT_MODEL_PREFIX, "", 1)
         if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}"))

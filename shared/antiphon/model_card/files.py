@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import (
     Factors,
     complete_config,
@@ -40,8 +40,6 @@ SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """A model on this machine."""
-
     folder: Path
     """The folder with config.json."""
     format: LoadFormat
@@ -173,7 +171,6 @@ def _refuse_several(folder: Path, names: Iterable[str]) -> None:
 
 
 def _of_one(name: str, other: str) -> bool:
-    """Whether two GGUF files are parts of one model."""
     ours, theirs = SHARD.search(name), SHARD.search(other)
     if ours is None or theirs is None:
         return False

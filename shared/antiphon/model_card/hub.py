@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from huggingface_hub import HfApi
 
-    from antiphon.config.loading import LoadConfig
+    from antiphon.config.model import LoadConfig
 
 log = logging.getLogger(__name__)
 

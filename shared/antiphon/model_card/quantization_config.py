@@ -215,8 +215,6 @@ def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
 
 
 class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
-    """An object in torchao's format."""
-
     type: str
     data: msgspec.Raw = msgspec.Raw(b"{}")
 

@@ -8,8 +8,6 @@ from antiphon.model_card.json_file import parse_json
 
 
 class RecurrentStates(msgspec.Struct, frozen=True):
-    """The states of one sequence."""
-
     layers: int
     """Number of layers with a state."""
     attending: int

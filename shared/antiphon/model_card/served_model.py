@@ -44,7 +44,6 @@ def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
 
 
 def tokenizer_folder(settings: Settings) -> Path:
-    """Return the folder of the tokenizer: its own setting, else the model's."""
     named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
     return _holding(tokenizer_path(settings), TOKENIZER, named)
 
@@ -79,7 +78,6 @@ def cache_folder(settings: Settings) -> Path:
 
 
 def served_names(settings: Settings) -> tuple[ModelName, ...]:
-    """Return every name that clients may use; the first is the model's own."""
     return (served_name(settings), *map(ModelName, settings.cluster.names[1:]))
 
 

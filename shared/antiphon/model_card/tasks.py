@@ -17,7 +17,6 @@ class Task(StrEnum):
 
 
 def task_of(architecture: str) -> Task:
-    """The task of an architecture, by the suffix of its name in transformers."""
     if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
         return Task.SCORE
     if architecture.endswith("ForMaskedLM"):

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class TokenVocabulary(msgspec.Struct, frozen=True):
-    """The tokens of a model."""
-
     tokens: tuple[bytes, ...]
     """Bytes by token id. Empty for special tokens, which the detokenizer may leave out of the text,
     and for ids that the tokenizer does not have. Grammars allow these only as the end of the

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.loading import LoadFormat
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, LoadFormat
 from antiphon.model_card.config_json import text_name
 from antiphon.model_card.gguf_header import read_gguf
 from antiphon.model_card.safetensors_header import read_header

@@ -17,7 +17,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from rich.console import Console
     from rich.progress import Task
@@ -79,12 +78,7 @@ class StartProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def ready(self, name: str) -> None:

@@ -15,7 +15,7 @@ from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.load import child_environment, variable
+from antiphon.config.load import child_environment, nats_server
 from antiphon.config.tenants import read_tenants
 from antiphon.model_card.card import read_card
 from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
@@ -149,7 +149,6 @@ class ServiceStack:
         bus = self._settings.bus
         if bus.url:
             return bus.url
-        program = variable("ANTIPHON_NATS_SERVER") or ""
         users = ""
         if self._keys:  # else clients of the broker could bypass the gateway and its API keys
             self._passwords = Passwords(ClusterName(self._settings.cluster.name))
@@ -157,7 +156,7 @@ class ServiceStack:
         port = self._settings.supervisor.nats_port
         self._broker = Broker(
             self._folder,
-            program,
+            nats_server(),
             bus.payload_bytes_max,
             # In nats-server's own config, port 0 is its default port.
             port=PORT if port is None else port or ANY_PORT,

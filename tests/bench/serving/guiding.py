@@ -132,7 +132,7 @@ def main() -> None:
     """Measure and print JSON."""
     import torch  # noqa: PLC0415
 
-    from antiphon.config.grammar import GrammarConfig  # noqa: PLC0415
+    from antiphon.config.worker import GrammarConfig  # noqa: PLC0415
     from antiphon.model_worker.grammar.open import open_compiler  # noqa: PLC0415
     from antiphon.model_worker.grammar.source import source_of  # noqa: PLC0415
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tests.models.quantization.rows import ROWS, write
 
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.errors import ModelLoadError

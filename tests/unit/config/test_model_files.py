@@ -9,8 +9,7 @@ import pytest
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
-from antiphon.config.loading import LoadFormat
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, LoadFormat
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.gguf_header import read_gguf

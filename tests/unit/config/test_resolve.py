@@ -39,23 +39,20 @@ CARD = ModelCard(
     weights=Weights(count=GIB // 2, bytes=GIB, dtype=Dtype.BFLOAT16),
 )
 DEVICE = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB)
+UNCOMPILED = msgspec.structs.replace(DEVICE, lacking="there is no compiler")
 PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 2
 STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
 """Activations of a step of the default size."""
 
 
-def decide(**said: str) -> ResolvedConfig:
-    return decide_on(DEVICE, **said)
-
-
-def decide_on(device: HostDevice, **said: str) -> ResolvedConfig:
+def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, **said: str) -> ResolvedConfig:
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
-    return resolve(load(environ=environ).settings, CARD, device)
+    return resolve(load(environ=environ).settings, card, device)
 
 
 def test_what_the_operator_left_open_is_decided() -> None:
     plan = decide()
-    assert (plan.dtype.value, plan.dtype.reason) == (Dtype.BFLOAT16, "the checkpoint's")
+    assert plan.dtype == ResolvedValue(Dtype.BFLOAT16, "the checkpoint's")
     assert (plan.threads.value, plan.device.value) == (6, "cpu")
     assert plan.context_tokens.value == 512
     assert plan.eos_ids.value == (2, 7)
@@ -66,43 +63,37 @@ def test_what_the_operator_left_open_is_decided() -> None:
 
 def test_a_processor_with_tiles_takes_more_prompts_at_once() -> None:
     device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"})
-    assert decide_on(device).fill_tokens.value == 1024
-    assert decide_on(device, batching__fill_tokens="100").fill_tokens.value == 100
-    assert decide_on(device, batching__tokens_max="300").fill_tokens.value == 300
+    assert decide(device).fill_tokens.value == 1024
+    assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
+    assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
 
 
 def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
     assert decide().threads.reason.startswith("all cores")
-    spinning = decide(model__linear="plain").threads
-    assert (spinning.value, spinning.reason) == (
-        5,
-        "one fewer than the 6 cores: torch threads spin while waiting",
-    )
+    why = "one fewer than the 6 cores: torch threads spin while waiting"
+    assert decide(model__linear="plain").threads == ResolvedValue(5, why)
     small = msgspec.structs.replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
-    short = resolve(load(environ={}).settings, small, DEVICE).threads
-    assert (short.value, short.reason) == (
-        5,
-        "one fewer than the 6 cores: steps of this model are short",
-    )
+    short = decide(card=small).threads
+    why = "one fewer than the 6 cores: steps of this model are short"
+    assert short == ResolvedValue(5, why)
     alone = msgspec.structs.replace(DEVICE, cores=1)
-    assert resolve(load(environ={}).settings, small, alone).threads.value == 1
+    assert decide(alone, small).threads.value == 1
 
 
 def test_linears_are_packed_where_the_kernels_run() -> None:
     assert decide().linear.value is LinearFormat.PACKED
-    missing = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
-    plain = decide_on(missing).linear
-    assert (plain.value, plain.reason) == (LinearFormat.PLAIN, "there is no compiler")
+    plain = ResolvedValue(LinearFormat.PLAIN, "there is no compiler")
+    assert decide(UNCOMPILED).linear == plain
     with pytest.raises(ConfigError, match="int8: there is no compiler"):
-        decide_on(missing, model__linear="int8")
-    assert decide_on(missing, model__linear="plain").linear.reason == "model.linear"
+        decide(UNCOMPILED, model__linear="int8")
+    assert decide(UNCOMPILED, model__linear="plain").linear.reason == "model.linear"
 
 
 def test_what_bits_depend_on_is_named_part_by_part() -> None:
     device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "avx2", "kernels": "1a"})
-    assert decide_on(device).bits.value == "dtype:bfloat16,linear:packed,isa:avx2,kernels:1a"
-    other = decide_on(device, model__linear="int8", model__dtype="float32").bits.value
-    assert differing(decide_on(device).bits.value, other) == ("dtype", "linear")
+    assert decide(device).bits.value == "dtype:bfloat16,linear:packed,isa:avx2,kernels:1a"
+    other = decide(device, model__linear="int8", model__dtype="float32").bits.value
+    assert differing(decide(device).bits.value, other) == ("dtype", "linear")
 
 
 def test_linears_in_float16_are_left_to_torch() -> None:
@@ -115,22 +106,21 @@ def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
     assert decide().deterministic.value is False
     assert decide(model__deterministic="true").deterministic.value is True
     assert decide(model__deterministic="true", model__linear="int8").deterministic.value is True
-    missing = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
     for device, said, reason in (
         (DEVICE, {"model__linear": "plain"}, "model.linear"),
         (DEVICE, {"model__dtype": "float16"}, "float16"),
-        (missing, {}, "there is no compiler"),
+        (UNCOMPILED, {}, "there is no compiler"),
     ):
         with pytest.raises(ConfigError, match=rf"model.deterministic: results of torch.*{reason}"):
-            decide_on(device, model__deterministic="true", **said)
+            decide(device, model__deterministic="true", **said)
 
 
 def test_rounded_weights_take_a_byte_each() -> None:
     assert decide(model__linear="int8").weight_bytes.value == GIB // 2
     assert decide(model__linear="packed").weight_bytes.value == GIB
     untied = msgspec.structs.replace(CARD, tied=False)
-    settings = load(environ={"ANTIPHON_MODEL__LINEAR": "int8_dynamic"}).settings
-    assert resolve(settings, untied, DEVICE).weight_bytes.value == GIB // 2 + 100 * 64
+    plan = decide(card=untied, model__linear="int8_dynamic")
+    assert plan.weight_bytes.value == GIB // 2 + 100 * 64
 
 
 def test_what_the_operator_said_is_taken_and_named() -> None:
@@ -168,8 +158,8 @@ def test_everybody_who_runs_fits_in_a_step() -> None:
 
 def test_the_pool_holds_no_more_than_all_requests_at_full_length() -> None:
     plan = decide(batching__running_max="3")
-    assert plan.cache_pages.value == 3 * 512 // 16
-    assert plan.cache_pages.reason == "enough for 3 requests of full context length"
+    why = "enough for 3 requests of full context length"
+    assert plan.cache_pages == ResolvedValue(3 * 512 // 16, why)
     assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES
 
 
@@ -203,7 +193,7 @@ def test_more_rows_take_more_logits_but_not_more_than_a_step_has_tokens() -> Non
 def test_a_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
     device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
     card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
-    scored = resolve(load(environ={}).settings, card, device).scored_bytes.value
+    scored = decide(device, card).scored_bytes.value
     assert scored == 3 * PROMPT_LOGITS_BYTES_MAX == 96 * 1024**2
 
 
@@ -232,10 +222,7 @@ def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
     plan = decide(cache__tokens_max="160")
     assert plan.context_tokens.value == 160
     assert plan.context_tokens.reason.startswith("limited by the KV cache pool, of 512")
-    assert (plan.running_max.value, plan.running_max.reason) == (
-        10,
-        "at least one page per request",
-    )
+    assert plan.running_max == ResolvedValue(10, "at least one page per request")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +237,7 @@ def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
             "cache.tokens_max = 15: must be at least one page, 16 tokens",
         ),
         ({"cache__static_ratio": "0.2"}, "not enough memory for one page"),
+        ({"cache__scales": "s.json"}, r"cache\.scales = s\.json: only fp8 has scales"),
         (
             {"cache__tokens_max": "100000000"},
             r"tokens_max = 100000000: 47.68 GiB do not fit: 5.00 GiB free, weights 1.00 GiB",
@@ -265,7 +253,7 @@ def test_weights_larger_than_memory_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"not enough memory .* 0\.50 GiB free, weights 1\.00 GiB"
     ):
-        decide_on(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
+        decide(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
 def test_a_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
@@ -309,7 +297,7 @@ def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
 
 
 def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
-    plain, plan = decide_hybrid(), decide_hybrid(cache__dtype="fp8_e5m2")
+    plain, plan = decide(card=HYBRID), decide(card=HYBRID, cache__dtype="fp8_e5m2")
     each = [one.state_bytes.value // one.cache_states.value for one in (plain, plan)]
     assert each[0] == each[1] == STATE_BYTES
 
@@ -323,27 +311,15 @@ def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
 
 
 def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
-    lacking = msgspec.structs.replace(DEVICE, lacking="no compiler")
     with pytest.raises(
-        ConfigError, match=r"cache.dtype = fp8_e4m3: needs the CPU kernels.*: no compiler"
+        ConfigError, match=r"cache.dtype = fp8_e4m3: needs .*: there is no compiler"
     ):
-        decide_on(lacking, cache__dtype="fp8_e4m3")
+        decide(UNCOMPILED, cache__dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match="do not support float16"):
         decide(cache__dtype="fp8_e5m2", model__dtype="float16")
     both_ways = msgspec.structs.replace(CARD, causal=False)
-    settings = load(environ={"ANTIPHON_CACHE__DTYPE": "fp8_e4m3"}).settings
     with pytest.raises(ConfigError, match="no KV cache"):
-        resolve(settings, both_ways, DEVICE)
-
-
-def test_scales_of_no_cache_in_eight_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cache\.scales = s\.json: only fp8 has scales"):
-        decide(cache__scales="s.json")
-
-
-def decide_hybrid(**said: str) -> ResolvedConfig:
-    environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
-    return resolve(load(environ=environ).settings, HYBRID, DEVICE)
+        decide(card=both_ways, cache__dtype="fp8_e4m3")
 
 
 def test_a_model_without_states_has_no_room_for_them() -> None:
@@ -352,17 +328,18 @@ def test_a_model_without_states_has_no_room_for_them() -> None:
 
 
 def test_pages_and_states_share_the_pool() -> None:
-    plan = decide_hybrid(cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9")
+    plan = decide(
+        card=HYBRID, cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9"
+    )
     assert plan.cache_states.value == 90
     assert plan.state_bytes.value == 90 * STATE_BYTES
     pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
     assert plan.cache_pages.value == pages
-    assert plan.running_max.value == 45
-    assert plan.running_max.reason == "2 states per request"
+    assert plan.running_max == ResolvedValue(45, "2 states per request")
 
 
 def test_the_operator_may_say_how_many_states_there_are() -> None:
-    plan = decide_hybrid(cache__states_max="9")
+    plan = decide(card=HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
 
@@ -379,16 +356,14 @@ def test_the_operator_may_say_how_many_states_there_are() -> None:
 )
 def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        decide_hybrid(**said)
+        decide(card=HYBRID, **said)
 
 
 def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
     encoder = msgspec.structs.replace(
         CARD, architecture="BertModel", causal=False, context_tokens=4096, task=Task.EMBED
     )
-    plan = resolve(
-        load(environ={"ANTIPHON_BATCHING__CHUNK_TOKENS": "64"}).settings, encoder, DEVICE
-    )
+    plan = decide(card=encoder, batching__chunk_tokens="64")
     both_ways = "attention is bidirectional"
     assert (plan.whole_prompts.value, plan.whole_prompts.reason) == (True, both_ways)
     assert plan.step_tokens.value == plan.chunk_tokens.value == 4096
@@ -399,7 +374,7 @@ def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> Non
     assert "only count tokens" in plan.cache_pages.reason
     assert (plan.logit_bytes.value, plan.scored_bytes.value) == (0, 0)
     with pytest.raises(ConfigError, match=r"model\.deterministic: attention of this model"):
-        resolve(load(environ={"ANTIPHON_MODEL__DETERMINISTIC": "1"}).settings, encoder, DEVICE)
+        decide(card=encoder, model__deterministic="1")
 
 
 def test_a_prefix_cache_is_what_the_operator_says() -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadConfig
+from antiphon.config.model import LoadConfig
 from antiphon.config.settings import Settings
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.service.fake_hub import COMMIT, FakeHub
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadConfig, LoadFormat
+from antiphon.config.model import LoadConfig, LoadFormat
 from antiphon.config.settings import Settings
 from antiphon.model_card.hub import fetch, is_hub_id, list_published_files
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 

@@ -29,7 +29,7 @@ from antiphon.wire.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.config.grammar import GrammarConfig
+    from antiphon.config.worker import GrammarConfig
     from antiphon.model_worker.batching.request import RequestState
     from antiphon.model_worker.grammar.metrics import GrammarMetrics
     from antiphon.wire.ids import TenantId

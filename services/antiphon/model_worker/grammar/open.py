@@ -10,7 +10,7 @@ from antiphon.wire.errors import Unsupported
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.config.grammar import GrammarConfig
+    from antiphon.config.worker import GrammarConfig
     from antiphon.model_worker.grammar.backend import GrammarCompiler
 
 

@@ -19,7 +19,7 @@ from antiphon.wire.grammar import GrammarKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.config.grammar import GrammarConfig
+    from antiphon.config.worker import GrammarConfig
     from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.grammar.source import GrammarSource

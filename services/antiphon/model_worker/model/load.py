@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.config.quantization import (
     TORCHAO,
     QuantizationConfig,

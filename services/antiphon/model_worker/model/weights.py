@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.loading import LoadFormat
+from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError

@@ -18,7 +18,7 @@ from antiphon.model_card.hub import PublishedFile, list_published_files
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.config.loading import LoadConfig
+    from antiphon.config.model import LoadConfig
     from antiphon.model_card.files import ModelFiles
 
 log = logging.getLogger(__name__)

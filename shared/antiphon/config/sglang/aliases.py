@@ -62,7 +62,7 @@ def serve_parser(prog: str, description: str) -> Parser:
     )
     add_settings(parser, also=other_names())
     for flag, path in OUR_SHORT.items():
-        row = SglangArgument(group="", flags=(flag,), takes="text", neutral=(), answer=path)
+        row = SglangArgument(group="", flags=(flag,), takes="text", neutral=(), verdict=path)
         _add(parser, row, row.flags)
     for row in rows():
         # `--model-path` is the same flag in both.
@@ -74,8 +74,6 @@ def serve_parser(prog: str, description: str) -> Parser:
 
 
 class _ModelArgument(argparse.Action):
-    """Accepts the model before or after the flags, as in vLLM."""
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -147,7 +145,6 @@ def _add(parser: Parser, row: SglangArgument, flags: Sequence[str]) -> None:
 
 
 def _neutral(row: SglangArgument, text: str) -> bool:
-    """Whether a value of a rejected argument has no effect."""
     if row.takes == "bool?":
         text = text or "true"  # the flag alone
     if not text and row.takes in ("text", "text*"):

@@ -27,8 +27,6 @@ PARTLY_HELD = frozenset({"remote_code"})
 
 
 class SglangArgument(msgspec.Struct, frozen=True):
-    """One SGLang argument."""
-
     group: str
     """A config group of SGLang 0.5.23, or `Older names`."""
     flags: tuple[str, ...]
@@ -37,24 +35,16 @@ class SglangArgument(msgspec.Struct, frozen=True):
     """Type and count of its values: `int`, `text+`, `switch` (none), ..."""
     neutral: tuple[str, ...]
     """Values with which a rejected flag has no effect."""
-    answer: str
-    """`<path> [translation]`, `settled <reason>` or `refused <reason>`."""
+    verdict: str
+    """The path of the setting that it sets, `settled` or `refused`."""
+    detail: str = ""
+    """The name of the value's translation, or of the reason."""
     would: str = ""
     """What a rejected argument would do, after "It would"."""
 
     @property
     def name(self) -> str:
         return self.flags[0].removeprefix("--").replace("-", "_")
-
-    @property
-    def verdict(self) -> str:
-        """A path, `settled` or `refused`."""
-        return self.answer.partition(" ")[0]
-
-    @property
-    def detail(self) -> str:
-        """The name of the value's translation, or the key of the reason."""
-        return self.answer.partition(" ")[2]
 
     @property
     def path(self) -> str | None:
@@ -100,7 +90,6 @@ class ArgumentStatus(msgspec.Struct, frozen=True):
 
 @functools.cache
 def rows() -> tuple[SglangArgument, ...]:
-    """All SGLang arguments, by group."""
     return tuple(_row(*line) for line in _table("sglang_flags.tsv"))
 
 
@@ -146,11 +135,6 @@ def _table(name: str) -> Iterator[list[str]]:
 def _row(
     group: str, flags: str, takes: str, neutral: str, answer: str, would: str
 ) -> SglangArgument:
-    return SglangArgument(
-        group=group,
-        flags=tuple(flags.split()),
-        takes=takes,
-        neutral=tuple(neutral.split(",")) if neutral else (),
-        answer=answer,
-        would=would,
-    )
+    verdict, _, detail = answer.partition(" ")
+    accepted = tuple(neutral.split(",")) if neutral else ()
+    return SglangArgument(group, tuple(flags.split()), takes, accepted, verdict, detail, would)

@@ -11,9 +11,9 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.grammar import WHITESPACE_MAX
 from antiphon.config.sglang.arguments import PARTLY_HELD
 from antiphon.config.sourced_value import Value
+from antiphon.config.worker import WHITESPACE_MAX
 
 if TYPE_CHECKING:
     from antiphon.config.sglang.arguments import SglangArgument

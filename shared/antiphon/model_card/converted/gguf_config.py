@@ -50,7 +50,6 @@ class _GgufParts(msgspec.Struct, frozen=True):
         )
 
     def number(self, key: str) -> float | None:
-        """A metadata value of the architecture; None if missing."""
         value = self.header.settings.get(f"{self.architecture}.{key}")
         if f"{self.architecture}.{key}" in self.header.lists:
             several = set(self.header.lists[f"{self.architecture}.{key}"])
@@ -130,7 +129,6 @@ def _rounded(number: float) -> float:
 
 
 def _dtype(file: _GgufParts) -> str:
-    """The dtype that quantized weights are dequantized to, or that of unquantized ones."""
     return _PLAIN.get(file.tensors[_layer_weight(file)][1].kind, "bfloat16")
 
 

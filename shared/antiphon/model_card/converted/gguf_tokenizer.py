@@ -56,7 +56,6 @@ class _GgufVocabulary(msgspec.Struct, frozen=True):
         )
 
     def named(self, name: str) -> Added | None:
-        """A special token by its name in the metadata."""
         index = self.setting(f"{name}_token_id")
         if not isinstance(index, int) or not 0 <= index < len(self.tokens):
             return None

@@ -85,7 +85,6 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
 
 
 def _special(parsed: _Tekken) -> dict[str, int]:
-    """The special tokens, and fillers for unused ids."""
     count = parsed.config.default_num_special_tokens
     named = (
         dict(enumerate(_OLDER))

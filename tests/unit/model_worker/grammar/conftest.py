@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from antiphon import embedded
-from antiphon.config.grammar import GrammarConfig
+from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import TokenVocabulary, read_vocabulary
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler

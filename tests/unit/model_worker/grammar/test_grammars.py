@@ -12,7 +12,7 @@ import pytest
 from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
 
-from antiphon.config.grammar import GrammarConfig
+from antiphon.config.worker import GrammarConfig
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.backend import GrammarBackend
 from antiphon.model_worker.grammar.matcher import GrammarMatcher

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from antiphon import embedded
-from antiphon.config.grammar import GrammarConfig
 from antiphon.config.settings import Settings
+from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import torch
 
-from antiphon.config.loading import LoadFormat
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, LoadFormat
 from antiphon.kernels.kv import KvSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.config_file import read_config
