@@ -89,6 +89,16 @@ async def first_request(fake: FakeGateway) -> Request:
     return fake.requests[0]
 
 
+@asynccontextmanager
+async def reading(
+    broker: MemoryBroker, client: Client
+) -> AsyncGenerator[tuple[FakeGateway, Request, asyncio.Task[str]]]:
+    """A gateway whose script is the test, its first request, and the task that reads its answer."""
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        task = group.create_task(read(client))
+        yield fake, await first_request(fake), task
+
+
 async def test_an_answer_comes_piece_by_piece(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker, script=SCRIPT) as fake:
         pieces = [p.text async for p in client.generate(MODEL, "hi", max_tokens=9, stop=("x",))]
@@ -178,14 +188,12 @@ async def test_client_survives_the_loss_of_its_own_messages(
 async def test_the_end_before_missing_text_is_not_the_end(
     broker: MemoryBroker, client: Client
 ) -> None:
-    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
-        reading = group.create_task(read(client))
-        request = await first_request(fake)
+    async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "one ")
         fake.mute[GenerateText] = 1
         await fake.say(request, "two")
         await fake.finish(request)
-        assert await reading == "one two"
+        assert await task == "one two"
         assert fake.resumes == 1
 
 
@@ -230,12 +238,10 @@ async def test_leaving_the_client_cancels_what_was_not_read_to_its_end(
 
 
 async def test_a_cancelled_caller_cancels_its_request(broker: MemoryBroker, client: Client) -> None:
-    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
-        reading = group.create_task(read(client))
-        request = await first_request(fake)
+    async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "one")
         await asyncio.sleep(0)
-        reading.cancel()
+        task.cancel()
         await until(request.cancelled.is_set)
 
 
@@ -288,15 +294,13 @@ async def test_an_error_as_the_end_is_raised_after_the_text(
 async def test_a_link_that_drops_and_comes_back_loses_nothing(
     broker: MemoryBroker, link: MemoryTransport, client: Client
 ) -> None:
-    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
-        reading = group.create_task(read(client))
-        request = await first_request(fake)
+    async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "before ")
         broker.cut(link)
         await fake.say(request, "meanwhile ")
         await fake.finish(request)
         broker.heal(link)
-        assert await reading == "before meanwhile "
+        assert await task == "before meanwhile "
         assert not request.cancelled.is_set()
 
 
@@ -321,16 +325,14 @@ async def test_a_gateway_that_finds_the_broker_later_than_we_is_waited_for(
 ) -> None:
     monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 5.0)
     found_nobody = count_calls(monkeypatch, "_on_no_responders")
-    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
-        reading = group.create_task(read(client))
-        request = await first_request(fake)
+    async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "one ")
         await fake.die()
         await until(lambda: len(found_nobody) > 1)
         await fake.listen()
         await fake.say(request, "two")
         await fake.finish(request)
-        assert await reading == "one two"
+        assert await task == "one two"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["gone for good", "restarted"])

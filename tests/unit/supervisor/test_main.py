@@ -107,36 +107,35 @@ async def test_nats_port_that_is_taken_is_refused_before_anything_starts(tmp_pat
     assert message == f"port {port} is in use; choose another with --nats-port"
 
 
-async def test_context_length_above_the_models_is_refused_with_the_way_out(tmp_path: Path):
-    message = await refused(tmp_path, "--context-length", "99999")
-    assert "must not exceed the model's 2048" in message
-    assert "--json-model-override-args '{\"max_position_embeddings\": 99999}'" in message
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (("--ssl-certfile", "/none.pem"), "gateway.ssl_certfile: /none.pem: no such file"),
         (("--ssl-certfile", __file__), "not a certificate with its key"),
+        (("--context-length", "99999"), "must not exceed the model's 2048"),
+        (
+            ("--context-length", "99999"),
+            "--json-model-override-args '{\"max_position_embeddings\": 99999}'",
+        ),
+        (
+            ("--hf-chat-template-name", "rag"),
+            "model.chat_template_name (--hf-chat-template-name): the tokenizer has no template "
+            "'rag', only default",
+        ),
+        (
+            ("--chat-template", "/none.jinja"),
+            "model.chat_template (--chat-template): /none.jinja: no such file",
+        ),
     ],
 )
-async def test_files_of_tls_are_read_before_anything_starts(
+async def test_files_of_the_settings_are_read_before_anything_starts(
     tmp_path: Path, arguments: tuple[str, ...], reason: str
 ):
     assert reason in await refused(tmp_path, *arguments)
+    assert list(tmp_path.iterdir()) == []
 
 
-async def test_chat_template_name_that_is_unknown_is_refused_before_anything_starts(tmp_path: Path):
-    message = await refused(tmp_path, "--hf-chat-template-name", "rag")
-    assert message == (
-        "model.chat_template_name (--hf-chat-template-name): the tokenizer has no template "
-        "'rag', only default"
-    )
-
-
-async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(tmp_path: Path):
-    message = await refused(tmp_path, "--chat-template", "/none.jinja")
-    assert message == "model.chat_template (--chat-template): /none.jinja: no such file"
+def test_named_conversation_format_is_refused():
     with pytest.raises(ConfigError, match="chatml: refused: Named conversation formats"):
         settings_of("--chat-template", "chatml")
 
