@@ -70,7 +70,6 @@ def _room_bytes(folder: Path) -> float:
 
 
 def _number(file: Path, name: str) -> int | None:
-    """A number by its name at the start of a line."""
     found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
     return int(found[1]) if found else None
 

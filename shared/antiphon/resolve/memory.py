@@ -44,7 +44,6 @@ class WeightStorage(msgspec.Struct, frozen=True):
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """What the numerics depend on here, by name."""
         if self.quantization.value in ("none", "gguf"):
             return {}
         return {"quantized": f"{self.quantization.value} as {self.quantized.value}"}
@@ -85,7 +84,6 @@ def _quantization(
 
 
 def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Number of weights in quantized linear layers."""
     if quantization is None or not quantization.online:
         return card.weights.quantized
     tables = (1 if card.tied else 2) * card.vocabulary_size * card.hidden_size

@@ -166,7 +166,6 @@ def resolve(
 
 
 def table(plan: ResolvedConfig) -> str:
-    """The plan as aligned lines with the value and reason of each decision."""
     rows = list(_rows(plan))
     names = max(len(name) for name, _, _ in rows)
     values = max(len(value) for _, value, _ in rows if len(value) <= _VALUE_WIDTH)
@@ -184,7 +183,6 @@ def _rows(plan: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
-    """The share of the machine that a worker may use."""
     model = settings.model
     return msgspec.structs.replace(
         device,

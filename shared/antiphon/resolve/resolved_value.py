@@ -10,7 +10,5 @@ T = TypeVar("T")
 
 
 class ResolvedValue(msgspec.Struct, Generic[T], frozen=True):
-    """A value and the reason for it."""
-
     value: T
     reason: str
