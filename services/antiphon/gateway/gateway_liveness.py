@@ -13,8 +13,6 @@ SETTLE_S = 10.0
 
 
 class GatewayLiveness:
-    """The gateways in the cluster, by heartbeats."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._began_at = runtime.clock.now()

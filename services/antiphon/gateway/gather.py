@@ -1,5 +1,3 @@
-"""Concurrent work of one caller, which ends with the first error."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,11 +10,7 @@ T = TypeVar("T")
 
 
 async def gather(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return all results in order.
-
-    Raises:
-        Exception: The first error; the other calls are cancelled.
-    """
+    """Return all results in order, or raise the first error and cancel the other calls."""
     if len(work) == 1:
         return [await work[0]]
     try:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from prometheus_client import Counter
+import msgspec
+from prometheus_client import Counter, Histogram
 
-from antiphon.config.metrics import bounds, token_bounds
-from antiphon.gateway.custom_labels import CustomLabels
+from antiphon.config.metrics import bounds, label_names, token_bounds
 from antiphon.telemetry import catalog
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
-
-    from prometheus_client import Histogram
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.owner.actions import Ended
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", Counter, Histogram)
+
 _SIZES = (
     catalog.PROMPT_TOKENS_HISTOGRAM,
     catalog.UNCACHED_PROMPT_TOKENS_HISTOGRAM,
@@ -37,7 +38,57 @@ _ABORTED = frozenset({"cancelled", "abort"})
 
 TENANTS_MAX = 100
 """Maximum number of tenants with a label of their own; further ones share one."""
+SETS_MAX = 100
+"""Maximum number of custom label value sets with their own series; further ones share one."""
+SETS_BYTES_MAX = 64 * 1024
+"""Maximum total size of these sets, which appear in all request metrics."""
+_VALUE_MAX = 128
 _OTHERS = "other"
+
+custom_labels_var: ContextVar[tuple[str, ...] | None] = ContextVar("custom_labels", default=None)
+"""Label values of the current request, in the order of the allowed labels."""
+
+
+class CustomLabels:
+    """Labels that clients set for their own requests, by a header.
+
+    Labels that are not allowed are ignored, as in SGLang.
+    """
+
+    def __init__(self, config: MetricsConfig) -> None:
+        self.names = label_names(config.custom_labels)
+        self._header = config.custom_labels_header
+        self._seen: set[tuple[str, ...]] = set()
+        self._seen_bytes = 0
+
+    @property
+    def none(self) -> tuple[str, ...]:
+        return ("",) * len(self.names)
+
+    def read(self, headers: Mapping[str, str]) -> None:
+        """Set the labels of the current task from a request's headers."""
+        if self.names:
+            # Set every time, since all requests of a connection are read in one task.
+            text = headers.get(self._header)
+            custom_labels_var.set(self._values(text) if text else None)
+
+    def current(self) -> tuple[str, ...]:
+        return (custom_labels_var.get() or self.none) if self.names else ()
+
+    def _values(self, text: str) -> tuple[str, ...]:
+        try:
+            given = msgspec.json.decode(text, type=dict[str, str | int | float | bool | None])
+        except (msgspec.DecodeError, UnicodeError):
+            return self.none
+        values = tuple([_bounded_value(given.get(name)) for name in self.names])
+        if values in self._seen or values == self.none:
+            return values
+        size = sum(len(value.encode()) for value in values)
+        if len(self._seen) >= SETS_MAX or self._seen_bytes + size > SETS_BYTES_MAX:
+            return (_OTHERS,) * len(self.names)
+        self._seen.add(values)
+        self._seen_bytes += size
+        return values
 
 
 class GatewayMetrics:
@@ -96,14 +147,10 @@ class GatewayMetrics:
         self._gaps: dict[tuple[str, ...], list[float]] = {}
 
     def observe_inter_token_latency(self, stream: RequestStream, seconds: float) -> None:
-        """Record the time between two tokens of a request.
-
-        Called per token, so it must be cheap.
-        """
+        # Called per token, so it must be cheap.
         self._gaps.setdefault(stream.labels, []).append(seconds)
 
     def observe_ttft(self, stream: RequestStream, seconds: float) -> None:
-        """Record the first token of a request."""
         _with(self._ttft, stream.labels).observe(seconds)
 
     def flush_inter_token_latencies(self) -> None:
@@ -115,7 +162,6 @@ class GatewayMetrics:
         self._gaps.clear()
 
     def watch_open(self, count: Callable[[], int]) -> None:
-        """Publish the number of open requests."""
         self._open.set_function(count)
 
     def add_tenants(self, tenants: Iterable[TenantId]) -> None:
@@ -134,16 +180,15 @@ class GatewayMetrics:
             raise
 
     def observe_finished(self, stream: RequestStream, end: Ended) -> None:
-        """Record the end of a request that was open."""
         outcome = end.error.code if end.error else str(stream.finish_reason)
         usage, labels = end.usage, stream.labels
         self._requests.labels(outcome, *labels).inc()
         if outcome in _ABORTED:
-            _counted(self._aborted, labels).inc()
+            _with(self._aborted, labels).inc()
         if stream.submit.sampling.grammar is not None:
-            _counted(self._structured, labels).inc()
-        _counted(self._prompt_tokens, labels).inc(usage.prompt_tokens)
-        _counted(self._generation_tokens, labels).inc(usage.completion_tokens)
+            _with(self._structured, labels).inc()
+        _with(self._prompt_tokens, labels).inc(usage.prompt_tokens)
+        _with(self._generation_tokens, labels).inc(usage.completion_tokens)
         self._cached_tokens.labels("device", *labels).inc(usage.cached_tokens)
         uncached = usage.prompt_tokens - usage.cached_tokens
         sizes = (usage.prompt_tokens, uncached, usage.completion_tokens)
@@ -182,20 +227,19 @@ class GatewayMetrics:
         )
 
     def _label(self, tenant: TenantId) -> str:
-        """The number of labels is bounded, since without keys clients may use any tenant name."""
+        # The number of labels is bounded: without keys clients may use any tenant name.
         return tenant if tenant in self._tenants else _OTHERS
 
 
-def _with(metric: Histogram, labels: tuple[str, ...]) -> Histogram:
+def _with(metric: M, labels: tuple[str, ...]) -> M:
     return metric.labels(*labels) if labels else metric
 
 
-def _counted(metric: Counter, labels: tuple[str, ...]) -> Counter:
-    return metric.labels(*labels) if labels else metric
+def _bounded_value(value: object) -> str:
+    return "" if value is None else str(value)[:_VALUE_MAX]
 
 
 def _bounds(config: MetricsConfig, family: MetricSpec) -> tuple[float, ...]:
-    """The configured bounds of a histogram, if there are any."""
     if family is catalog.TIME_TO_FIRST_TOKEN:
         return bounds(config.time_to_first_token_buckets, family.name)
     if family in (catalog.INTER_TOKEN_LATENCY, catalog.TIME_PER_OUTPUT_TOKEN):

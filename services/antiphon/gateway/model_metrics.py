@@ -1,4 +1,4 @@
-"""Metrics of a whole model, aggregated from the reports of its processes.
+"""Metrics of a whole model, aggregated from the reports of its processes, and their page.
 
 Counters and histograms are summed over all incarnations of all processes, so that a restart lowers
 none. Gauges are those of live processes, summed or averaged as the catalog says.
@@ -11,15 +11,24 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 
-from antiphon.telemetry.catalog import FAMILIES, Kind, Merge
+from antiphon.config.metrics import label_names, label_values
+from antiphon.telemetry.catalog import FAMILIES, Kind, Merge, Side
 from antiphon.wire.base import Process, Role
 from antiphon.wire.metrics import MetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from antiphon.telemetry.catalog import MetricSpec
+    from prometheus_client import Metric
+
+    from antiphon.config.metrics import MetricsConfig
+    from antiphon.telemetry.catalog import MetricSpec, SglangMetric
     from antiphon.wire.ids import ModelName
     from antiphon.wire.metrics import MetricSeries, MetricsReport
 
@@ -31,28 +40,25 @@ PARTIAL_MAX = 64
 FORGET_S = 60.0
 """How long a process must be silent before another one may take its place."""
 
+_RANKS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+_WORKER, _RANK = "worker", "dp_rank"
+
 Labels = tuple[str, ...]
+SeriesKey = tuple[str, Labels, str, tuple[float, ...]]
+"""Metric, labels, worker and histogram bounds."""
 
 
 class Total(msgspec.Struct):
-    """A series of the model.
-
-    For a histogram `counts` are cumulative per bound, the last one is the total.
-
-    Attributes:
-        worker: Its process, if processes are kept separate.
-    """
+    """A series of the model."""
 
     labels: Labels
-    worker: str
+    worker: str  # its process, if processes are kept separate
     value: float = 0.0
-    counts: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()  # of a histogram: cumulative per bound, the last is the total
     parts: int = 0
 
 
 class FamilyTotal(NamedTuple):
-    """A metric of the model."""
-
     family: MetricSpec
     bounds: tuple[float, ...]
     series: list[Total]
@@ -75,14 +81,20 @@ class _Parts(msgspec.Struct):
     families: dict[int, tuple[MetricFamily, ...]]
 
 
+class _Sum(NamedTuple):
+    """Series that are the same under SGLang's labels."""
+
+    values: list[float]
+    counts: list[tuple[float, ...]]
+
+
 class ModelMetrics:
     """Keeps the last report of each process, dead ones included: their counts are part of the sums.
 
     Args:
         model: Reports of other models are ignored.
-        process: This gateway.
+        process: This gateway, whose report `own` returns.
         now: Clock of this process.
-        own: Returns this gateway's own report.
         by_worker: Whether to keep the metrics of workers separate.
         custom: Number of custom labels of request metrics.
     """
@@ -105,13 +117,12 @@ class ModelMetrics:
         self._custom = custom
         self._reports: OrderedDict[Process, _ProcessReport] = OrderedDict()
         self._parts: OrderedDict[Process, _Parts] = OrderedDict()
-        self._folded: dict[tuple[str, Labels, str, tuple[float, ...]], Total] = {}
+        self._folded: dict[SeriesKey, Total] = {}
         self._folded_lives: OrderedDict[Process, None] = OrderedDict()
         self.rejected = 0
         """Number of unusable reports."""
 
     def take(self, report: MetricsReport) -> None:
-        """Add the report of another process."""
         if report.process == self._process or report.model not in (None, self._model):
             return
         if (
@@ -196,7 +207,7 @@ class ModelMetrics:
 
     def _add(
         self,
-        sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
+        sums: dict[SeriesKey, Total],
         family: MetricSpec,
         given: MetricFamily,
         report: _ProcessReport,
@@ -231,7 +242,7 @@ def _merge(total: Total, family: MetricSpec, series: MetricSeries) -> None:
 
 
 def _by_family(
-    sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
+    sums: dict[SeriesKey, Total],
 ) -> Iterator[FamilyTotal]:
     """Group series by metric. Of several sets of histogram bounds the most common one is used."""
     found: dict[str, dict[tuple[float, ...], list[Total]]] = {}
@@ -251,3 +262,133 @@ def _settled(family: MetricSpec, total: Total) -> Total:
     if family.kind is Kind.GAUGE and family.merge is Merge.MEAN:
         return msgspec.structs.replace(total, value=total.value / total.parts, parts=1)
     return total
+
+
+class Exposition:
+    """`ModelMetrics` in the Prometheus format, under our names and SGLang's.
+
+    Args:
+        config: Custom labels, extra labels of every series, and whether workers are separate.
+        model, process, now, own: See `ModelMetrics`.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        model: ModelName,
+        process: Process,
+        now: Callable[[], float],
+        own: Callable[[], MetricsReport],
+    ) -> None:
+        self._model = model
+        self._custom = label_names(config.custom_labels)
+        self._extra = label_values(config.extra_labels)
+        self._by_worker = config.by_worker
+        self.metrics = ModelMetrics(
+            model, process, now, own, by_worker=config.by_worker, custom=len(self._custom)
+        )
+
+    def collect(self, private: bool) -> Iterator[Metric]:
+        """Format all metrics of the model; per-tenant ones only if `private`."""
+        totals = [each for each in self.metrics.totals() if private or not each.family.private]
+        workers = sorted({one.worker for each in totals for one in each.series if one.worker})
+        ranks = {worker: str(rank) for rank, worker in enumerate(workers)}
+        for each in totals:
+            yield self._ours(each)
+        for each in totals:
+            for view in each.family.sglang:
+                counted = [one for one in each.series if _counts(each, view, one)]
+                if counted:
+                    yield self._theirs(each, view, counted, ranks)
+
+    def _names(self, each: FamilyTotal) -> tuple[str, ...]:
+        return (*each.family.labels, *(self._custom if each.family.custom else ()))
+
+    def _ours(self, each: FamilyTotal) -> Metric:
+        names = self._names(each)
+        separate = (_WORKER,) if self._by_worker and _WORKER not in names else ()
+        rows = [
+            (
+                {**self._extra, **dict(zip(names, one.labels, strict=True))}
+                | dict.fromkeys(separate, one.worker),
+                one.value,
+                one.counts,
+            )
+            for one in each.series
+        ]
+        return _family(each, each.family.full_name, each.family.help, rows)
+
+    def _theirs(
+        self,
+        each: FamilyTotal,
+        view: SglangMetric,
+        series: Sequence[Total],
+        ranks: Mapping[str, str],
+    ) -> Metric:
+        sums: dict[tuple[tuple[str, str], ...], _Sum] = {}
+        for one in series:
+            key = tuple(self._labels(each, view, one, ranks).items())
+            sums.setdefault(key, _Sum([], [])).values.append(one.value)
+            sums[key].counts.append(one.counts)
+        rows = [
+            (dict(key), _merged(each, found.values) * view.scale, _added(found.counts))
+            for key, found in sums.items()
+        ]
+        return _family(each, f"sglang:{view.name}", each.family.help, rows)
+
+    def _labels(
+        self, each: FamilyTotal, view: SglangMetric, one: Total, ranks: Mapping[str, str]
+    ) -> dict[str, str]:
+        """SGLang's labels of one of our series."""
+        labels = dict(self._extra)
+        if view.side is not Side.PLAIN:
+            labels["model_name"] = self._model
+        if view.side is Side.SCHEDULER:
+            labels |= {**_RANKS, _RANK: ranks.get(one.worker, "0")}
+        given = dict(zip(self._names(each), one.labels, strict=True))
+        kept = (*view.labels, *(self._custom if each.family.custom else ()))
+        return labels | {name: given[name] for name in kept} | dict(view.fixed)
+
+
+def _counts(each: FamilyTotal, view: SglangMetric, one: Total) -> bool:
+    """Whether SGLang's metric includes one of our series."""
+    if view.only is None:
+        return True
+    label, value = view.only
+    return one.labels[each.family.labels.index(label)] == value
+
+
+def _merged(each: FamilyTotal, values: list[float]) -> float:
+    match (each.family.kind, each.family.merge):
+        case (Kind.GAUGE, Merge.MEAN):
+            return sum(values) / len(values)
+        case (Kind.GAUGE, Merge.MAX):
+            return max(values)
+        case _:
+            return sum(values)
+
+
+def _added(counts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple([sum(column) for column in zip(*counts, strict=True)])
+
+
+def _family(
+    each: FamilyTotal,
+    name: str,
+    help_: str,
+    rows: Iterable[tuple[Mapping[str, str], float, tuple[float, ...]]],
+) -> Metric:
+    rows = list(rows)
+    names = sorted(rows[0][0])
+    if each.family.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(name, help_, labels=names)
+        bounds = [*map(str, each.bounds), "+Inf"]
+        for labels, value, counts in rows:
+            buckets = list(zip(bounds, counts, strict=True))
+            histogram.add_metric([labels[key] for key in names], buckets, sum_value=value)
+        return histogram
+    kind = CounterMetricFamily if each.family.kind is Kind.COUNTER else GaugeMetricFamily
+    numbers = kind(name, help_, labels=names)
+    for labels, value, _ in rows:
+        numbers.add_metric([labels[key] for key in names], value)
+    return numbers

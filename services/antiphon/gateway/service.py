@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys_file import KeysFile
-from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.http.core.app import http_server
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader
@@ -20,6 +19,7 @@ from antiphon.gateway.http.core.request_metrics import metrics_middleware
 from antiphon.gateway.http.core.root_path import prefix_of
 from antiphon.gateway.http.families import all_operations
 from antiphon.gateway.metrics import GatewayMetrics
+from antiphon.gateway.model_metrics import Exposition
 from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
 from antiphon.gateway.nats.generate import NatsGenerationEndpoints
 from antiphon.gateway.owner.driver import OwnerDriver
@@ -134,7 +134,6 @@ class GatewayService:
                 await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Endpoints for NATS clients, text of detokenizers, notices of the leader, and aborts."""
         address = {"gateway": self._runtime.process.instance}
         return (
             StreamEndpoint(route=TEXT, apply=self._driver.on_text_batch, address=address),
@@ -161,10 +160,10 @@ class GatewayService:
                 raise
 
     def _show_model(self, runtime: Runtime) -> ModelMetrics:
-        """Make `/metrics` cover the whole model."""
+        # `/metrics` covers the whole model.
         own = partial(report_of, self, runtime)
         now = runtime.clock.now
-        page = Exposition.of(self._settings.metrics, self._model, runtime.process, now, own)
+        page = Exposition(self._settings.metrics, self._model, runtime.process, now, own)
         runtime.metrics.show(page.collect)
         return page.metrics
 
@@ -176,11 +175,9 @@ class GatewayService:
             self._submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:
-        """The served model."""
         return self._model
 
     def report(self) -> Report:
-        """Number of open requests."""
         return Report(load=self._driver.open_count)
 
     async def drain(self) -> None:

@@ -50,7 +50,6 @@ class WorkerControl:
                 yield peer, peer.heartbeat.worker
 
     def dp_rank(self, instance: InstanceId) -> int | None:
-        """Index of a worker among them, if it is listed."""
         names = [peer.process.instance for peer, _ in self.loads()]
         return names.index(instance) if instance in names else None
 
@@ -58,16 +57,7 @@ class WorkerControl:
         """Flush the prefix cache of every idle worker; return the number of freed pages.
 
         Each worker decides for itself whether it is idle, since its last load report may be
-        outdated.
-
-        Args:
-            timeout_s: How long to wait for busy workers.
-
-        Returns:
-            None if one was still busy then; the others have flushed.
-
-        Raises:
-            EngineError: There is no worker, or one did not reply.
+        outdated. Returns None if one was still busy after `timeout_s`; the others have flushed.
         """
         until = self._runtime.clock.now() + timeout_s
         pages = 0
@@ -86,9 +76,6 @@ class WorkerControl:
         """Ask the other gateways to abort the requests whose ids have this prefix, or equal it.
 
         With a `tenant`, only its requests.
-
-        Raises:
-            EngineError: The broker is not reachable.
         """
         message = AbortRequests(
             prefix=prefix,

@@ -9,8 +9,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.wire.examples import EXAMPLES
 
-from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.metrics import GatewayMetrics
+from antiphon.gateway.model_metrics import Exposition
 from antiphon.gateway.owner.actions import Accepted, Ended, TextDelta
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.service.metrics_publisher import families
@@ -46,7 +46,7 @@ class Door:
         self.metrics = Metrics()
         self.counted = GatewayMetrics(self.metrics, settings.metrics)
         self.metrics.before_collect(self.counted.flush_inter_token_latencies)
-        self.page = Exposition.of(
+        self.page = Exposition(
             settings.metrics, MODEL, GATEWAY, lambda: self.now, lambda: report(self.metrics)
         )
         self.model = self.page.metrics

@@ -10,7 +10,7 @@ from tests.unit.gateway.metrics_page import Door, labels_of, value, worker
 
 from antiphon.config.settings import Settings
 from antiphon.gateway import model_metrics
-from antiphon.gateway.custom_labels import SETS_MAX, CustomLabels
+from antiphon.gateway.metrics import SETS_MAX, CustomLabels
 from antiphon.telemetry import catalog
 from antiphon.wire.ids import ModelName
 from antiphon.wire.metrics import MetricFamily, MetricSeries

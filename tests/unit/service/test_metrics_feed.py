@@ -13,7 +13,7 @@ from tests.unit.service.test_run import EchoService
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.settings import Settings
-from antiphon.gateway.custom_labels import CustomLabels
+from antiphon.gateway.metrics import CustomLabels
 from antiphon.gateway.model_metrics import ModelMetrics
 from antiphon.service import metrics_publisher as metrics_feed
 from antiphon.telemetry import catalog

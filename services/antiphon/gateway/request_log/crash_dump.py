@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.request_log import lines
@@ -30,13 +30,7 @@ class CrashDump:
     """Writes `<folder>/<host>/crash_dump_<time>.jsonl` once.
 
     The first line has counts; unfinished requests follow, then finished ones, the latest first, up
-    to the size limit.
-
-    Args:
-        folder: The configured folder.
-        instance: This gateway.
-        bytes_max: Maximum size of the file.
-        unix_ms: Wall clock.
+    to `bytes_max`.
     """
 
     def __init__(
@@ -90,16 +84,13 @@ class CrashDump:
         return path
 
     def _open(self, now: int) -> tuple[Path, int]:
-        """Open a new file; two gateways on a host may crash in the same second."""
+        # Two gateways on a host may crash in the same second.
         moment = time.strftime("%Y%m%d_%H%M%S", time.gmtime(now / 1000))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        for number in range(_NAMES_MAX):
-            behind = f"_{number}" if number else ""
+        for behind in ("", *(f"_{number}" for number in range(1, _NAMES_MAX))):
             path = self._folder / f"crash_dump_{moment}{behind}.jsonl"
-            try:
+            with suppress(FileExistsError):
                 return path, os.open(path, flags, 0o600)
-            except FileExistsError:
-                continue
         raise FileExistsError(f"{self._folder} already has {_NAMES_MAX} crash dumps of {moment}")
 
 

@@ -26,7 +26,6 @@ _UNPRINTABLE = re.compile(
 
 
 def received(record: RequestRecord, level: int) -> dict[str, object]:
-    """Format the arrival of a request."""
     return _head(RECEIVED, record.received_unix_ms, record) | _request_fields(record, level)
 
 
@@ -41,14 +40,12 @@ def finished(record: RequestRecord, level: int) -> dict[str, object]:
 
 
 def exported(record: RequestRecord, model: str) -> dict[str, object]:
-    """Format the metrics of a finished request."""
     assert record.ended_unix_ms is not None
     head = _head(FINISHED, record.ended_unix_ms, record)
     return {"timestamp": head["timestamp"], "model_name": model} | _named(record) | _end(record)
 
 
 def dumped(record: RequestRecord, unix_ms: int) -> dict[str, object]:
-    """Format a complete request, finished or not."""
     if record.ended_unix_ms is not None:
         return finished(record, EVERYTHING)
     line = _head(UNFINISHED, unix_ms, record) | _request_fields(record, EVERYTHING)
@@ -56,7 +53,6 @@ def dumped(record: RequestRecord, unix_ms: int) -> dict[str, object]:
 
 
 def as_json(line: Mapping[str, object]) -> bytes:
-    """Format a line as a JSON object."""
     return _json(line).encode() + b"\n"
 
 
@@ -97,10 +93,8 @@ def _request_fields(record: RequestRecord, level: int) -> dict[str, object]:
         found["sampling_params"] = record.sampling
     content = record.content
     if level >= TEXTS and content is not None:
-        whole = level >= EVERYTHING
-        found["input"] = (
-            content if whole or not isinstance(content, RecordedInput) else content.cut()
-        )
+        shortened = level < EVERYTHING and isinstance(content, RecordedInput)
+        found["input"] = TextTruncator().value(content) if shortened else content
     return found
 
 

@@ -6,6 +6,7 @@ writer thread may read it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -16,9 +17,8 @@ from antiphon.wire.tokenize import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.gateway.owner.actions import Finished
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.wire.ids import RequestId
+    from antiphon.wire.ids import RequestId, TenantId
 
 CUT_CHARACTERS = 2048
 """Maximum characters of an input or output logged at level 2, and of a parameter at level 1."""
@@ -48,7 +48,6 @@ class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, gen_request: GenerationRequest) -> RecordedInput:
-        """Take the input of a request."""
         return cls(
             messages=gen_request.messages,
             text=gen_request.prompt,
@@ -70,12 +69,6 @@ class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
             for message in self.messages or ()
         )
 
-    def cut(self) -> Mapping[str, object]:
-        """Return its first `CUT_CHARACTERS`."""
-        cut = TextTruncator()
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: cut.value(value) for name, value in fields.items() if value is not None}
-
 
 class TextTruncator:
     """Truncates a value after a number of text characters, without visiting the rest."""
@@ -84,7 +77,6 @@ class TextTruncator:
         self._left = characters
 
     def value(self, value: object) -> object:
-        """Return as much of it as fits."""
         match value:
             case str():
                 taken = value[: max(0, self._left)]
@@ -93,10 +85,11 @@ class TextTruncator:
             case tuple() | list():
                 return self._items(cast("Sequence[object]", value))
             case msgspec.Struct():
-                fields = msgspec.structs.asdict(value)
-                defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
-                kept = {name: one for name, one in fields.items() if one != defaults[name]}
-                return {name: self.value(one) for name, one in kept.items()}
+                return {
+                    field.name: self.value(one)
+                    for field in msgspec.structs.fields(value)
+                    if (one := getattr(value, field.name)) != field.default
+                }
             case dict():
                 return self._named(cast("Mapping[str, object]", value))
             case _:
@@ -123,79 +116,67 @@ class TextTruncator:
         return found
 
 
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """The record of one request.
 
     Attributes:
-        request_id: The cluster's request id; `rid` is the client's, or the same.
-        api: API of the request.
-        received_unix_ms: Time of arrival.
-        sampling: Its sampling parameters, if they are logged.
-        content: Its input, if it is logged or dumped: truncated, or a `RecordedInput`.
+        rid: The client's request id, or the cluster's.
+        private: Whether it is excluded from logs and dumps.
         room: Characters of each output that may still be recorded.
-        held_bytes: Size of its texts.
         texts: Output of each choice, in pieces; empty if outputs are not recorded.
+        finish_reasons: Finish reason of each choice; None while it is running.
+        sampling: Its sampling parameters, if they are logged.
+        content: Its input, if it is logged or dumped: a `RecordedInput`, or truncated.
+        held_bytes: Size of its texts.
         cut: Whether a text was truncated.
         logged: Whether its arrival was logged.
-        private: Whether it is excluded from logs and dumps.
-        finish_reasons: Finish reason of each choice; None while it is running.
         outcome: Finish reason of the last choice, or an error code.
     """
 
-    __slots__ = (
-        "api",
-        "choices",
-        "content",
-        "cut",
-        "decode_s",
-        "e2e_s",
-        "ended_at",
-        "ended_unix_ms",
-        "error",
-        "finish_reasons",
-        "first_token_s",
-        "held_bytes",
-        "logged",
-        "outcome",
-        "priority",
-        "private",
-        "received_unix_ms",
-        "request_id",
-        "rid",
-        "room",
-        "sampling",
-        "tenant",
-        "texts",
-        "usage",
-    )
+    request_id: RequestId
+    rid: str
+    tenant: TenantId
+    api: str
+    priority: int | None
+    choices: int
+    private: bool
+    received_unix_ms: int
+    room: list[int]
+    texts: list[list[str]]
+    finish_reasons: list[str | None]
+    sampling: Mapping[str, object] | None = None
+    content: object = None
+    held_bytes: int = _BASE_BYTES
+    cut: bool = False
+    logged: bool = False
+    outcome: str | None = None
+    error: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    ended_at: float | None = None
+    ended_unix_ms: int | None = None
+    first_token_s: float | None = None
+    e2e_s: float | None = None
+    decode_s: float | None = None
 
-    def __init__(
-        self, gen_request: GenerationRequest, request_id: RequestId, received_unix_ms: int
-    ) -> None:
-        self.request_id = request_id
-        self.rid = str(request_id if gen_request.key is None else gen_request.key)
-        self.tenant = gen_request.tenant
-        self.api = gen_request.api
-        self.priority = gen_request.priority
-        self.choices = gen_request.choices
-        self.received_unix_ms = received_unix_ms
-        self.sampling: Mapping[str, object] | None = None
-        self.content: RecordedInput | Mapping[str, object] | None = None
-        self.room = [0] * gen_request.choices
-        self.held_bytes = _BASE_BYTES
-        self.texts: list[list[str]] = [[] for _ in range(gen_request.choices)]
-        self.cut = False
-        self.logged = False
-        self.private = gen_request.private
-        self.finish_reasons: list[str | None] = [None] * gen_request.choices
-        self.outcome: str | None = None
-        self.error: str | None = None
-        self.usage = Usage()
-        self.ended_at: float | None = None
-        self.ended_unix_ms: int | None = None
-        self.first_token_s: float | None = None
-        self.e2e_s: float | None = None
-        self.decode_s: float | None = None
+    @classmethod
+    def of(
+        cls, gen_request: GenerationRequest, request_id: RequestId, received_unix_ms: int
+    ) -> RequestRecord:
+        choices = gen_request.choices
+        return cls(
+            request_id=request_id,
+            rid=str(request_id if gen_request.key is None else gen_request.key),
+            tenant=gen_request.tenant,
+            api=gen_request.api,
+            priority=gen_request.priority,
+            choices=choices,
+            private=gen_request.private,
+            received_unix_ms=received_unix_ms,
+            room=[0] * choices,
+            texts=[[] for _ in range(choices)],
+            finish_reasons=[None] * choices,
+        )
 
     def keep(self, choice: int, text: str) -> int:
         """Record as much of an output piece as fits; return its number of characters."""
@@ -207,22 +188,14 @@ class RequestRecord:
             self.texts[choice].append(text)
         return len(text)
 
-    def finish(self, event: Finished) -> None:
-        """A choice has finished."""
-        self.finish_reasons[event.choice] = str(event.reason)
-
 
 def sampling_of(gen_request: GenerationRequest) -> dict[str, object]:
     """Return the request's sampling parameters by SGLang's names; long ones are truncated."""
     found: dict[str, object] = {}
-    for name, field in zip(
-        gen_request.sampling.__struct_fields__,
-        msgspec.structs.fields(gen_request.sampling),
-        strict=True,
-    ):
-        value = getattr(gen_request.sampling, name)
-        if name not in _NO_SAMPLING and value not in (None, {}, field.default):
-            found[_NAMES.get(name, name)] = TextTruncator().value(value)
+    for each in msgspec.structs.fields(gen_request.sampling):
+        value = getattr(gen_request.sampling, each.name)
+        if each.name not in _NO_SAMPLING and value not in (None, {}, each.default):
+            found[_NAMES.get(each.name, each.name)] = TextTruncator().value(value)
     named = {
         "max_new_tokens": gen_request.tokens_max,
         "n": gen_request.choices if gen_request.choices > 1 else None,

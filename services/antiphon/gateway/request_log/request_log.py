@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import Counter
@@ -22,6 +22,7 @@ from antiphon.gateway.request_log.record import (
     CUT_CHARACTERS,
     RecordedInput,
     RequestRecord,
+    TextTruncator,
     sampling_of,
 )
 from antiphon.gateway.request_log.writer import (
@@ -54,17 +55,7 @@ _ALL_CHARACTERS = 2**62
 _QUEUED_BYTES = 2048
 """Size of a queued record without its texts."""
 
-
-class LogTarget(Protocol):
-    """Destination of lines."""
-
-    def write(self, line: bytes, unix_s: float) -> None:
-        """Write a line. Raises OSError."""
-        ...
-
-    def close(self) -> None:
-        """Release open files; the next line opens them again."""
-        ...
+LogTarget = HourlyFile | StandardOutput
 
 
 class LoggingOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +68,6 @@ class LoggingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLog:
-    """One per gateway.
-
-    Attributes:
-        logging: Current settings.
-        folders: Folders named by the settings.
-    """
-
     def __init__(self, runtime: Runtime, model: str) -> None:
         config = runtime.settings.request_log
         self._config = config
@@ -96,7 +80,6 @@ class RequestLog:
             ("reason",),
             registry=runtime.metrics.registry,
         )
-        self._dropped = dropped
         self._writer = RecordWriter(config.queue_bytes_max, dropped, runtime.clock.now)
         self._open: dict[RequestId, RequestRecord] = {}
         self._finished: deque[RequestRecord] = deque()
@@ -144,11 +127,10 @@ class RequestLog:
                     raise ConfigError(f"request_log: the folder {name}: {error}") from error
 
     def begin(self, gen_request: GenerationRequest, request_id: RequestId) -> RequestRecord | None:
-        """Start the record of a request, if records are enabled."""
         active = self.logging.enabled or self._exported is not None or self.crash_dump is not None
         if not active or gen_request.api == PROBE_API:
             return None
-        record = RequestRecord(gen_request, request_id, self._clock.unix_ms())
+        record = RequestRecord.of(gen_request, request_id, self._clock.unix_ms())
         if not record.private:
             self._take_input(record, gen_request)
         self._held_bytes += record.held_bytes
@@ -168,17 +150,15 @@ class RequestLog:
         self._end(record)
 
     def follow(self, record: RequestRecord, event: StreamEvent) -> None:
-        """Update the record from an event."""
         match event:
             case TextDelta() if event.text and record.room[event.choice]:
                 self._record_text(record, event.choice, event.text)
             case Finished():
-                record.finish(event)
+                record.finish_reasons[event.choice] = str(event.reason)
             case _:
                 pass
 
     def end(self, record: RequestRecord, stream: RequestStream, event: Ended) -> None:
-        """End the record of a request that was open."""
         assert stream.ended_at is not None
         record.usage = event.usage
         record.outcome = event.error.code if event.error else str(stream.finish_reason)
@@ -190,7 +170,6 @@ class RequestLog:
         self._end(record)
 
     def configure(self, wanted: LoggingOptions) -> None:
-        """Change the settings."""
         self.logging = wanted
         self._open_targets()
 
@@ -202,7 +181,6 @@ class RequestLog:
             self.crash_dump.write(reason, [record for record in held if not record.private])
 
     async def close(self) -> None:
-        """Write what is queued."""
         await self._writer.close()
 
     def _take_input(self, record: RequestRecord, gen_request: GenerationRequest) -> None:
@@ -214,18 +192,11 @@ class RequestLog:
         if not whole and level < lines.TEXTS:
             return
         content = RecordedInput.of(gen_request)
-        if not whole:
-            record.content = content.cut()
-            record.room = [CUT_CHARACTERS + 1] * record.choices
-            record.held_bytes += CUT_CHARACTERS
-        elif self._make_room(content.size_bytes):
-            record.content = content
-            record.room = [_ALL_CHARACTERS] * record.choices
-            record.held_bytes += content.size_bytes
-        else:
-            record.content, record.cut = content.cut(), True
-            record.room = [CUT_CHARACTERS + 1] * record.choices
-            record.held_bytes += CUT_CHARACTERS
+        fits = whole and self._make_room(content.size_bytes)
+        record.content = content if fits else TextTruncator().value(content)
+        record.cut = whole and not fits
+        record.room = [_ALL_CHARACTERS if fits else CUT_CHARACTERS + 1] * record.choices
+        record.held_bytes += content.size_bytes if fits else CUT_CHARACTERS
 
     def _record_text(self, record: RequestRecord, choice: int, text: str) -> None:
         if not self._make_room(len(text)):
@@ -330,7 +301,6 @@ class RecordedStream(RequestStream):
         self._request_log = request_log
 
     def put(self, event: StreamEvent, now: float) -> None:
-        """Add an event, wake the reader, and record the event."""
         super().put(event, now)
         try:
             if self.ended is None:

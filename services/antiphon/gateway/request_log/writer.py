@@ -31,13 +31,7 @@ _STDOUT = 1
 
 
 class RecordWriter:
-    """Runs writes in order, in one thread.
-
-    Args:
-        bytes_max: Maximum size of the queue.
-        dropped: Counts records that were not written, by reason.
-        now: Clock of this process.
-    """
+    """Runs writes in order, in one thread. `dropped` counts what was not written, by reason."""
 
     def __init__(self, bytes_max: int, dropped: Counter, now: Callable[[], float]) -> None:
         self._bytes_max = bytes_max
@@ -106,11 +100,6 @@ class HourlyFile:
         self._torn = False  # whether the file ends within a line, after a partial write
 
     def write(self, line: bytes, unix_s: float) -> None:
-        """Append a line to the file of this time.
-
-        Raises:
-            OSError: It cannot be written.
-        """
         hour = time.strftime("%Y%m%d_%H", time.gmtime(unix_s))
         if self._descriptor is not None and (
             hour != self._hour or os.fstat(self._descriptor).st_nlink == 0
@@ -127,50 +116,33 @@ class HourlyFile:
         self._torn = False
 
     def close(self) -> None:
-        """Close the file; the next line opens one."""
+        """Release the file; the next line opens one."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 class StandardOutput:
-    """Standard output of the process."""
-
     def write(self, line: bytes, unix_s: float) -> None:
-        """Write a line.
-
-        Raises:
-            OSError: It cannot be written.
-        """
         del unix_s
         write_all(_STDOUT, line)
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder that a setting names."""
     return Path(name).expanduser()
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can read, unless it exists.
-
-    Raises:
-        OSError: It cannot be created, or is not writable.
-    """
+    """Create a folder that only its owner can read; raise OSError if it is not writable."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} is not writable")
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all data, in as many pieces as needed.
-
-    Raises:
-        OSError: It cannot be written.
-    """
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
