@@ -262,7 +262,7 @@ def _apis(summaries: Mapping[tuple[str, str], str]) -> Iterator[str]:
     yield "## HTTP\n"
     families: dict[str, dict[str, list[str]]] = {}
     for (method, path), summary in summaries.items():
-        if not summary.startswith("Refused"):
+        if not summary.startswith("Not supported"):
             families.setdefault(_family(path), {}).setdefault(path, []).append(method)
     yield from table(
         ("API", "routes", "paths"),
@@ -280,15 +280,16 @@ def _apis(summaries: Mapping[tuple[str, str], str]) -> Iterator[str]:
     yield "SGLang's other routes are answered with 404, a code and the reason:\n"
     by_reason: dict[tuple[str, str], list[str]] = {}
     for absent in ABSENT:
-        by_reason.setdefault((absent.why, absent.reason), []).append(absent.path)
+        by_reason.setdefault((absent.error.code, absent.reason), []).extend(absent.paths.split())
     yield from table(
         ("code", "reason", "paths"),
         ((f"`{why}`", reason, _code(paths)) for (why, reason), paths in by_reason.items()),
     )
+    absent_paths = {path for paths in by_reason.values() for path in paths}
     elsewhere = [
         f"`{method} {path}`"
         for (method, path), summary in summaries.items()
-        if summary.startswith("Refused") and path not in {absent.path for absent in ABSENT}
+        if summary.startswith("Not supported") and path not in absent_paths
     ]
     yield f"\nRoutes of other servers that are refused: {', '.join(elsewhere)}.\n"
 

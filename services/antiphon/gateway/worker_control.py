@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.gather import gather
@@ -35,18 +36,18 @@ _ABORT_S = 5.0
 """Maximum age of an abort: later, the id may belong to another request."""
 
 
+@dataclass(frozen=True)
 class WorkerControl:
     """Commands go to every worker of the model, and are complete when all have applied them."""
 
-    def __init__(self, runtime: Runtime, model: ModelName) -> None:
-        self._runtime = runtime
-        self._model = model
+    runtime: Runtime
+    model: ModelName
 
     def loads(self) -> Iterator[tuple[Peer, WorkerLoad]]:
         """The last load report of each worker, in the order of their names."""
-        peers = self._runtime.peers.with_role(Role.WORKER)
+        peers = self.runtime.peers.with_role(Role.WORKER)
         for peer in sorted(peers, key=lambda peer: peer.process.instance):
-            if peer.heartbeat.worker is not None and peer.heartbeat.model == self._model:
+            if peer.heartbeat.worker is not None and peer.heartbeat.model == self.model:
                 yield peer, peer.heartbeat.worker
 
     def dp_rank(self, instance: InstanceId) -> int | None:
@@ -59,14 +60,14 @@ class WorkerControl:
         Each worker decides for itself whether it is idle, since its last load report may be
         outdated. Returns None if one was still busy after `timeout_s`; the others have flushed.
         """
-        until = self._runtime.clock.now() + timeout_s
+        until = self.runtime.clock.now() + timeout_s
         pages = 0
         while True:
             done = await self.command(FlushCache(unless_busy=True))
             pages += sum(each.pages_freed for each in done)
             if not any(each.requests for each in done):
                 return pages
-            if self._runtime.clock.now() >= until:
+            if self.runtime.clock.now() >= until:
                 return None
             await asyncio.sleep(_LOOK_S)
 
@@ -81,10 +82,10 @@ class WorkerControl:
             prefix=prefix,
             tenant=tenant,
             exact=exact,
-            sender=self._runtime.process,
-            not_after_unix_ms=self._runtime.clock.unix_ms() + round(_ABORT_S * 1000),
+            sender=self.runtime.process,
+            not_after_unix_ms=self.runtime.clock.unix_ms() + round(_ABORT_S * 1000),
         )
-        self._runtime.bus.publish(ABORT, message, model=self._model)
+        self.runtime.bus.publish(ABORT, message, model=self.model)
 
     async def command(self, order: WorkerCommand) -> list[ControlDone]:
         """Send a command to every worker, and wait until all have applied it.
@@ -95,7 +96,7 @@ class WorkerControl:
         workers = [peer.process.instance for peer, _ in self.loads()]
         if not workers:
             raise Unavailable("no worker is available", retry_after_s=1.0)
-        call = self._runtime.bus.call
+        call = self.runtime.bus.call
         return await gather(
             [call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker) for worker in workers]
         )

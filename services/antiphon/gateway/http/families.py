@@ -11,13 +11,12 @@ from antiphon.gateway.http.core.openapi import OpenApi
 from antiphon.gateway.http.core.pooling import PoolingHandler
 from antiphon.gateway.http.core.respond import ResponseHandler
 from antiphon.gateway.http.core.session_requests import SessionRequests
-from antiphon.gateway.http.native.absent_routes import AbsentRoutesEndpoints
+from antiphon.gateway.http.native.absent_routes import absent_operations
 from antiphon.gateway.http.native.control import ControlEndpoints
 from antiphon.gateway.http.native.encode import EncodeEndpoints
 from antiphon.gateway.http.native.endpoints import GenerateEndpoints
 from antiphon.gateway.http.native.health import HealthEndpoints
 from antiphon.gateway.http.native.info import InfoEndpoints
-from antiphon.gateway.http.native.logging_control import LoggingEndpoints
 from antiphon.gateway.http.native.parsing import ParsingEndpoints
 from antiphon.gateway.http.ollama.embeddings import OllamaEmbeddingEndpoints
 from antiphon.gateway.http.ollama.endpoints import OllamaGenerationEndpoints
@@ -65,7 +64,6 @@ def all_operations(
     metrics_ports: Callable[[], Mapping[str, int]],
     request_log: RequestLog,
 ) -> Sequence[Operation]:
-    """Return the operations of all families."""
     gateway = runtime.settings.gateway
     keepalive = Keepalive(runtime.clock)
     runtime.group.create_task(keepalive.run())
@@ -73,7 +71,7 @@ def all_operations(
         submission, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
     )
     workers = WorkerControl(runtime, model)
-    control = ControlEndpoints(response_handler, submission, workers)
+    control = ControlEndpoints(response_handler, submission, workers, request_log, access)
     vectors = PoolingHandler(response_handler, tokenizers)
 
     async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
@@ -116,8 +114,7 @@ def all_operations(
         *InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics).operations(),
         *HealthEndpoints(runtime, model, response_handler, tokenizers).operations(),
         *control.operations(),
-        *LoggingEndpoints(response_handler, request_log, access).operations(),
         *ParsingEndpoints(response_handler).operations(),
-        *AbsentRoutesEndpoints().operations(),
+        *absent_operations(),
     )
     return (*served, *OpenApi(served, gateway.root_path.rstrip("/")).operations())

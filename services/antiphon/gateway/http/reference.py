@@ -83,7 +83,6 @@ the APIs: [http.md](../http.md). A null is equivalent to an omitted field.
 
 
 def page() -> str:
-    """Return the page."""
     return "\n".join([_HEAD, *_parts()]).rstrip() + "\n"
 
 

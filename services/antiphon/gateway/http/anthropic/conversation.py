@@ -49,12 +49,7 @@ def continues_last_turn(
 ) -> tuple[tuple[ChatMessage, ...], bool]:
     """Return whether the last turn is to be continued; an empty one is dropped.
 
-    Args:
-        turns: The conversation.
-        at: Path of its last message, for errors.
-
-    Raises:
-        InvalidRequest: It cannot be continued.
+    `at` is the path of the last message, for errors.
     """
     last = turns[-1]
     if last.role != "assistant":
@@ -96,7 +91,6 @@ def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMe
 
 
 def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
-    """Convert an assistant message."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[MessageToolCall] = []
@@ -175,7 +169,6 @@ def _misplaced(block: Block, role: str, at: str) -> NoReturn:
 
 
 def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    """Merge two turns of one role."""
 
     def both(one: str | None, other: str | None) -> str:
         return _BETWEEN.join(text for text in (one, other) if text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -49,29 +50,20 @@ _TOOL = {"name": "add", "input_schema": {"type": "object", "description": "Two n
 _FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 
+@dataclass(frozen=True)
 class MessagesEndpoints:
-    """Handlers of messages and of token counting."""
-
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        runtime: Runtime,
-        model: ModelName,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._runtime = runtime
-        self._model = model
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    runtime: Runtime
+    model: ModelName
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
-                method="POST",
-                path="/v1/messages",
-                handler=self._answer,
-                summary="Create a message.",
+                "POST",
+                "/v1/messages",
+                self._answer,
+                "Create a message.",
                 body=MessagesBody,
                 reply=MessageReply,
                 unsupported=refused.MESSAGES,
@@ -83,10 +75,10 @@ class MessagesEndpoints:
                 ),
             ),
             Operation(
-                method="POST",
-                path="/v1/messages/count_tokens",
-                handler=self._count,
-                summary="Count the input tokens of a message.",
+                "POST",
+                "/v1/messages/count_tokens",
+                self._count,
+                "Count the input tokens of a message.",
                 body=CountBody,
                 reply=CountReply,
                 unsupported=refused.COUNT,
@@ -101,24 +93,24 @@ class MessagesEndpoints:
             _check_version(request)
             return reading.parse_messages(body, formats)
 
-        parsed = await self._response_handler.parse_body(
+        parsed = await self.response_handler.parse_body(
             request, MessagesBody, make, refused.MESSAGES, warns_beyond=MessagesBody
         )
         warn(request, parsed.warnings)
-        gen_request = await with_end_token(parsed.gen_request, self._tokenizers)
+        gen_request = await with_end_token(parsed.gen_request, self.tokenizers)
         if parsed.budget is not None:
             gen_request = await with_thinking_budget(
                 gen_request,
                 parsed.budget,
                 gen_request.reasoning.format if gen_request.reasoning else None,
-                self._tokenizers,
+                self.tokenizers,
                 param="thinking.budget_tokens",
             )
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return MessagesResponseWriter(streams[0], parsed.reply_options, self._model)
+            return MessagesResponseWriter(streams[0], parsed.reply_options, self.model)
 
-        return await self._response_handler.answer(
+        return await self.response_handler.answer(
             request, (gen_request,), writer, streamed=parsed.stream
         )
 
@@ -130,22 +122,22 @@ class MessagesEndpoints:
             warnings = reading.ignored_field_warnings(body)
             return reading.parse_count(body, formats), warnings
 
-        gen_request, warnings = await self._response_handler.parse_body(
+        gen_request, warnings = await self.response_handler.parse_body(
             request, CountBody, make, refused.COUNT, warns_beyond=MessagesBody
         )
         warn(request, warnings)
-        served = served_names(self._runtime.settings)
+        served = served_names(self.runtime.settings)
         if gen_request.model is not None and gen_request.model not in served:
             raise UnknownModel.of(gen_request.model, served)
         request[REQUEST_ID] = request_id = new_request_id()
-        deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        deadline = deadline_in(_COUNT_S, self.runtime.clock)
         gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
-        encoded = await self._tokenizers.encode(gen_request, request_id, deadline, None)
+        encoded = await self.tokenizers.encode(gen_request, request_id, deadline, None)
         return json_reply(CountReply(id_count(encoded.token_ids)))
 
     async def _formats(self) -> Formats:
         return await formats_of(
-            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+            self.runtime.settings.gateway, self.tokenizers.card, self.tokenizers.is_text
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.anthropic.content_blocks import ThinkingDisplay
 from antiphon.gateway.http.anthropic.conversation import continues_last_turn, conversation
 from antiphon.gateway.http.anthropic.schema import (
     ContextManagement,
@@ -50,6 +50,15 @@ if TYPE_CHECKING:
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of the template variable that turns reasoning on and off."""
+
+
+class ThinkingDisplay(Enum):
+    """How to return reasoning."""
+
+    WHOLE = "whole"
+    OMITTED = "omitted"
+    """A block without text, with its signature."""
+    HIDDEN = "hidden"
 
 
 class MessagesResponseOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -127,7 +127,6 @@ class MessageStop(msgspec.Struct, frozen=True, tag="message_stop", tag_field="ty
 
 
 def usage_body(usage: Usage) -> MessagesUsage:
-    """Convert token counts to Anthropic's format."""
     return MessagesUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.anthropic.content_blocks import ContentBlockBuilder, assemble_blocks
+from antiphon.gateway.http.anthropic.parse import ThinkingDisplay
 from antiphon.gateway.http.anthropic.replies import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputJsonDelta,
     MessageDelta,
     MessageReply,
     MessageStart,
     MessageStop,
     Ping,
+    SignatureDelta,
     Stop,
+    TextBlockDelta,
+    ThinkingDelta,
     usage_body,
 )
+from antiphon.gateway.http.anthropic.schema import Json, TextBlock, ThinkingBlock, ToolUseBlock
 from antiphon.gateway.http.core.errors import messages_envelope
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.sse import named_event
 from antiphon.gateway.http.core.writer import ResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Reasoning,
+)
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.gateway.http.anthropic.parse import MessagesResponseOptions
-    from antiphon.gateway.http.anthropic.replies import BlockEvent, StopReason
+    from antiphon.gateway.http.anthropic.replies import AnswerBlock, BlockEvent, StopReason
+    from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.errors import EngineError
@@ -63,12 +81,7 @@ class MessagesResponseWriter(ResponseWriter):
         message = self._message(answer.usage, self._stop(collected.end))
         return msgspec.json.encode(msgspec.structs.replace(message, content=blocks))
 
-    def begin(self) -> bytes:
-        """Return nothing: the first text or ping starts the message, with the cache counts."""
-        return b""
-
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """Return an event for each piece of a block."""
         pieces = [] if self._begun else [self._start(_first_usage(events))]
         for event in events:
             if isinstance(event, TextDelta):
@@ -84,18 +97,17 @@ class MessagesResponseWriter(ResponseWriter):
         return _written(Ping()) if self._begun else self._start(None)
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return the stop reason and the final token usage."""
         (usage,) = usages
         assert self._finished is not None, "a successful request has a finished choice"
         delta = MessageDelta(self._stop(self._finished), usage_body(usage))
         return _written(delta) + _written(MessageStop())
 
     def failure(self, error: EngineError) -> bytes:
-        """Return the error only."""
         envelope = messages_envelope(error, self._stream.submit.request_id)
         return named_event("error", msgspec.json.encode(envelope))
 
     def _start(self, usage: Usage | None) -> bytes:
+        # Not in `begin`: the first text knows the cache counts.
         self._begun = True
         tokens = id_count(self._stream.submit.prompt_ids)
         message = self._message(usage or Usage(prompt_tokens=tokens), None)
@@ -135,3 +147,100 @@ def _first_usage(events: Sequence[TextDelta | Finished]) -> Usage | None:
 
 def _written(event: MessagesStreamEvent | BlockEvent) -> bytes:
     return named_event(str(type(event).__struct_config__.tag), msgspec.json.encode(event))
+
+
+class ContentBlockBuilder:
+    """Turns the output events of one message into events of its content blocks."""
+
+    def __init__(self, display: ThinkingDisplay) -> None:
+        self._display = display
+        self._index = -1
+        self._open: type[AnswerBlock] | None = None
+        self._digest = hashlib.sha256()
+
+    def add(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
+        for event in events:
+            match event:
+                case Content(text):
+                    yield from self._ensure_block(TextBlock(text=""))
+                    yield self._delta(TextBlockDelta(text))
+                case Reasoning(text):
+                    yield from self._think(text)
+                case CallBegin(_, call_id, name):
+                    yield from self._begin(ToolUseBlock(id=call_id, name=name, input={}))
+                case CallArguments(_, text):
+                    yield self._delta(InputJsonDelta(text))
+                case CallEnd():
+                    yield from self.end()
+
+    def end(self) -> Iterator[BlockEvent]:
+        if self._open is None:
+            return
+        if self._open is ThinkingBlock:
+            signature = base64.b64encode(self._digest.digest()).decode()
+            yield self._delta(SignatureDelta(signature))
+        self._open = None
+        yield BlockStop(self._index)
+
+    def _think(self, text: str) -> Iterator[BlockEvent]:
+        if self._display is ThinkingDisplay.HIDDEN:
+            return
+        yield from self._ensure_block(ThinkingBlock(thinking=""))
+        self._digest.update(text.encode())
+        if self._display is ThinkingDisplay.WHOLE:
+            yield self._delta(ThinkingDelta(text))
+
+    def _ensure_block(self, block: TextBlock | ThinkingBlock) -> Iterator[BlockEvent]:
+        """Start a block, unless one of its kind is open."""
+        if self._open is not type(block):
+            yield from self._begin(block)
+
+    def _begin(self, block: AnswerBlock) -> Iterator[BlockEvent]:
+        yield from self.end()
+        self._index += 1
+        self._open = type(block)
+        self._digest = hashlib.sha256()
+        yield BlockStart(self._index, block)
+
+    def _delta(
+        self, delta: TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+    ) -> BlockDelta:
+        return BlockDelta(self._index, delta)
+
+
+def assemble_blocks(events: Iterable[BlockEvent]) -> list[AnswerBlock]:
+    blocks: list[AnswerBlock] = []
+    pieces: list[str] = []
+    signature = ""
+    for event in events:
+        match event:
+            case BlockStart(_, block):
+                blocks.append(block)
+                pieces, signature = [], ""
+            case BlockDelta(_, delta):
+                match delta:
+                    case SignatureDelta(signature):
+                        pass
+                    case TextBlockDelta(piece) | ThinkingDelta(piece) | InputJsonDelta(piece):
+                        pieces.append(piece)
+            case BlockStop():
+                blocks[-1] = _append(blocks[-1], "".join(pieces), signature)
+    return blocks
+
+
+def _append(block: AnswerBlock, text: str, signature: str) -> AnswerBlock:
+    match block:
+        case TextBlock():
+            return TextBlock(text=text)
+        case ThinkingBlock():
+            return ThinkingBlock(thinking=text, signature=signature)
+        case ToolUseBlock():
+            return msgspec.structs.replace(block, input=_input(text))
+
+
+def _input(text: str) -> Json:
+    """Return the input of a call; empty if the model's text is not an object or was cut off."""
+    try:
+        return msgspec.json.decode(text or "{}", type=Json)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from antiphon.gateway.http.core.fields import UnsupportedField
+    from antiphon.wire.errors import EngineError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Operation:
     """The router, the OpenAPI document and the docs are built from these.
 
@@ -40,6 +41,7 @@ class Operation:
     path: str
     handler: Handler
     summary: str
+    _: KW_ONLY
     body: type[msgspec.Struct] | None = None
     reply: object = None
     streamed_as: str = "text/event-stream"
@@ -62,3 +64,12 @@ def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
         else web.route(one.method, one.path, one.handler)
         for one in operations
     ]
+
+
+def refusal(error: type[EngineError], message: str) -> Handler:
+    """Return the handler of a route that is not supported."""
+
+    async def refuse(_: web.Request) -> NoReturn:
+        raise error(message)
+
+    return refuse

@@ -32,9 +32,9 @@ class ResponseWriter(ABC):
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
         """Return the complete response as JSON; the outputs are in the order of the prompts."""
 
-    @abstractmethod
     def begin(self) -> bytes:
         """Return what precedes any text."""
+        return b""
 
     @abstractmethod
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:

@@ -1,30 +1,50 @@
-"""Operator commands: flush, abort, pause, continue, set the weight version."""
+"""Operator commands: flush, abort, pause, continue, set the weight version, configure logging."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
+from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.wire.command import (
-    ContinueWorker,
-    PauseMode,
-    PauseWorker,
-    SetWeightVersion,
-)
-from antiphon.wire.errors import InvalidRequest
+from antiphon.gateway.request_log.request_log import LoggingOptions
+from antiphon.gateway.request_log.writer import folder_of, make_folder
+from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
+from antiphon.wire.errors import Forbidden, InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.gateway.access.access import Access
     from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.worker_control import WorkerControl
 
+B = TypeVar("B", bound=msgspec.Struct)
+
 FLUSH_WAIT_MAX_S = 600.0
+
+_TARGET = "log_requests_target"
+_PICKLE = (
+    "requests are not dumped as pickle files, since reading one runs code; log_requests_level 3 "
+    "with a folder as log_requests_target writes them as JSON lines"
+)
+_START = "the crash dump folder is set at startup with --crash-dump-folder"
+REFUSED: Mapping[str, UnsupportedField] = {
+    "dump_requests_folder": UnsupportedField(_PICKLE, (None, "")),
+    "dump_requests_threshold": UnsupportedField(_PICKLE, (None, 1000)),
+    "crash_dump_folder": UnsupportedField(_START, (None,)),
+}
+Place = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,77 +98,105 @@ class WeightVersionReply(ControlReply, frozen=True, kw_only=True):
     new_version: str
 
 
-class ControlEndpoints:
-    """Handlers for operator commands, which go to every worker of the model."""
+class ConfigureLogging(msgspec.Struct, frozen=True, kw_only=True):
+    """Change the request log. Fields that are null or absent stay unchanged."""
 
-    def __init__(
-        self, response_handler: ResponseHandler, submission: Submission, workers: WorkerControl
-    ) -> None:
-        self._response_handler = response_handler
-        self._submission = submission
-        self._workers = workers
+    log_requests: bool | None = None
+    log_requests_level: LogLevel | None = None
+    log_requests_format: LogFormat | None = None
+    log_requests_target: (
+        Annotated[list[Place], Meta(min_length=1, max_length=TARGETS_MAX)] | Place | None
+    ) = None
+
+
+class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
+    """The current request log settings."""
+
+    success: bool = True
+    message: str
+    log_requests: bool
+    log_requests_level: int
+    log_requests_format: str
+    log_requests_target: list[str]
+
+
+@dataclass(frozen=True)
+class ControlEndpoints:
+    """Commands go to every worker of the model; logging is configured for this gateway only."""
+
+    response_handler: ResponseHandler
+    submission: Submission
+    workers: WorkerControl
+    request_log: RequestLog
+    access: Access
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
+        flush = (
+            "Flush the prefix cache of every worker. Fails with 400 while requests are running or "
+            "queued."
+        )
+        wait = "Seconds to wait until no request is running. Defaults to 0."
         return [
             *(
                 Operation(
-                    method=method,
-                    path="/flush_cache",
-                    admin=True,
-                    handler=self._flush,
-                    summary="Flush the prefix cache of every worker. Fails with 400 "
-                    "while requests are running or queued.",
-                    query={
-                        "timeout": "Seconds to wait until no request is running. Defaults to 0."
-                    },
+                    method, "/flush_cache", self._flush, flush, admin=True, query={"timeout": wait}
                 )
                 for method in ("GET", "POST")
             ),
             Operation(
-                method="POST",
-                path="/abort_request",
+                "POST",
+                "/abort_request",
+                self._abort,
+                "Abort requests, whichever gateway owns them.",
                 admin=True,
-                handler=self._abort,
-                summary="Abort requests, whichever gateway owns them.",
                 body=AbortBody,
                 examples=({"rid": "mine"},),
             ),
             Operation(
-                method="POST",
-                path="/pause_generation",
+                "POST",
+                "/pause_generation",
+                self._pause,
+                "Pause generation on every worker.",
                 admin=True,
-                handler=self._pause,
-                summary="Pause generation on every worker.",
                 body=PauseBody,
                 reply=ControlReply,
                 examples=({"mode": "in_place"},),
             ),
             Operation(
-                method="POST",
-                path="/continue_generation",
+                "POST",
+                "/continue_generation",
+                self._continue,
+                "Continue generation on every worker.",
                 admin=True,
-                handler=self._continue,
-                summary="Continue generation on every worker.",
                 body=ContinueBody,
                 reply=ControlReply,
                 examples=({},),
             ),
             Operation(
-                method="POST",
-                path="/update_weight_version",
+                "POST",
+                "/update_weight_version",
+                self._name_weights,
+                "Set the weight version. Cached prefixes of the old version are not reused.",
                 admin=True,
-                handler=self._name_weights,
-                summary="Set the weight version. Cached prefixes of the old version "
-                "are not reused.",
                 body=VersionBody,
                 reply=WeightVersionReply,
                 examples=({"new_version": "2", "abort_all_requests": False},),
             ),
+            Operation(
+                "POST",
+                "/configure_logging",
+                self._configure_logging,
+                "Change the request log settings of this gateway.",
+                admin=True,
+                body=ConfigureLogging,
+                reply=LoggingConfigured,
+                unsupported=REFUSED,
+                examples=({"log_requests": True, "log_requests_level": 1},),
+            ),
         ]
 
     async def _flush(self, request: web.Request) -> web.Response:
-        pages = await self._workers.flush(_seconds(request.query.get("timeout", "0")))
+        pages = await self.workers.flush(_seconds(request.query.get("timeout", "0")))
         if pages is None:
             raise InvalidRequest(
                 "the cache was not flushed: requests are running or queued; set timeout to "
@@ -157,43 +205,80 @@ class ControlEndpoints:
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(
+        body = await self.response_handler.parse_body(
             request, AbortBody, _checked, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        self._submission.abort(body.rid)
-        await self._workers.abort_elsewhere(body.rid)
+        self.submission.abort(body.rid)
+        await self.workers.abort_elsewhere(body.rid)
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(
-            request, PauseBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
-        )
-        done = await self._workers.command(PauseWorker(mode=body.mode))
+        body = await self._read(request, PauseBody)
+        done = await self.workers.command(PauseWorker(mode=body.mode))
         running = sum(each.requests for each in done)
-        return json_reply(
-            ControlReply(message=f"Generation paused; {running} requests were running.")
-        )
+        message = f"Generation paused; {running} requests were running."
+        return json_reply(ControlReply(message=message))
 
     async def _continue(self, request: web.Request) -> web.Response:
-        await self._response_handler.parse_body(
-            request, ContinueBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
-        )
-        await self._workers.command(ContinueWorker())
+        await self._read(request, ContinueBody)
+        await self.workers.command(ContinueWorker())
         return json_reply(ControlReply(message="Generation continued."))
 
     async def _name_weights(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(
-            request, VersionBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        body = await self._read(request, VersionBody)
+        version = body.new_version
+        await self.workers.command(
+            SetWeightVersion(version=version, abort_all=body.abort_all_requests)
         )
-        await self._workers.command(
-            SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
+        message = f"The weight version is '{version}'."
+        return json_reply(WeightVersionReply(message=message, new_version=version))
+
+    async def _configure_logging(self, request: web.Request) -> web.Response:
+        body = await self._read(request, ConfigureLogging, REFUSED)
+        now = self.request_log.logging
+        wanted = LoggingOptions(
+            enabled=now.enabled if body.log_requests is None else body.log_requests,
+            level=now.level if body.log_requests_level is None else body.log_requests_level,
+            format=body.log_requests_format or now.format,
+            target=now.target if body.log_requests_target is None else _places(body),
         )
+        if wanted.enabled:
+            for name in wanted.target:
+                if name != STDOUT:
+                    await self._check_folder(name)
+        self.request_log.configure(wanted)
         return json_reply(
-            WeightVersionReply(
-                message=f"The weight version is '{body.new_version}'.",
-                new_version=body.new_version,
+            LoggingConfigured(
+                message=f"Requests are {'' if wanted.enabled else 'not '}logged.",
+                log_requests=wanted.enabled,
+                log_requests_level=wanted.level,
+                log_requests_format=wanted.format,
+                log_requests_target=list(wanted.target),
             )
         )
+
+    async def _read(
+        self,
+        request: web.Request,
+        kind: type[B],
+        unsupported: Mapping[str, UnsupportedField] | None = None,
+    ) -> B:
+        return await self.response_handler.parse_body(
+            request, kind, lambda body: body, unsupported or {}, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+
+    async def _check_folder(self, name: str) -> None:
+        """Reject a folder that is not usable, or that the caller may not choose."""
+        if name not in self.request_log.folders and not self.access.admin_guarded:
+            text = (
+                f"{_TARGET}: {name} is not in --log-requests-target; other folders are only "
+                "allowed if the server has keys (--api-key or --admin-api-key)"
+            )
+            raise Forbidden(text, param=_TARGET)
+        try:
+            await asyncio.to_thread(make_folder, folder_of(name))
+        except OSError as error:
+            raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error
 
 
 def _checked(body: AbortBody) -> AbortBody:
@@ -211,3 +296,12 @@ def _seconds(text: str) -> float:
         text = f"timeout: must be a number of seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
         raise InvalidRequest(text, param="timeout")
     return seconds
+
+
+def _places(body: ConfigureLogging) -> tuple[str, ...]:
+    given = body.log_requests_target
+    text = given if isinstance(given, str) else " ".join(given or ())
+    try:
+        return targets(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error

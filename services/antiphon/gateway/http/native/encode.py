@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -93,24 +94,19 @@ class EncodeResult(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: EncodeMeta
 
 
+@dataclass(frozen=True)
 class EncodeEndpoints:
-    """Handlers of SGLang's native APIs for vectors and scores."""
-
-    def __init__(
-        self, response_handler: ResponseHandler, vectors: PoolingHandler, runtime: Runtime
-    ) -> None:
-        self._response_handler = response_handler
-        self._vectors = vectors
-        self._runtime = runtime
+    response_handler: ResponseHandler
+    vectors: PoolingHandler
+    runtime: Runtime
 
     def operations(self) -> list[Operation]:
-        """Return the operations, each for POST and PUT."""
         return [
             Operation(
-                method=method,
-                path=path,
-                handler=answer,
-                summary=summary,
+                method,
+                path,
+                answer,
+                summary,
                 body=EncodeBody,
                 reply=EncodeResult | list[EncodeResult],
                 unsupported=ENCODE,
@@ -133,11 +129,11 @@ class EncodeEndpoints:
         ]
 
     async def _encode(self, request: web.Request) -> web.Response:
-        card = await self._vectors.card("embed")
+        card = await self.vectors.card("embed")
         return await self._answer(request, lambda body: _requests(body, card, "encode"))
 
     async def _classify(self, request: web.Request) -> web.Response:
-        card = await self._vectors.scorer("classify")
+        card = await self.vectors.scorer("classify")
         return await self._answer(request, lambda body: _requests(body, card, "classify"))
 
     async def _answer(
@@ -146,10 +142,10 @@ class EncodeEndpoints:
         asks_of: Callable[[EncodeBody], tuple[list[GenerationRequest], bool]],
     ) -> web.Response:
         began = time.monotonic()
-        gen_requests, batch = await self._response_handler.parse_body(
+        gen_requests, batch = await self.response_handler.parse_body(
             request, EncodeBody, asks_of, ENCODE
         )
-        pooled = await self._vectors.collect(request, gen_requests)
+        pooled = await self.vectors.collect(request, gen_requests)
         seconds = time.monotonic() - began
         results = [self._reply(one, seconds) for one in pooled]
         return json_reply(results if batch else results[0])
@@ -162,7 +158,7 @@ class EncodeEndpoints:
                 finish_reason=FinishBody(type="length", length=0),
                 prompt_tokens=pooled.usage.prompt_tokens,
                 cached_tokens=pooled.usage.cached_tokens,
-                weight_version=pooled.weights or weight_version(self._runtime),
+                weight_version=pooled.weights or weight_version(self.runtime),
                 e2e_latency=seconds,
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -61,37 +62,28 @@ class CloseSession(msgspec.Struct, frozen=True):
     session_id: Annotated[Name, Meta(description="Session id.")]
 
 
+@dataclass(frozen=True)
 class GenerateEndpoints:
     """Handlers of /generate and of sessions.
 
     `rank_of` returns the index of a worker in /v1/loads.
     """
 
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        sessions: Sessions,
-        in_session: SessionRequests,
-        runtime: Runtime,
-        rank_of: RankOf,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._sessions = sessions
-        self._in_session = in_session
-        self._runtime = runtime
-        self._rank_of = rank_of
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    sessions: Sessions
+    in_session: SessionRequests
+    runtime: Runtime
+    rank_of: RankOf
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             *(
                 Operation(
-                    method=method,
-                    path="/generate",
-                    handler=self._generate,
-                    summary="Generate text for a prompt. A batch of prompts returns a list.",
+                    method,
+                    "/generate",
+                    self._generate,
+                    "Generate text for a prompt. A batch of prompts returns a list.",
                     body=GenerateBody,
                     reply=GenerateReply | list[GenerateReply],
                     unsupported=refused.GENERATE,
@@ -101,27 +93,27 @@ class GenerateEndpoints:
                 for method in ("POST", "PUT")
             ),
             Operation(
-                method="POST",
-                path="/open_session",
-                handler=self._open,
-                summary="Open a session, usable at every gateway. Returns the session id.",
+                "POST",
+                "/open_session",
+                self._open,
+                "Open a session, usable at every gateway. Returns the session id.",
                 body=OpenSession,
                 reply=str,
                 unsupported={"streaming": _STREAMING},
                 examples=({"capacity_of_str_len": 1000},),
             ),
             Operation(
-                method="POST",
-                path="/close_session",
-                handler=self._close,
-                summary="Close a session and abort its running requests.",
+                "POST",
+                "/close_session",
+                self._close,
+                "Close a session and abort its running requests.",
                 body=CloseSession,
                 examples=({"session_id": "mine"},),
             ),
         ]
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        parsed, params = await self._response_handler.parse_body(
+        parsed, params = await self.response_handler.parse_body(
             request,
             GenerateBody,
             lambda body: (reading.parse_generate(body), body.session_params),
@@ -140,26 +132,25 @@ class GenerateEndpoints:
                 whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
                 return await self._writer(whole_request, streams, keep)
 
-            return await self._in_session.answer(
+            return await self.in_session.answer(
                 request, gen_request, params, writer, streamed=parsed.stream
             )
-        return await self._response_handler.answer(
+        return await self.response_handler.answer(
             request, parsed.gen_requests, self._writer_factory(parsed), streamed=parsed.stream
         )
 
     async def _budgeted(
         self, parsed: ParsedGenerateRequest, tokens_max: int
     ) -> ParsedGenerateRequest:
-        """Allow the reasoning of every request to be ended."""
         formats = await formats_of(
-            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+            self.runtime.settings.gateway, self.tokenizers.card, self.tokenizers.is_text
         )
         gen_requests = [
             await with_thinking_budget(
                 gen_request,
                 tokens_max,
                 formats.reasoning,
-                self._tokenizers,
+                self.tokenizers,
                 param="max_thinking_tokens",
             )
             for gen_request in parsed.gen_requests
@@ -182,9 +173,9 @@ class GenerateEndpoints:
             parsed,
             streams,
             firsts=await self._first_texts(parsed, streams),
-            rank_of=self._rank_of,
-            weight_version=weight_version(self._runtime),
-            incremental=self._runtime.settings.gateway.stream_output,
+            rank_of=self.rank_of,
+            weight_version=weight_version(self.runtime),
+            incremental=self.runtime.settings.gateway.stream_output,
             keep=keep,
         )
 
@@ -198,7 +189,7 @@ class GenerateEndpoints:
             if options.needs_first_text
         ]
         texts = iter(
-            await self._tokenizers.decode(named, skip_special_tokens=False) if named else ()
+            await self.tokenizers.decode(named, skip_special_tokens=False) if named else ()
         )
         return [
             next(texts) if options.needs_first_text else None
@@ -206,19 +197,19 @@ class GenerateEndpoints:
         ]
 
     async def _open(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(
+        body = await self.response_handler.parse_body(
             request, OpenSession, lambda body: body, {"streaming": _STREAMING}
         )
-        name = await self._sessions.open(
+        name = await self.sessions.open(
             tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout
         )
         return web.json_response(name)
 
     async def _close(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(
+        body = await self.response_handler.parse_body(
             request, CloseSession, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        await self._sessions.close(tenant_of(request), body.session_id)
+        await self.sessions.close(tenant_of(request), body.session_id)
         return web.Response()
 
 

@@ -75,36 +75,28 @@ class HealthEndpoints:
         self._probe_at = 0.0
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         here = "Check readiness by heartbeats: 200, or 503 with the names of the missing services."
         return [
             Operation(
-                method="GET",
-                path="/",
-                handler=self._hello,
-                summary="Server name and links to documentation.",
-                reply=Root,
+                "GET", "/", self._hello, "Server name and links to documentation.", reply=Root
+            ),
+            *(
+                Operation("GET", path, self._health, here, reply=HealthReply)
+                for path in ("/health", "/ping")
             ),
             Operation(
-                method="GET", path="/health", handler=self._health, summary=here, reply=HealthReply
-            ),
-            Operation(
-                method="GET", path="/ping", handler=self._health, summary=here, reply=HealthReply
-            ),
-            Operation(
-                method="GET",
-                path="/ready",
-                handler=self._ready,
-                summary="Check readiness as /health does, and that no worker is paused.",
+                "GET",
+                "/ready",
+                self._ready,
+                "Check readiness as /health does, and that no worker is paused.",
                 reply=HealthReply,
             ),
             Operation(
-                method="GET",
-                path="/health_generate",
-                handler=self._generate,
-                summary="Check health by generating one token, or a vector: 200, or "
-                "503 after 20 s. Callers share at most one generation per "
-                "second.",
+                "GET",
+                "/health_generate",
+                self._generate,
+                "Check health by generating one token, or a vector: 200, or 503 after 20 s. "
+                "Callers share at most one generation per second.",
                 reply=HealthReply,
             ),
         ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang.arguments import rows
@@ -15,17 +17,18 @@ from antiphon.config.sglang.values import shown
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.worker_control import WorkerControl
+    from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
+    from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import ModelName
 
 _SECTIONS = {
@@ -38,7 +41,84 @@ _SECTIONS = {
 """Load fields by their section name in a query."""
 _ALL, _CORE = "all", "core"
 _JSON, _PROMETHEUS = "json", "prometheus"
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of the Prometheus exposition."""
+_VERSION = metadata.version("antiphon")
+_GIB = 1024**3
+_LABELS = ("dp_rank", "worker")
 Value = str | int | float | bool | None
+UNSET = msgspec.UNSET
+UnsetType = msgspec.UnsetType
+
+
+class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a worker, in GiB."""
+
+    weight_gb: float
+    kv_cache_gb: float
+    graph_gb: float = 0.0
+    token_capacity: int
+
+
+class Queues(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of queued requests by reason; `paused` counts those of a paused worker."""
+
+    waiting: int
+    grammar: int
+    paused: int
+    retracted: int
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of one worker. Cached tokens are counted in whole pages."""
+
+    dp_rank: int
+    worker: str
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_waiting_uncached_tokens: Annotated[
+        int, Meta(description="Prompt tokens of queued requests; some may be in the prefix cache.")
+    ]
+    num_used_tokens: Annotated[int, Meta(description="Tokens held by running requests.")]
+    num_total_tokens: Annotated[int, Meta(description="Tokens of running and queued requests.")]
+    num_active_tokens: Annotated[
+        int,
+        Meta(
+            description="Same as `num_used_tokens`: excludes tokens that only the prefix "
+            "cache holds."
+        ),
+    ]
+    num_cached_tokens: Annotated[int, Meta(description="Tokens in the prefix cache.")]
+    max_total_num_tokens: int
+    max_running_requests: int
+    token_usage: float
+    gen_throughput: Annotated[
+        float, Meta(description="Output tokens per second over the last ten seconds.")
+    ]
+    cache_hit_rate: Annotated[
+        float, Meta(description="Hit rate of prompts prefilled in the last minute.")
+    ]
+    utilization: float
+    paused: bool
+    weight_version: str
+    memory: WorkerMemory | UnsetType = UNSET
+    queues: Queues | UnsetType = UNSET
+    speculative: Annotated[
+        UnsetType | None, Meta(description="Always null, as are `lora` and `disaggregation`.")
+    ] = UNSET
+    lora: UnsetType | None = UNSET
+    disaggregation: UnsetType | None = UNSET
+
+
+class Loads(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of all workers. `accelerator` is the device of the workers, or `cpu`."""
+
+    timestamp: float
+    version: str
+    accelerator: str
+    num_accelerators: int
+    loads: list[Load]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,34 +183,22 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None
 
 
+@dataclass(frozen=True)
 class InfoEndpoints:
-    """Handlers that read settings and heartbeats."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ModelName,
-        tokenizers: TokenizerClient,
-        workers: WorkerControl,
-        metrics_ports: Callable[[], Mapping[str, int]],
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._tokenizers = tokenizers
-        self._workers = workers
-        self._metrics_ports = metrics_ports
-        self._metrics = metrics
-        self._version = metadata.version("antiphon")
+    runtime: Runtime
+    model: ModelName
+    tokenizers: TokenizerClient
+    workers: WorkerControl
+    metrics_ports: Callable[[], Mapping[str, int]]
+    metrics: GatewayMetrics
 
     def operations(self) -> list[Operation]:
-        """Return the operations, including deprecated names."""
         return [
             Operation(
-                method="GET",
-                path="/v1/loads",
-                handler=self._loads,
-                summary="Load of each worker.",
+                "GET",
+                "/v1/loads",
+                self._loads,
+                "Load of each worker.",
                 reply=Loads,
                 query={
                     "dp_rank": "Return only the worker with this index.",
@@ -143,33 +211,29 @@ class InfoEndpoints:
                 alternative_types=(EXPOSITION,),
             ),
             Operation(
-                method="GET",
-                path="/get_load",
-                handler=self._older_loads,
-                summary="Load of each worker. Deprecated: use /v1/loads.",
+                "GET",
+                "/get_load",
+                self._older_loads,
+                "Load of each worker. Deprecated: use /v1/loads.",
                 reply=list[OlderLoad],
                 deprecated=True,
             ),
             Operation(
-                method="GET",
-                path="/version",
-                handler=self._show_version,
-                summary="Version of the server.",
-                reply=Version,
+                "GET", "/version", self._show_version, "Version of the server.", reply=Version
             ),
             Operation(
-                method="GET",
-                path="/tokenizer_info",
-                handler=self._tokenizer_info,
-                summary="Tokenizer information: vocabulary size and context length.",
+                "GET",
+                "/tokenizer_info",
+                self._tokenizer_info,
+                "Tokenizer information: vocabulary size and context length.",
                 reply=TokenizerInfo,
             ),
             *(
                 Operation(
-                    method="GET",
-                    path=path,
-                    handler=self._model_info,
-                    summary="Model information.",
+                    "GET",
+                    path,
+                    self._model_info,
+                    "Model information.",
                     reply=ModelInfo,
                     deprecated=path.startswith("/get_"),
                 )
@@ -177,10 +241,10 @@ class InfoEndpoints:
             ),
             *(
                 Operation(
-                    method="GET",
-                    path=path,
-                    handler=self._server_info,
-                    summary="All settings except secrets, and the load of each worker.",
+                    "GET",
+                    path,
+                    self._server_info,
+                    "All settings except secrets, and the load of each worker.",
                     reply=ServerInfo,
                     deprecated=path.startswith("/get_"),
                 )
@@ -202,10 +266,10 @@ class InfoEndpoints:
         )
 
     async def _show_version(self, _: web.Request) -> web.Response:
-        return json_reply(Version(self._version))
+        return json_reply(Version(_VERSION))
 
     async def _tokenizer_info(self, _: web.Request) -> web.Response:
-        settings, card = self._runtime.settings, await self._tokenizers.card()
+        settings, card = self.runtime.settings, await self.tokenizers.card()
         tools, reasoning = parsers_of(settings.gateway, card)
         return json_reply(
             TokenizerInfo(
@@ -218,7 +282,7 @@ class InfoEndpoints:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
-        with self._metrics.get_loads.time():
+        with self.metrics.get_loads.time():
             return self._loads_of(request)
 
     def _loads_of(self, request: web.Request) -> web.Response:
@@ -236,17 +300,15 @@ class InfoEndpoints:
             if not loads:
                 raise InvalidRequest("dp_rank: no worker has this index", param="dp_rank")
         if sections and _ALL not in sections:
-            hidden = {
-                field: msgspec.UNSET for name, field in _SECTIONS.items() if name not in sections
-            }
+            hidden = {field: UNSET for name, field in _SECTIONS.items() if name not in sections}
             loads = [msgspec.structs.replace(load, **hidden) for load in loads]
         if form == _PROMETHEUS:
             return web.Response(body=exposition(loads), headers={"Content-Type": EXPOSITION})
-        devices = [load.figures.device for _, load in self._workers.loads()]
+        devices = [load.figures.device for _, load in self.workers.loads()]
         return json_reply(
             Loads(
-                timestamp=self._runtime.clock.unix_ms() / 1000,
-                version=self._version,
+                timestamp=self.runtime.clock.unix_ms() / 1000,
+                version=_VERSION,
                 accelerator=", ".join(sorted(set(filter(None, devices)))),
                 num_accelerators=len(devices),
                 loads=loads,
@@ -257,11 +319,11 @@ class InfoEndpoints:
         return json_reply(await self._describe())
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        settings, model = self._runtime.settings, await self._describe()
+        settings, model = self.runtime.settings, await self._describe()
         loads = self._each()
         nested = msgspec.to_builtins(
             ServerInfo(
-                version=self._version,
+                version=_VERSION,
                 model=model,
                 settings={
                     group.name: {
@@ -271,7 +333,7 @@ class InfoEndpoints:
                     }
                     for group in groups()
                 },
-                metrics_ports=dict(self._metrics_ports()),
+                metrics_ports=dict(self.metrics_ports()),
                 internal_states=loads,
             )
         )
@@ -280,7 +342,7 @@ class InfoEndpoints:
 
     def _flat(self, model: ModelInfo, loads: Sequence[Load]) -> dict[str, Value]:
         """SGLang's server arguments except secrets, by name, and the values it adds to them."""
-        settings = self._runtime.settings
+        settings = self.runtime.settings
         flat: dict[str, Value] = {}
         for row in rows():
             field = fields()[row.path] if row.path is not None else None
@@ -298,18 +360,18 @@ class InfoEndpoints:
         }
 
     async def _describe(self) -> ModelInfo:
-        settings = self._runtime.settings
+        settings = self.runtime.settings
         try:
-            card = await self._tokenizers.card()
+            card = await self.tokenizers.card()
         except EngineError:
             card = None  # unknown until a tokenizer has replied
         tools, reasoning = parsers_of(settings.gateway, card)
         return ModelInfo(
             model_path=settings.model.path,
             is_generation=card is None or card.pooling is None,
-            served_model_name=self._model,
+            served_model_name=self.model,
             tokenizer_path=settings.model.tokenizer_path or settings.model.path,
-            weight_version=weight_version(self._runtime),
+            weight_version=weight_version(self.runtime),
             load_format=str(settings.load.format),
             reasoning_parser=reasoning,
             tool_call_parser=tools,
@@ -320,4 +382,75 @@ class InfoEndpoints:
         )
 
     def _each(self) -> list[Load]:
-        return [load_of(rank, *each) for rank, each in enumerate(self._workers.loads())]
+        return [load_of(rank, *each) for rank, each in enumerate(self.workers.loads())]
+
+
+def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
+    """Convert a worker's heartbeat; `rank` is its index in the list."""
+    figures = load.figures
+    running = sum(not held.ended for held in load.running)
+    used = (load.pages_total - load.pages_free) * load.page_tokens
+    total = load.pages_total * load.page_tokens
+    return Load(
+        dp_rank=rank,
+        worker=peer.process.instance,
+        num_running_reqs=max(0, running - load.waiting),
+        num_waiting_reqs=load.waiting,
+        num_total_reqs=running,
+        num_waiting_uncached_tokens=figures.waiting_tokens,
+        num_used_tokens=used,
+        num_total_tokens=used + figures.waiting_tokens,
+        num_active_tokens=used,
+        num_cached_tokens=figures.pages_cached * load.page_tokens,
+        max_total_num_tokens=total,
+        max_running_requests=load.running_max,
+        token_usage=_share(used, total),
+        gen_throughput=figures.output_tokens_s,
+        cache_hit_rate=_share(figures.cached_tokens, figures.prompt_tokens),
+        utilization=_share(running, load.running_max),
+        paused=load.paused,
+        weight_version=load.weight_version,
+        memory=WorkerMemory(
+            weight_gb=figures.weight_bytes / _GIB,
+            kv_cache_gb=figures.cache_bytes / _GIB,
+            token_capacity=total,
+        ),
+        queues=Queues(
+            waiting=load.waiting,
+            grammar=figures.grammars,
+            paused=load.waiting if load.paused else 0,
+            retracted=figures.retracted,
+        ),
+        speculative=None,
+        lora=None,
+        disaggregation=None,
+    )
+
+
+def exposition(loads: Sequence[Load]) -> bytes:
+    """Format loads for Prometheus: one gauge per number, one series per worker."""
+    registry = CollectorRegistry()
+    gauges: dict[str, Gauge] = {}
+    for load in loads:
+        for name, value in _numbers(load):
+            if name not in gauges:
+                description = f"{name} of /v1/loads."
+                gauges[name] = Gauge(
+                    f"antiphon_load_{name}", description, _LABELS, registry=registry
+                )
+            gauges[name].labels(str(load.dp_rank), load.worker).set(value)
+    return generate_latest(registry)
+
+
+def _numbers(section_values: msgspec.Struct, section: str = "") -> Iterator[tuple[str, float]]:
+    """Return the numbers of a load by name, those of a section prefixed with its name."""
+    for name in section_values.__struct_fields__:
+        value = getattr(section_values, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _numbers(value, f"{name}_")
+        elif isinstance(value, int | float) and name not in _LABELS:
+            yield section + name, float(value)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

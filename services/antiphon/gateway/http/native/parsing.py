@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
@@ -71,20 +72,17 @@ class SeparateReply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+@dataclass(frozen=True)
 class ParsingEndpoints:
-    """Handlers that need no other service."""
-
-    def __init__(self, response_handler: ResponseHandler) -> None:
-        self._response_handler = response_handler
+    response_handler: ResponseHandler
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
-                method="POST",
-                path="/parse_function_call",
-                handler=self._calls,
-                summary="Parse the tool calls in a text.",
+                "POST",
+                "/parse_function_call",
+                self._calls,
+                "Parse the tool calls in a text.",
                 body=ParseBody,
                 reply=ParseReply,
                 examples=(
@@ -96,10 +94,10 @@ class ParsingEndpoints:
                 ),
             ),
             Operation(
-                method="POST",
-                path="/separate_reasoning",
-                handler=self._separate,
-                summary="Separate the reasoning from a text.",
+                "POST",
+                "/separate_reasoning",
+                self._separate,
+                "Separate the reasoning from a text.",
                 body=SeparateBody,
                 reply=SeparateReply,
                 unsupported=_SEPARATE,
@@ -108,22 +106,17 @@ class ParsingEndpoints:
         ]
 
     async def _calls(self, request: web.Request) -> web.Response:
-        return await self._response_handler.compute(
+        return await self.response_handler.compute(
             request, ParseBody, parsed_calls, inline_bytes_max=_INLINE_BYTES_MAX
         )
 
     async def _separate(self, request: web.Request) -> web.Response:
-        return await self._response_handler.compute(
+        return await self.response_handler.compute(
             request, SeparateBody, separated, _SEPARATE, inline_bytes_max=_INLINE_BYTES_MAX
         )
 
 
 def parsed_calls(body: ParseBody) -> ParseReply:
-    """Parse a text with tool calls.
-
-    Raises:
-        InvalidRequest: The parser is unknown, or a tool is malformed.
-    """
     tools = read_tools(cast("list[Json]", to_json(body.tools, "tools")))
     offer = OfferedTools(schemas={tool.name: tool.parameters for tool in tools})
     parser = AnswerParser(tools=tool_format(body.tool_call_parser), offer=offer)
@@ -136,11 +129,6 @@ def parsed_calls(body: ParseBody) -> ParseReply:
 
 
 def separated(body: SeparateBody) -> SeparateReply:
-    """Parse a text with reasoning.
-
-    Raises:
-        InvalidRequest: The parser is unknown.
-    """
     format_ = reasoning_format(body.reasoning_parser)
     inside = format_.begins_inside(None)
     parsed = parse(AnswerParser(reasoning=format_, inside=inside), [body.text])

@@ -65,17 +65,11 @@ class GenerateResponseWriter(ResponseWriter):
         self._sent_tokens = [0] * len(self._replies)
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """Return one object, or a list of them."""
         self._record.add_all(answers)
         replies = [self._reply(index) for index in range(len(self._replies))]
         return msgspec.json.encode(replies if self._parsed.batch else replies[0])
 
-    def begin(self) -> bytes:
-        """Return nothing: no data precedes the text."""
-        return b""
-
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """Return one event for each output that has enough new tokens."""
         met: dict[int, None] = {}
         for each in events:
             self._record.add(prompt, each)
@@ -83,15 +77,12 @@ class GenerateResponseWriter(ResponseWriter):
         return b"".join(self._event(index) for index in met if self._event_due(prompt, index))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return the end marker."""
         return DONE
 
     def failure(self, error: EngineError) -> bytes:
-        """Return the error and the end marker."""
         return event(msgspec.json.encode(envelope(error))) + DONE
 
     async def persist(self) -> None:
-        """Store the output for the session."""
         await self._record.persist()
 
     def _event_due(self, prompt: int, index: int) -> bool:

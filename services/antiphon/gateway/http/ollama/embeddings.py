@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -79,37 +80,29 @@ class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
     embedding: list[float]
 
 
+@dataclass(frozen=True)
 class OllamaEmbeddingEndpoints:
-    """Handlers of Ollama's embedding routes."""
-
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        vectors: PoolingHandler,
-        served: Sequence[ModelName],
-    ) -> None:
-        self._response_handler = response_handler
-        self._vectors = vectors
-        self._served = served
+    response_handler: ResponseHandler
+    vectors: PoolingHandler
+    served: Sequence[ModelName]
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
-                method="POST",
-                path="/api/embed",
-                handler=self._embed,
-                summary="Create embedding vectors. Requires an embedding model.",
+                "POST",
+                "/api/embed",
+                self._embed,
+                "Create embedding vectors. Requires an embedding model.",
                 body=OllamaEmbedBody,
                 reply=OllamaEmbedReply,
                 unsupported=EMBED,
                 examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
             ),
             Operation(
-                method="POST",
-                path="/api/embeddings",
-                handler=self._embed_one,
-                summary="Create an embedding vector. Requires an embedding model. "
+                "POST",
+                "/api/embeddings",
+                self._embed_one,
+                "Create an embedding vector. Requires an embedding model. "
                 "Deprecated: use /api/embed.",
                 body=OllamaEmbeddingBody,
                 reply=OllamaEmbeddingReply,
@@ -120,14 +113,14 @@ class OllamaEmbeddingEndpoints:
 
     async def _embed(self, request: web.Request) -> web.Response:
         began = time.monotonic()
-        card = await self._vectors.embedder()
-        gen_requests = await self._response_handler.parse_body(
+        card = await self.vectors.embedder()
+        gen_requests = await self.response_handler.parse_body(
             request, OllamaEmbedBody, lambda body: self._requests(body, card), EMBED
         )
-        pooled = await self._vectors.collect(request, gen_requests)
+        pooled = await self.vectors.collect(request, gen_requests)
         return json_reply(
             OllamaEmbedReply(
-                model=tagged(self._served[0]),
+                model=tagged(self.served[0]),
                 embeddings=[one.numbers for one in pooled],
                 total_duration=int((time.monotonic() - began) * 1e9),
                 prompt_eval_count=sum(one.usage.prompt_tokens for one in pooled),
@@ -135,11 +128,11 @@ class OllamaEmbeddingEndpoints:
         )
 
     async def _embed_one(self, request: web.Request) -> web.Response:
-        card = await self._vectors.embedder()
-        gen_requests = await self._response_handler.parse_body(
+        card = await self.vectors.embedder()
+        gen_requests = await self.response_handler.parse_body(
             request, OllamaEmbeddingBody, lambda body: self._requests(body, card)
         )
-        (pooled,) = await self._vectors.collect(request, gen_requests)
+        (pooled,) = await self.vectors.collect(request, gen_requests)
         return json_reply(OllamaEmbeddingReply(pooled.numbers))
 
     def _requests(
@@ -156,7 +149,7 @@ class OllamaEmbeddingEndpoints:
             prompts,
             api="ollama",
             field=field,
-            model=model_of(body.model, self._served),
+            model=model_of(body.model, self.served),
             pool=pool_params(card, dimensions),
         )
         if truncate is not False:

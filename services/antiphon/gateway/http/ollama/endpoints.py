@@ -47,8 +47,6 @@ _LOADED = "load"
 
 
 class OllamaGenerationEndpoints:
-    """Handlers of Ollama's generation routes."""
-
     def __init__(
         self,
         response_handler: ResponseHandler,
@@ -63,14 +61,13 @@ class OllamaGenerationEndpoints:
         self._served = served_names(runtime.settings)
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         hello = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
         return [
             Operation(
-                method="POST",
-                path="/api/chat",
-                handler=self._chat,
-                summary="Generate the assistant's reply to a conversation.",
+                "POST",
+                "/api/chat",
+                self._chat,
+                "Generate the assistant's reply to a conversation.",
                 body=OllamaChatBody,
                 reply=OllamaChatReply,
                 streamed_as=CONTENT_TYPE,
@@ -83,10 +80,10 @@ class OllamaGenerationEndpoints:
                 ),
             ),
             Operation(
-                method="POST",
-                path="/api/generate",
-                handler=self._generate,
-                summary="Generate text for a prompt.",
+                "POST",
+                "/api/generate",
+                self._generate,
+                "Generate text for a prompt.",
                 body=OllamaGenerateBody,
                 reply=OllamaGenerateReply,
                 streamed_as=CONTENT_TYPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
@@ -13,7 +13,7 @@ from msgspec import Meta
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
-from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.operation import Operation, refusal
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.replies import written
@@ -53,19 +53,20 @@ _UNSERVED = {
 }
 
 
-class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Show model information. `name` is a deprecated alias of `model`."""
-
+class NamedBody(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str | None, Meta(description="Name of the model.")] = None
     name: Annotated[str | None, Meta(description="Deprecated: use `model`.")] = None
+
+
+class ShowBody(NamedBody, frozen=True, kw_only=True):
+    """Show model information. `name` is a deprecated alias of `model`."""
+
     verbose: Annotated[bool | None, Meta(description="Accepted and ignored.")] = None
 
 
-class PullBody(msgspec.Struct, frozen=True, kw_only=True):
+class PullBody(NamedBody, frozen=True, kw_only=True):
     """Pull a model. `name` is a deprecated alias of `model`."""
 
-    model: Annotated[str | None, Meta(description="Name of the model.")] = None
-    name: Annotated[str | None, Meta(description="Deprecated: use `model`.")] = None
     stream: bool | None = None
     insecure: bool | None = None
 
@@ -143,8 +144,6 @@ class OllamaVersion(msgspec.Struct, frozen=True):
 
 
 class OllamaModelsEndpoints:
-    """Handlers that read settings, heartbeats and tokenizer metadata."""
-
     def __init__(
         self,
         response_handler: ResponseHandler,
@@ -164,56 +163,43 @@ class OllamaModelsEndpoints:
         self._since = written(datetime.fromtimestamp(runtime.clock.unix_ms() / 1000, UTC))
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
+            Operation("GET", "/api/tags", self._list, "List the served model.", reply=OllamaModels),
             Operation(
-                method="GET",
-                path="/api/tags",
-                handler=self._list,
-                summary="List the served model.",
-                reply=OllamaModels,
-            ),
-            Operation(
-                method="GET",
-                path="/api/ps",
-                handler=self._running,
-                summary="List the served model if a worker is running it.",
+                "GET",
+                "/api/ps",
+                self._running,
+                "List the served model if a worker is running it.",
                 reply=OllamaProcesses,
             ),
             Operation(
-                method="POST",
-                path="/api/show",
-                handler=self._show,
-                summary="Show model information.",
+                "POST",
+                "/api/show",
+                self._show,
+                "Show model information.",
                 body=ShowBody,
                 reply=OllamaShowReply,
                 examples=({},),
             ),
             Operation(
-                method="GET",
-                path="/api/version",
-                handler=self._version,
-                summary="Version of the Ollama API that is implemented.",
+                "GET",
+                "/api/version",
+                self._version,
+                "Version of the Ollama API that is implemented.",
                 reply=OllamaVersion,
             ),
             Operation(
-                method="POST",
-                path="/api/pull",
-                handler=self._pull,
-                summary="Pull a model. Succeeds for the served model; other models "
-                "are not downloaded.",
+                "POST",
+                "/api/pull",
+                self._pull,
+                "Pull a model. Succeeds for the served model; other models are not downloaded.",
                 body=PullBody,
                 reply=PullStatus,
                 streamed_as=CONTENT_TYPE,
                 examples=({"stream": False},),
             ),
             *(
-                Operation(
-                    method=method,
-                    path=path,
-                    handler=self._refuse,
-                    summary=f"Not supported: {reason}.",
-                )
+                Operation(method, path, refusal(Unsupported, reason), f"Not supported: {reason}.")
                 for path, (method, reason) in _UNSERVED.items()
             ),
         ]
@@ -284,8 +270,7 @@ class OllamaModelsEndpoints:
         body = await self._response_handler.parse_body(
             request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        name = _requested_name(ShowBody(model=body.model, name=body.name))
-        other = model_of(name, self._served)
+        other = model_of(_requested_name(body), self._served)
         if other is not None or not self._shown(request):
             raise UnknownModel(
                 f"model '{other or self._model}' is not served and cannot be downloaded: "
@@ -332,11 +317,6 @@ class OllamaModelsEndpoints:
     async def _version(self, _: web.Request) -> web.Response:
         return json_reply(OllamaVersion(API_VERSION))
 
-    async def _refuse(self, request: web.Request) -> NoReturn:
-        resource = request.match_info.route.resource
-        assert resource is not None, "the handler was matched by its path"
-        raise Unsupported(_UNSERVED[resource.canonical][1])
-
 
 def _digest(configured: str, model: ModelName) -> str:
     """Digest of the weights: configured, else of the model name. Clients truncate it."""
@@ -354,7 +334,7 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _requested_name(body: ShowBody) -> str | None:
+def _requested_name(body: NamedBody) -> str | None:
     if body.model and body.name and tagged(body.model) != tagged(body.name):
         raise InvalidRequest("name: differs from model; send only one of them", param="name")
     return body.model or body.name

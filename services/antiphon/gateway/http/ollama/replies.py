@@ -62,17 +62,14 @@ class OllamaGenerateReply(OllamaReply, frozen=True, kw_only=True):
 
 
 def now() -> str:
-    """The current time in Ollama's format."""
     return written(datetime.now(UTC))
 
 
 def written(time: datetime) -> str:
-    """Format a UTC time as Ollama does."""
     return f"{time:%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
 def measured(stream: RequestStream, usage: Usage) -> dict[str, int]:
-    """Counts and durations of a finished request."""
     ended_at = stream.ended_at
     assert ended_at is not None, "the request has ended"
     said_at = ended_at if stream.first_token_at is None else stream.first_token_at

@@ -64,7 +64,6 @@ class OllamaResponseWriter(ResponseWriter):
         self._reason = FinishReason.STOP
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """Return one object."""
         (answer,) = answers
         (collected,) = answer.choices
         events = [*self._parser.feed(collected.text), *self._parser.end()]
@@ -73,10 +72,6 @@ class OllamaResponseWriter(ResponseWriter):
         return msgspec.json.encode(
             msgspec.structs.replace(reply, logprobs=self._logprobs(collected.details))
         )
-
-    def begin(self) -> bytes:
-        """Return nothing: no data precedes the text."""
-        return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
         """Return a line for each piece of text or reasoning, and for each tool call."""
@@ -87,12 +82,10 @@ class OllamaResponseWriter(ResponseWriter):
         return line(msgspec.json.encode(self._reply(OllamaPiece(), done=False)))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return a line without text, with done reason, counts and durations."""
         (usage,) = usages
         return line(msgspec.json.encode(self._last(OllamaPiece(), usage)))
 
     def failure(self, error: EngineError) -> bytes:
-        """Return a line in the format of all errors."""
         return line(msgspec.json.encode(plain(error)))
 
     @abstractmethod
@@ -144,8 +137,6 @@ class OllamaResponseWriter(ResponseWriter):
 
 
 class OllamaChatResponseWriter(OllamaResponseWriter):
-    """Writes responses of /api/chat."""
-
     def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         message = OllamaMessage(
             content=piece.content,
@@ -156,8 +147,6 @@ class OllamaChatResponseWriter(OllamaResponseWriter):
 
 
 class OllamaGenerateResponseWriter(OllamaResponseWriter):
-    """Writes responses of /api/generate."""
-
     def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         return OllamaGenerateReply(
             model=self._model,
