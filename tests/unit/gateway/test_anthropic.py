@@ -43,12 +43,6 @@ SIGNATURE = "JtxeUmXt27zkHiDT/AxZSo8gU/Ti7xEJojJzOaUfRY0="
 
 
 @pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
-
-
-@pytest.fixture
 async def thinker() -> AsyncIterator[House]:
     async with house(tool_call_parser="hermes", reasoning_parser="qwen3") as world:
         world.cluster.script = (*THOUGHT, "Let me see. ", CALL[:8], CALL[8:40], CALL[40:], "")

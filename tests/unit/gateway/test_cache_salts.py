@@ -25,7 +25,6 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 MINE = {"cache_salt": "mine"}
@@ -42,12 +41,6 @@ POOLED = {
     "/v1/classify": {"input": "hi"},
     "/v1/rerank": {"query": "hi", "documents": ["ho"]},
 }
-
-
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
 
 
 @pytest.mark.parametrize("path", [*DOORS, *POOLED])

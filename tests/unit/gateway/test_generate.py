@@ -109,12 +109,6 @@ async def visiting(at: House) -> AsyncGenerator[Client]:
 
 
 @pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
-
-
-@pytest.fixture
 async def client(at: House) -> AsyncIterator[Client]:
     async with visiting(at) as visitor:
         yield visitor

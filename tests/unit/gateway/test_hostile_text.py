@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.support.services import CLUSTER, client_bus
 from tests.support.wait import until
-from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House, house
+from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House
 
 from antiphon.gateway.owner import request as owner_request
 from antiphon.service.clock import SystemClock
@@ -21,17 +21,9 @@ from antiphon.wire.routes import DETOKENIZER_CONTROL, NOTICE, TEXT
 from antiphon.wire.text import TextBatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from antiphon.bus.bus import Bus
 
 REFUSED = "antiphon_messages_refused_total"
-
-
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
 
 
 def batch(at: House, **fields: object) -> dict[str, Any]:

@@ -363,12 +363,6 @@ async def test_bad_request_is_400_and_names_the_field(
     assert at.cluster.submits == []
 
 
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
-
-
 async def test_prompt_over_the_context_names_both_numbers(at: House) -> None:
     status, reply, _ = await post(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
     error = cast("dict[str, str]", reply["error"])

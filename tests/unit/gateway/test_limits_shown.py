@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_http import COMPLETE, post
 
 from antiphon.gateway.http.core import fields
@@ -14,7 +13,9 @@ from antiphon.gateway.http.openai.schema import CompletionBody
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
+
+    from tests.unit.gateway.cluster import House
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -26,12 +27,6 @@ CALLED = [
         ],
     }
 ]
-
-
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_http import post
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from tests.unit.gateway.cluster import House
 
     from antiphon.wire.processors import LogitProcessor
 
@@ -34,12 +33,6 @@ NAMED = [
         ThinkingBudget(tokens_max=2, begin_id=1, closing_ids=(2,)),
     ),
 ]
-
-
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
 
 
 async def asked(at: House, path: str, name: object, given: object) -> tuple[int, object]:

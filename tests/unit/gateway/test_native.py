@@ -38,8 +38,6 @@ from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.text import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from antiphon.bus.bus import Delivery
 
 TEXT = "".join(SCRIPT)
@@ -48,10 +46,15 @@ Body = dict[str, object]
 Reply = dict[str, "Reply"]  # what a test reads of it, it knows
 
 
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
+def sampled(params: Body) -> Body:
+    return {"text": "a", "sampling_params": params}
+
+
+async def refused(at: House, path: str, body: Body) -> object:
+    """The field that a 400 names."""
+    status, reply, _ = await post(at, path, body)
+    assert status == 400, reply
+    return cast("Reply", reply["error"])["param"]
 
 
 async def generate(at: House, **body: object) -> Reply:
@@ -243,60 +246,39 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
         ({"text": []}, "text"),
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"input_ids": [300]}, "input_ids"),
-        (
-            {"text": "a", "sampling_params": {"max_new_tokens": -1}},
-            "sampling_params.max_new_tokens",
-        ),
-        ({"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens"),
-        (
-            {"text": "a", "sampling_params": {"logit_bias": {"x": 1}}},
-            "sampling_params.logit_bias",
-        ),
-        (
-            {"text": "a", "sampling_params": {"logit_bias": {"5": "x"}}},
-            "sampling_params.logit_bias",
-        ),
-        (
-            {"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}},
-            "sampling_params.min_new_tokens",
-        ),
-        (
-            {"text": "a", "sampling_params": {"stop_token_ids": [10**6]}},
-            "sampling_params.stop_token_ids",
-        ),
+        (sampled({"max_new_tokens": -1}), "sampling_params.max_new_tokens"),
+        (sampled({"max_tokens": 1}), "sampling_params.max_tokens"),
+        (sampled({"logit_bias": {"x": 1}}), "sampling_params.logit_bias"),
+        (sampled({"logit_bias": {"5": "x"}}), "sampling_params.logit_bias"),
+        (sampled({"max_new_tokens": 2, "min_new_tokens": 3}), "sampling_params.min_new_tokens"),
+        (sampled({"stop_token_ids": [10**6]}), "sampling_params.stop_token_ids"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": [10**6]}, "token_ids_logprob"),
         ({"text": "a" * (CONTEXT_TOKENS + 1)}, "text"),
         ({"input_ids": [5] * (CONTEXT_TOKENS + 1)}, "input_ids"),
         ({"text": "a", "session_id": "s", "session_params": {"id": "s"}}, "session_id"),
-        ({"text": "a", "sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
-        ({"text": "a", "sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
+        (sampled({"beam_width": 2}), "sampling_params.beam_width"),
+        (sampled({"top_k": 0}), "sampling_params.top_k"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
-        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
-        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex"),
+        (sampled({"regex": "a", "ebnf": "b"}), "sampling_params.ebnf"),
+        (sampled({"stop_regex": "("}), "sampling_params.stop_regex"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "session_params": {"id": "none"}}, "session_params"),
         ({"text": ["a"], "session_params": {"id": "none"}}, "session_params"),
         (
-            {"text": "a", "sampling_params": {"spaces_between_special_tokens": False}},
+            sampled({"spaces_between_special_tokens": False}),
             "sampling_params.spaces_between_special_tokens",
         ),
-        (
-            {"text": "a", "sampling_params": {"custom_params": {"a": 1}}},
-            "sampling_params.custom_params",
-        ),
+        (sampled({"custom_params": {"a": 1}}), "sampling_params.custom_params"),
         ({"text": "a", "custom_logit_processor": '{"callable": "80"}'}, "custom_logit_processor"),
         (
             {"text": ["a", "b"], "custom_logit_processor": ["allow_tokens"]},
             "custom_logit_processor",
         ),
-        (
-            {"text": "a", "sampling_params": {"watermark": {"enabled": True, "key": 1}}},
-            "sampling_params.watermark",
-        ),
+        (sampled({"watermark": {"enabled": True, "key": 1}}), "sampling_params.watermark"),
         ({"text": "a", "token_ids_logprob": [[1]]}, "token_ids_logprob"),
         ({"input_ids": [1], "token_ids_logprob": [[1]]}, "token_ids_logprob"),
         ({"text": "a", "token_ids_logprob": [1] * 129}, "token_ids_logprob"),
@@ -307,8 +289,7 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
 )
 async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, param: str) -> None:
     for streamed in (False, True):
-        status, reply, _ = await post(at, GENERATE, body | {"stream": streamed})
-        assert (status, cast("Reply", reply["error"])["param"]) == (400, param)
+        assert await refused(at, GENERATE, body | {"stream": streamed}) == param
     assert at.cluster.submits == []
 
 
@@ -317,8 +298,8 @@ async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, para
     [
         ("/open_session", {"capacity_of_str_len": 2**70}),
         ("/open_session", {"timeout": 1e300}),
-        (GENERATE, {"text": "a", "sampling_params": {"top_k": 2**70}}),
-        (GENERATE, {"text": "a", "sampling_params": {"stream_interval": 2**70}}),
+        (GENERATE, sampled({"top_k": 2**70})),
+        (GENERATE, sampled({"stream_interval": 2**70})),
         (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 2**70}),
         (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -(2**70)}),
         (GENERATE, {"text": "a", "session_params": {"id": "s", "rid": "a", "offset": 2**70}}),
@@ -379,8 +360,8 @@ async def test_lists_of_nulls_ask_for_nothing(at: House) -> None:
     nothing: Body = {"lora_path": [None, None], "image_data": [None, None]}
     _, reply, _ = await post(at, GENERATE, {"text": ["a", "b"]} | nothing)
     assert len(reply) == 2
-    status, reply, _ = await post(at, GENERATE, {"text": ["a", "b"], "lora_path": [None, "x"]})
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, "lora_path")
+    body: Body = {"text": ["a", "b"], "lora_path": [None, "x"]}
+    assert await refused(at, GENERATE, body) == "lora_path"
 
 
 @pytest.mark.parametrize(
@@ -399,8 +380,7 @@ async def test_what_is_not_done_is_refused_by_name(
         "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5]},
         "/separate_reasoning": {"text": "a", "reasoning_parser": "qwen3"},
     }
-    status, reply, _ = await post(at, path, whole[path] | body)
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, param)
+    assert await refused(at, path, whole[path] | body) == param
 
 
 async def test_a_session_goes_on_from_what_was_said(at: House) -> None:
@@ -424,9 +404,8 @@ async def test_a_session_goes_on_from_what_was_said(at: House) -> None:
     assert at.cluster.encodes[0].special_tokens is True
     await say("f", rid=rids[0], replace=True)
     for gone in (rids[1], "never"):
-        params = {"id": name, "rid": gone}
-        status, reply, _ = await post(at, GENERATE, {"text": "g", "session_params": params})
-        assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params.rid")
+        body: Body = {"text": "g", "session_params": {"id": name, "rid": gone}}
+        assert await refused(at, GENERATE, body) == "session_params.rid"
     status, _, _ = await _post_plain(at, "/close_session", {"session_id": name})
     assert status == 200
     status, _, _ = await post(at, "/close_session", {"session_id": name})
@@ -465,8 +444,7 @@ async def test_text_completions_and_generate_go_on_in_the_same_session(
 async def test_a_session_takes_one_text_at_a_time(at: House, said: Body) -> None:
     _, name, _ = await post(at, "/open_session", {})
     body: Body = {"prompt": "a", "session_params": {"id": name}}
-    status, reply, _ = await post(at, "/v1/completions", body | said)
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params")
+    assert await refused(at, "/v1/completions", body | said) == "session_params"
 
 
 async def _post_plain(at: House, path: str, body: Body) -> tuple[int, str, str]:
@@ -486,8 +464,7 @@ async def test_a_session_has_one_name_and_its_room(at: House) -> None:
 async def test_ids_take_room_in_a_session_as_their_text_does(at: House) -> None:
     await post(at, "/open_session", {"session_id": "s", "capacity_of_str_len": 3})
     body: Body = {"input_ids": [97, 98, 99, 100], "session_params": {"id": "s"}}
-    status, reply, _ = await post(at, GENERATE, body)
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params")
+    assert await refused(at, GENERATE, body) == "session_params"
     assert (await post(at, GENERATE, body | {"input_ids": [97]}))[0] == 200
 
 
@@ -499,8 +476,7 @@ async def test_an_answer_that_broke_off_is_nothing_to_go_on_from(at: House) -> N
     assert any("error" in json.loads(event) for event in events if event != "[DONE]")
     at.cluster.row_error = None
     on = {"text": "b", "session_params": {"id": name, "rid": "x"}}
-    status, reply, _ = await post(at, GENERATE, on)
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params.rid")
+    assert await refused(at, GENERATE, on) == "session_params.rid"
     assert (await post(at, GENERATE, body))[0] == 200
 
 

@@ -37,12 +37,6 @@ RAW: tuple[str, Body] = (GENERATE, {"prompt": "hi", "raw": True})
 
 
 @pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
-
-
-@pytest.fixture
 async def thinking() -> AsyncIterator[House]:
     """A house whose model thinks, speaks and calls."""
     async with house(tool_call_parser="hermes", reasoning_parser="qwen3") as world:

@@ -19,19 +19,11 @@ from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.tokenize import MessageToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from antiphon.wire.text import TextRow
 
 TEXT = "".join(SCRIPT)
 Body = dict[str, object]
 Choice = dict[str, object]
-
-
-@pytest.fixture
-async def at() -> AsyncIterator[House]:
-    async with house() as world:
-        yield world
 
 
 async def both(at: House, path: str, body: Body) -> tuple[list[Choice], list[Choice]]:
