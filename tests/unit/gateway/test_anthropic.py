@@ -12,7 +12,7 @@ import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import HI, Body, post
 
-from antiphon.gateway.http.anthropic.conversation import conversation
+from antiphon.gateway.http.anthropic.parse import conversation
 from antiphon.gateway.http.anthropic.schema import MessagesBody
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import Internal, InvalidRequest, Overloaded, WorkerLost

@@ -71,6 +71,12 @@ def logged(folder: Path, **config: object) -> RequestLogConfig:
     return RequestLogConfig(**given)  # pyright: ignore[reportArgumentType]
 
 
+def recorded(folder: Path, **config: object) -> RequestLogConfig:
+    """Settings of a log, of metrics and of crash dumps in one folder."""
+    more = {"crash_dump_folder": str(folder), "export_metrics": True, "export_folder": str(folder)}
+    return logged(folder, **more, **config)
+
+
 def lines(folder: Path, pattern: str = "requests_gateway-0_*.log") -> list[Line]:
     """Every line of the files in a folder."""
     texts = [file.read_text() for file in sorted(folder.glob(pattern))]
@@ -239,13 +245,7 @@ async def test_each_of_several_outputs_is_logged(tmp_path: Path) -> None:
 
 
 async def test_keys_and_cache_salts_are_in_no_record(tmp_path: Path) -> None:
-    config = logged(
-        tmp_path,
-        level=3,
-        crash_dump_folder=str(tmp_path),
-        export_metrics=True,
-        export_folder=str(tmp_path),
-    )
+    config = recorded(tmp_path, level=3)
     async with house(access=AccessConfig(api_key="sk-secret"), request_log=config) as at:
         for header in ({"Authorization": "Bearer sk-secret"}, {"X-Api-Key": "sk-secret"}):
             body: Body = {"text": "hi", "cache_salt": "salt-secret", "extra_key": "salt-secret"}
@@ -258,12 +258,7 @@ async def test_keys_and_cache_salts_are_in_no_record(tmp_path: Path) -> None:
 
 
 async def test_no_logs_leaves_a_request_out_of_log_and_dump(tmp_path: Path) -> None:
-    config = logged(
-        tmp_path,
-        crash_dump_folder=str(tmp_path),
-        export_metrics=True,
-        export_folder=str(tmp_path),
-    )
+    config = recorded(tmp_path)
     async with house(request_log=config) as at:
         await answered(at, GENERATE, {"text": "private", "rid": "one", "no_logs": True})
         await answered(at, GENERATE, {"text": "public", "rid": "two"})

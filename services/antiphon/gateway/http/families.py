@@ -71,7 +71,6 @@ def all_operations(
         submission, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
     )
     workers = WorkerControl(runtime, model)
-    control = ControlEndpoints(response_handler, submission, workers, request_log, access)
     vectors = PoolingHandler(response_handler, tokenizers)
 
     async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
@@ -89,32 +88,31 @@ def all_operations(
         keep_s=runtime.settings.sessions.keep_s,
         timeout_s=gateway.request_timeout_s,
     )
+    served_as = served_names(runtime.settings)
     in_session = SessionRequests(response_handler, tokenizers, sessions, runtime)
-    served = (
-        *CompletionsEndpoints(
+    endpoints = (
+        CompletionsEndpoints(
             response_handler, tokenizers, runtime, model, in_session, workers.dp_rank
-        ).operations(),
-        *MessagesEndpoints(response_handler, tokenizers, runtime, model).operations(),
-        *ResponsesEndpoints(response_handler, submission, tokenizers, runtime, model).operations(),
-        *ModelsEndpoints(runtime, model, tokenizers, access).operations(),
-        *TokenizeEndpoints(response_handler, tokenizers, runtime, model).operations(),
-        *ScoreEndpoints(response_handler, model).operations(),
-        *EmbeddingsEndpoints(response_handler, vectors, model).operations(),
-        *ClassifyEndpoints(response_handler, vectors, model).operations(),
-        *RerankEndpoints(response_handler, vectors, tokenizers).operations(),
-        *EncodeEndpoints(response_handler, vectors, runtime).operations(),
-        *GenerateEndpoints(
+        ),
+        MessagesEndpoints(response_handler, tokenizers, runtime, model),
+        ResponsesEndpoints(response_handler, submission, tokenizers, runtime, model),
+        ModelsEndpoints(runtime, model, tokenizers, access),
+        TokenizeEndpoints(response_handler, tokenizers, runtime, model),
+        ScoreEndpoints(response_handler, model),
+        EmbeddingsEndpoints(response_handler, vectors, model),
+        ClassifyEndpoints(response_handler, vectors, model),
+        RerankEndpoints(response_handler, vectors, tokenizers),
+        EncodeEndpoints(response_handler, vectors, runtime),
+        GenerateEndpoints(
             response_handler, tokenizers, sessions, in_session, runtime, workers.dp_rank
-        ).operations(),
-        *OllamaEmbeddingEndpoints(
-            response_handler, vectors, served_names(runtime.settings)
-        ).operations(),
-        *OllamaGenerationEndpoints(response_handler, tokenizers, runtime, model).operations(),
-        *OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access).operations(),
-        *InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics).operations(),
-        *HealthEndpoints(runtime, model, response_handler, tokenizers).operations(),
-        *control.operations(),
-        *ParsingEndpoints(response_handler).operations(),
-        *absent_operations(),
+        ),
+        OllamaEmbeddingEndpoints(response_handler, vectors, served_as),
+        OllamaGenerationEndpoints(response_handler, tokenizers, model, served_as),
+        OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access),
+        InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics),
+        HealthEndpoints(runtime, model, response_handler, tokenizers),
+        ControlEndpoints(response_handler, submission, workers, request_log, access),
+        ParsingEndpoints(response_handler),
     )
+    served = (*(one for each in endpoints for one in each.operations()), *absent_operations())
     return (*served, *OpenApi(served, gateway.root_path.rstrip("/")).operations())

@@ -11,17 +11,30 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.config.markdown import table
-from antiphon.gateway.http.anthropic import unsupported as anthropic
-from antiphon.gateway.http.anthropic.schema import CountBody, MessagesBody
-from antiphon.gateway.http.native import control, parsing
-from antiphon.gateway.http.native import endpoints as generation
-from antiphon.gateway.http.native import unsupported as native
+from antiphon.gateway.http.anthropic.schema import (
+    COUNT_UNSUPPORTED,
+    MESSAGES_UNSUPPORTED,
+    CountBody,
+    MessagesBody,
+)
+from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
 from antiphon.gateway.http.native.encode import EncodeBody
-from antiphon.gateway.http.native.schema import GenerateBody
-from antiphon.gateway.http.ollama import models as library
-from antiphon.gateway.http.ollama import unsupported as ollama
+from antiphon.gateway.http.native.endpoints import CloseSession, OpenSession
+from antiphon.gateway.http.native.parsing import ParseBody, SeparateBody
+from antiphon.gateway.http.native.schema import (
+    ENCODE_UNSUPPORTED,
+    GENERATE_UNSUPPORTED,
+    GenerateBody,
+)
 from antiphon.gateway.http.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingBody
-from antiphon.gateway.http.ollama.schema import OllamaChatBody, OllamaGenerateBody
+from antiphon.gateway.http.ollama.models import ShowBody
+from antiphon.gateway.http.ollama.schema import (
+    OLLAMA_CHAT_UNSUPPORTED,
+    OLLAMA_EMBED_UNSUPPORTED,
+    OLLAMA_GENERATE_UNSUPPORTED,
+    OllamaChatBody,
+    OllamaGenerateBody,
+)
 from antiphon.gateway.http.openai import unsupported as openai
 from antiphon.gateway.http.openai.classify import ClassifyBody
 from antiphon.gateway.http.openai.embeddings import EmbeddingBody
@@ -46,8 +59,8 @@ _WIDE = 2**31 - 1
 BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], ...] = (
     ("/v1/chat/completions", ChatBody, openai.CHAT),
     ("/v1/completions", CompletionBody, openai.COMPLETION),
-    ("/v1/messages", MessagesBody, anthropic.MESSAGES),
-    ("/v1/messages/count_tokens", CountBody, anthropic.COUNT),
+    ("/v1/messages", MessagesBody, MESSAGES_UNSUPPORTED),
+    ("/v1/messages/count_tokens", CountBody, COUNT_UNSUPPORTED),
     ("/v1/responses", ResponsesBody, RESPONSES),
     ("/v1/tokenize", TokenizeBody, {}),
     ("/v1/detokenize", DetokenizeBody, {}),
@@ -55,24 +68,24 @@ BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], 
     ("/v1/embeddings", EmbeddingBody, openai.EMBEDDING),
     ("/v1/classify", ClassifyBody, openai.EMBEDDING),
     ("/v1/rerank", RerankBody, openai.EMBEDDING),
-    ("/encode", EncodeBody, native.ENCODE),
-    ("/classify", EncodeBody, native.ENCODE),
-    ("/generate", GenerateBody, native.GENERATE),
-    ("/api/chat", OllamaChatBody, ollama.CHAT),
-    ("/api/generate", OllamaGenerateBody, ollama.GENERATE),
-    ("/api/embed", OllamaEmbedBody, ollama.EMBED),
+    ("/encode", EncodeBody, ENCODE_UNSUPPORTED),
+    ("/classify", EncodeBody, ENCODE_UNSUPPORTED),
+    ("/generate", GenerateBody, GENERATE_UNSUPPORTED),
+    ("/api/chat", OllamaChatBody, OLLAMA_CHAT_UNSUPPORTED),
+    ("/api/generate", OllamaGenerateBody, OLLAMA_GENERATE_UNSUPPORTED),
+    ("/api/embed", OllamaEmbedBody, OLLAMA_EMBED_UNSUPPORTED),
     ("/api/embeddings", OllamaEmbeddingBody, {}),
-    ("/api/show", library.ShowBody, {}),
-    ("/open_session", generation.OpenSession, {}),
-    ("/close_session", generation.CloseSession, {}),
-    ("/abort_request", control.AbortBody, {}),
-    ("/pause_generation", control.PauseBody, {}),
-    ("/continue_generation", control.ContinueBody, {}),
-    ("/update_weight_version", control.VersionBody, {}),
-    ("/parse_function_call", parsing.ParseBody, {}),
-    ("/separate_reasoning", parsing.SeparateBody, {}),
+    ("/api/show", ShowBody, {}),
+    ("/open_session", OpenSession, {}),
+    ("/close_session", CloseSession, {}),
+    ("/abort_request", AbortBody, {}),
+    ("/pause_generation", PauseBody, {}),
+    ("/continue_generation", ContinueBody, {}),
+    ("/update_weight_version", VersionBody, {}),
+    ("/parse_function_call", ParseBody, {}),
+    ("/separate_reasoning", SeparateBody, {}),
 )
-"""Path and struct of every body; a missing one fails a test."""
+"""Path, struct and rejected fields of every documented body."""
 
 _HEAD = """\
 # Request bodies of the HTTP APIs

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.requests.lost_calls import LostCalls
 from antiphon.gateway.requests.template_defaults import TemplateDefaults
 from antiphon.service.deadline import deadline_in, remaining_s
@@ -42,6 +43,7 @@ from antiphon.wire.tokenize import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
@@ -193,6 +195,10 @@ class TokenizerClient:
                 patience_s,
             )
         return self._card
+
+    async def formats(self) -> Formats:
+        """The formats of the model's output, configured or detected from its template."""
+        return await formats_of(self._runtime.settings.gateway, self.card, self.is_text)
 
     def _encode_ids(
         self,

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.anthropic import parse as reading
-from antiphon.gateway.http.anthropic import unsupported as refused
-from antiphon.gateway.http.anthropic.replies import CountReply, MessageReply
-from antiphon.gateway.http.anthropic.schema import CountBody, MessagesBody
+from antiphon.gateway.http.anthropic.parse import (
+    ParsedMessagesRequest,
+    ignored_field_warnings,
+    parse_count,
+    parse_messages,
+)
+from antiphon.gateway.http.anthropic.schema import (
+    COUNT_UNSUPPORTED,
+    MESSAGES_UNSUPPORTED,
+    CountBody,
+    CountReply,
+    MessageReply,
+    MessagesBody,
+)
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.app import REQUEST_ID, warn
 from antiphon.gateway.http.core.auth import tenant_of
@@ -18,7 +28,6 @@ from antiphon.gateway.http.core.end_of_thinking import with_end_token
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
-from antiphon.gateway.parsing.formats import formats_of
 from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import id_count
@@ -32,7 +41,6 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
@@ -66,7 +74,7 @@ class MessagesEndpoints:
                 "Create a message.",
                 body=MessagesBody,
                 reply=MessageReply,
-                unsupported=refused.MESSAGES,
+                unsupported=MESSAGES_UNSUPPORTED,
                 examples=(
                     _HELLO,
                     _HELLO | {"stream": True, "stop_sequences": ["!"], "system": "Be brief."},
@@ -81,20 +89,20 @@ class MessagesEndpoints:
                 "Count the input tokens of a message.",
                 body=CountBody,
                 reply=CountReply,
-                unsupported=refused.COUNT,
+                unsupported=COUNT_UNSUPPORTED,
                 examples=({"messages": _ASKED, "system": "Be brief."},),
             ),
         ]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        formats = await self._formats()
+        formats = await self.tokenizers.formats()
 
-        def make(body: MessagesBody) -> reading.ParsedMessagesRequest:
+        def make(body: MessagesBody) -> ParsedMessagesRequest:
             _check_version(request)
-            return reading.parse_messages(body, formats)
+            return parse_messages(body, formats)
 
         parsed = await self.response_handler.parse_body(
-            request, MessagesBody, make, refused.MESSAGES, warns_beyond=MessagesBody
+            request, MessagesBody, make, MESSAGES_UNSUPPORTED, warns_beyond=MessagesBody
         )
         warn(request, parsed.warnings)
         gen_request = await with_end_token(parsed.gen_request, self.tokenizers)
@@ -108,22 +116,22 @@ class MessagesEndpoints:
             )
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return MessagesResponseWriter(streams[0], parsed.reply_options, self.model)
+            return MessagesResponseWriter(streams[0], parsed, self.model)
 
         return await self.response_handler.answer(
             request, (gen_request,), writer, streamed=parsed.stream
         )
 
     async def _count(self, request: web.Request) -> web.Response:
-        formats = await self._formats()
+        formats = await self.tokenizers.formats()
 
         def make(body: CountBody) -> tuple[GenerationRequest, list[str]]:
             _check_version(request)
-            warnings = reading.ignored_field_warnings(body)
-            return reading.parse_count(body, formats), warnings
+            warnings = ignored_field_warnings(body)
+            return parse_count(body, formats), warnings
 
         gen_request, warnings = await self.response_handler.parse_body(
-            request, CountBody, make, refused.COUNT, warns_beyond=MessagesBody
+            request, CountBody, make, COUNT_UNSUPPORTED, warns_beyond=MessagesBody
         )
         warn(request, warnings)
         served = served_names(self.runtime.settings)
@@ -134,11 +142,6 @@ class MessagesEndpoints:
         gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
         encoded = await self.tokenizers.encode(gen_request, request_id, deadline, None)
         return json_reply(CountReply(id_count(encoded.token_ids)))
-
-    async def _formats(self) -> Formats:
-        return await formats_of(
-            self.runtime.settings.gateway, self.tokenizers.card, self.tokenizers.is_text
-        )
 
 
 def _check_version(request: web.Request) -> None:

@@ -1,19 +1,24 @@
-"""Parses bodies of messages into requests."""
+"""Parses bodies of messages into requests, and their messages into turns of chat templates."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 
-from antiphon.gateway.http.anthropic.conversation import continues_last_turn, conversation
 from antiphon.gateway.http.anthropic.schema import (
     ContextManagement,
     OutputConfig,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
     ThinkingBody,
+    ToolResultBlock,
+    ToolUseBlock,
+    Unread,
 )
-from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.fields import decode, model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import single_grammar
 from antiphon.gateway.http.core.tool_calls import (
@@ -22,7 +27,6 @@ from antiphon.gateway.http.core.tool_calls import (
     tool_plan,
     with_tool_constraints,
 )
-from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
@@ -33,69 +37,55 @@ from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.tokenize import TemplateParams
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from antiphon.gateway.http.anthropic.schema import (
+        Block,
+        MessageParam,
         MessagesBody,
         OutputFormat,
         PromptBody,
         ToolBody,
     )
     from antiphon.gateway.http.core.sampling import RequestedGrammar
+    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json
 
+E = TypeVar("E", bound=InvalidRequest)
+
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of the template variable that turns reasoning on and off."""
+_BETWEEN = "\n"
+"""Separates the texts of blocks that are joined."""
 
 
 class ThinkingDisplay(Enum):
-    """How to return reasoning."""
-
     WHOLE = "whole"
     OMITTED = "omitted"
     """A block without text, with its signature."""
     HIDDEN = "hidden"
 
 
-class MessagesResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Response options.
-
-    Attributes:
-        tokens_max: The client's token limit.
-        parser_options: How to parse the output.
-        display: How to return reasoning.
-    """
-
-    tokens_max: int
-    parser_options: OutputParserOptions
-    display: ThinkingDisplay
-
-
 class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body: its request, and the options of the response.
-
-    Attributes:
-        budget: Reasoning budget in tokens; None without a limit.
-        warnings: Warnings about ignored parts of the body.
-    """
-
     gen_request: GenerationRequest
     stream: bool
-    reply_options: MessagesResponseOptions
+    tokens_max: int
+    """The client's limit."""
+    parser_options: OutputParserOptions
+    display: ThinkingDisplay
     budget: int | None
+    """Reasoning tokens; None without a limit."""
     warnings: list[str]
+    """About ignored parts of the body."""
 
 
-def parse_messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> ParsedMessagesRequest:
-    """Parse the body of a message.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
+def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesRequest:
     # Checked first: a request that continues a thread has only new messages, which alone are
     # invalid.
     warnings = ignored_field_warnings(body)
@@ -113,30 +103,22 @@ def parse_messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> ParsedM
         grammar_field=constraint.field if constraint else "output_config.format",
         stop=StopStrings(strings=tuple(body.stop_sequences or ())),
     )
-    parser_options = OutputParserOptions(
-        plan=plan,
-        reasoning=formats.reasoning,
-        calls_before=sum(len(turn.tool_calls) for turn in gen_request.messages or ()),
-    )
     return ParsedMessagesRequest(
         gen_request=with_tool_constraints(gen_request, plan, formats.reasoning),
         stream=bool(body.stream),
-        reply_options=MessagesResponseOptions(
-            tokens_max=body.max_tokens,
-            parser_options=parser_options,
-            display=_display(body.thinking),
+        tokens_max=body.max_tokens,
+        parser_options=OutputParserOptions(
+            plan=plan,
+            reasoning=formats.reasoning,
+            calls_before=sum(len(turn.tool_calls) for turn in gen_request.messages or ()),
         ),
+        display=_display(body.thinking),
         budget=_budget(body.thinking, body.max_tokens),
         warnings=warnings,
     )
 
 
-def parse_count(body: PromptBody, formats: Formats = NO_FORMATS) -> GenerationRequest:
-    """Parse the body of a token count.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
+def parse_count(body: PromptBody, formats: Formats) -> GenerationRequest:
     return _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
 
 
@@ -158,12 +140,7 @@ def _prompt(
 
 
 def ignored_field_warnings(body: PromptBody) -> list[str]:
-    """Return warnings about ignored beta fields.
-
-    Raises:
-        InvalidRequest: The request continues a stored conversation.
-        Unsupported: It requests compaction.
-    """
+    """Return warnings about ignored beta fields; reject those that would change the result."""
     if body.thread is not None and body.thread.type == "continue":
         raise InvalidRequest(
             "conversations are not stored; send all messages",
@@ -194,7 +171,6 @@ def ignored_field_warnings(body: PromptBody) -> list[str]:
 
 
 def _options(body: PromptBody, enabled: bool | None) -> str | None:
-    """Return the chat template variables as JSON."""
     options: dict[str, object] = {}
     if body.output_config and body.output_config.effort:
         options["reasoning_effort"] = body.output_config.effort
@@ -206,7 +182,6 @@ def _options(body: PromptBody, enabled: bool | None) -> str | None:
 def _reasoning_enabled(
     thinking: ThinkingBody | None, reasoning: ReasoningFormat | None
 ) -> bool | None:
-    """Whether reasoning is turned on or off."""
     if thinking is None or thinking.type == "adaptive":
         return None
     if thinking.type == "between_tools":
@@ -272,9 +247,7 @@ def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     try:
         return tool_plan(tools, choice, formats.tools, parallel=parallel, constraint=constraint)
     except Unsupported as error:
-        raise Unsupported(
-            _to_anthropic_path(error.message), param=_to_anthropic_path(error.param or "tools")
-        ) from error
+        raise _with_anthropic_path(error) from error
 
 
 def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -297,14 +270,16 @@ def _tools(tool_bodies: list[ToolBody]) -> tuple[Tool, ...]:
     try:
         return read_tools(written)
     except InvalidRequest as error:
-        # The tools were parsed in the format of chat templates; these clients use another.
-        raise InvalidRequest(
-            _to_anthropic_path(error.message), param=_to_anthropic_path(error.param or "tools")
-        ) from error
+        raise _with_anthropic_path(error) from error
 
 
-def _to_anthropic_path(text: str) -> str:
-    return text.replace(".function.parameters", ".input_schema").replace(".function", "")
+def _with_anthropic_path(error: E) -> E:
+    """Rename the field of an error: tools are parsed in the format of chat templates."""
+
+    def renamed(text: str) -> str:
+        return text.replace(".function.parameters", ".input_schema").replace(".function", "")
+
+    return type(error)(renamed(error.message), param=renamed(error.param or "tools"))
 
 
 def _function(tool: ToolBody, at: str) -> Json:
@@ -328,3 +303,154 @@ def _function(tool: ToolBody, at: str) -> Json:
     if tool.input_examples:
         function["input_examples"] = to_json(tool.input_examples, f"{at}.input_examples")
     return {"type": "function", "function": function}
+
+
+def conversation(body: PromptBody) -> tuple[ChatMessage, ...]:
+    """Convert the system prompt and the messages. Consecutive messages of one role are merged."""
+    turns: list[ChatMessage] = []
+    if body.system:
+        system = body.system if isinstance(body.system, str) else _text(body.system, "system")
+        turns.append(ChatMessage(role="system", content=system))
+    calls: dict[str, str] = {}
+    for index, message in enumerate(body.messages):
+        for turn in _turns(message, f"messages[{index}].content", calls):
+            _add(turns, turn)
+    return tuple(turns)
+
+
+def continues_last_turn(
+    turns: Sequence[ChatMessage], at: str
+) -> tuple[tuple[ChatMessage, ...], bool]:
+    """Return whether the last turn is to be continued; an empty one is dropped.
+
+    `at` is the path of the last message, for errors.
+    """
+    last = turns[-1]
+    if last.role != "assistant":
+        return tuple(turns), False
+    if last.tool_calls:
+        raise InvalidRequest("a tool_use requires its tool_result in a later message", param=at)
+    if last.content != last.content.rstrip():
+        text = "the final assistant message must not end in white space"
+        raise InvalidRequest(text, param=at)
+    if last.content:
+        return tuple(turns), True
+    if last.reasoning_content:
+        raise InvalidRequest("a message with only thinking cannot be continued", param=at)
+    if len(turns) == 1:
+        raise InvalidRequest("the conversation is empty", param=at)
+    return tuple(turns[:-1]), False
+
+
+def _add(turns: list[ChatMessage], turn: ChatMessage) -> None:
+    if turns and turn.role == turns[-1].role and turn.role in ("user", "assistant"):
+        turns[-1] = _merge(turns[-1], turn)
+    else:
+        turns.append(turn)
+
+
+def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMessage]:
+    """Convert a message; `calls` has the names of earlier tool calls by id."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    if message.role == "assistant":
+        turn = _assistant_turn(message.content, at)
+        calls.update((call.id, call.name) for call in turn.tool_calls)
+        return [turn]
+    if not message.content:
+        raise InvalidRequest("a message requires content", param=at)
+    if message.role == "system":
+        return [ChatMessage(role="system", content=_text(message.content, at))]
+    return _user_turns(message.content, at, calls)
+
+
+def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[MessageToolCall] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case TextBlock(text):
+                texts.append(text)
+            case ThinkingBlock(thinking):
+                thoughts.append(thinking)
+            case RedactedThinkingBlock():
+                pass
+            case ToolUseBlock():
+                calls.append(_call(block, f"{at}[{index}]"))
+            case _:
+                _misplaced(block, "assistant", f"{at}[{index}]")
+    return ChatMessage(
+        role="assistant",
+        content=_BETWEEN.join(texts),
+        reasoning_content=_BETWEEN.join(thoughts) or None,
+        tool_calls=tuple(calls),
+        without_content=not texts,
+    )
+
+
+def _user_turns(blocks: Sequence[Block], at: str, calls: dict[str, str]) -> list[ChatMessage]:
+    """Convert a user message: its text and tool results become one turn each, in order."""
+    turns: list[ChatMessage] = []
+    for index, block in enumerate(blocks):
+        where = f"{at}[{index}]"
+        match block:
+            case TextBlock(text):
+                turns.append(ChatMessage(role="user", content=text))
+            case ToolResultBlock():
+                turns.append(_result(block, where, calls))
+            case _:
+                _misplaced(block, "user", where)
+    return turns
+
+
+def _call(block: ToolUseBlock, at: str) -> MessageToolCall:
+    arguments = msgspec.json.encode(block.input)
+    decode(arguments, object, f"{at}.input")
+    return MessageToolCall(id=block.id, name=block.name, arguments=arguments.decode())
+
+
+def _result(block: ToolResultBlock, at: str, calls: dict[str, str]) -> ChatMessage:
+    if block.tool_use_id not in calls:
+        text = f"no earlier tool_use has the id '{block.tool_use_id}'"
+        raise InvalidRequest(text, param=f"{at}.tool_use_id")
+    content = block.content or ""
+    text = content if isinstance(content, str) else _text(content, f"{at}.content")
+    return ChatMessage(
+        role="tool",
+        content=f"Error: {text}" if block.is_error else text,
+        name=calls[block.tool_use_id],
+        tool_call_id=block.tool_use_id,
+    )
+
+
+def _text(blocks: Iterable[Block], at: str) -> str:
+    """Return the text of blocks of which only text is allowed."""
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        if not isinstance(block, TextBlock):
+            _misplaced(block, "", f"{at}[{index}]")
+        texts.append(block.text)
+    return _BETWEEN.join(texts)
+
+
+def _misplaced(block: Block, role: str, at: str) -> NoReturn:
+    kind = str(type(block).__struct_config__.tag)
+    if isinstance(block, Unread):
+        raise Unsupported(f"content of type '{kind}' is not supported", param=f"{at}.type")
+    where = f"in a message of role {role}" if role else "here"
+    raise InvalidRequest(f"{kind} is not allowed {where}", param=f"{at}.type")
+
+
+def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+
+    def both(one: str | None, other: str | None) -> str:
+        return _BETWEEN.join(text for text in (one, other) if text)
+
+    return ChatMessage(
+        role=first.role,
+        content=both(first.content, second.content),
+        reasoning_content=both(first.reasoning_content, second.reasoning_content) or None,
+        tool_calls=first.tool_calls + second.tool_calls,
+        without_content=first.without_content and second.without_content,
+    )

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.anthropic.parse import ThinkingDisplay
-from antiphon.gateway.http.anthropic.replies import (
+from antiphon.gateway.http.anthropic.schema import (
     BlockDelta,
     BlockStart,
     BlockStop,
     InputJsonDelta,
+    Json,
     MessageDelta,
     MessageReply,
     MessageStart,
@@ -21,11 +22,13 @@ from antiphon.gateway.http.anthropic.replies import (
     Ping,
     SignatureDelta,
     Stop,
+    TextBlock,
     TextBlockDelta,
+    ThinkingBlock,
     ThinkingDelta,
+    ToolUseBlock,
     usage_body,
 )
-from antiphon.gateway.http.anthropic.schema import Json, TextBlock, ThinkingBlock, ToolUseBlock
 from antiphon.gateway.http.core.errors import messages_envelope
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.sse import named_event
@@ -44,8 +47,8 @@ from antiphon.wire.codec import id_count
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from antiphon.gateway.http.anthropic.parse import MessagesResponseOptions
-    from antiphon.gateway.http.anthropic.replies import AnswerBlock, BlockEvent, StopReason
+    from antiphon.gateway.http.anthropic.parse import ParsedMessagesRequest
+    from antiphon.gateway.http.anthropic.schema import AnswerBlock, BlockEvent, StopReason
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
@@ -56,19 +59,17 @@ MessagesStreamEvent = MessageStart | Ping | MessageDelta | MessageStop
 
 
 class MessagesResponseWriter(ResponseWriter):
-    """Writes responses of /v1/messages as content blocks."""
-
     def __init__(
-        self, stream: RequestStream, reply_options: MessagesResponseOptions, model: ModelName
+        self, stream: RequestStream, parsed: ParsedMessagesRequest, model: ModelName
     ) -> None:
         self._stream = stream
         self._model = model
         self._parser = OutputParser(
-            reply_options.parser_options, starts_in_reasoning=stream.starts_in_reasoning
+            parsed.parser_options, starts_in_reasoning=stream.starts_in_reasoning
         )
-        self._blocks = ContentBlockBuilder(reply_options.display)
+        self._blocks = ContentBlockBuilder(parsed.display)
         # If the context leaves less than was requested, the context ends the output.
-        self._cut = stream.submit.sampling.max_new_tokens < reply_options.tokens_max
+        self._cut = stream.submit.sampling.max_new_tokens < parsed.tokens_max
         self._begun = False
         self._finished: Finished | None = None
 

@@ -15,6 +15,7 @@ from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.request_log.request_log import LoggingOptions
 from antiphon.gateway.request_log.writer import folder_of, make_folder
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
@@ -51,10 +52,9 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     """Abort the requests whose ids start with `rid`, or all requests."""
 
     rid: Annotated[
-        Annotated[str, Meta(max_length=256)],
-        Meta(description="Prefix of the ids of the requests to abort."),
+        Annotated[str, Meta(max_length=256)], doc("Prefix of the ids of the requests to abort.")
     ] = ""
-    abort_all: Annotated[bool, Meta(description="Whether to abort all requests.")] = False
+    abort_all: Annotated[bool, doc("Whether to abort all requests.")] = False
 
 
 class PauseBody(msgspec.Struct, frozen=True):
@@ -63,9 +63,7 @@ class PauseBody(msgspec.Struct, frozen=True):
     With `abort` running requests are aborted; otherwise they continue later.
     """
 
-    mode: Annotated[PauseMode, Meta(description="What to do with running requests.")] = (
-        PauseMode.ABORT
-    )
+    mode: Annotated[PauseMode, doc("What to do with running requests.")] = PauseMode.ABORT
 
 
 class ContinueBody(msgspec.Struct, frozen=True):
@@ -76,12 +74,9 @@ class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
     """Set the weight version. Cached prefixes of the old version are not reused."""
 
     new_version: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=256)],
-        Meta(description="The new weight version."),
+        Annotated[str, Meta(min_length=1, max_length=256)], doc("The new weight version.")
     ]
-    abort_all_requests: Annotated[
-        bool, Meta(description="Whether to abort all running requests.")
-    ] = True
+    abort_all_requests: Annotated[bool, doc("Whether to abort all running requests.")] = True
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,9 @@ from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.native.schema import TokenIds
-from antiphon.gateway.http.native.unsupported import ENCODE
+from antiphon.gateway.http.core.sampling import Rid, doc
+from antiphon.gateway.http.native.parse import prompts_of
+from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest
@@ -24,14 +24,12 @@ from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiohttp import web
 
     from antiphon.gateway.http.core.pooling import PoolingHandler
     from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.pooling import Pooled, Prompt
+    from antiphon.gateway.requests.pooling import Pooled
     from antiphon.service.service import Runtime
     from antiphon.wire.tokenize import PoolingCard
 
@@ -44,35 +42,26 @@ class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     text: Annotated[
         str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None,
-        Meta(description="Text to encode, or a list of texts."),
+        doc("Text to encode, or a list of texts."),
     ] = None
     input_ids: Annotated[
         Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
-        Meta(
-            description="Token ids to encode, or a list of token id lists. Use instead of `text`."
-        ),
+        doc("Token ids to encode, or a list of token id lists. Use instead of `text`."),
     ] = None
     dimensions: Annotated[
-        Dimensions | None,
-        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
+        Dimensions | None, doc("Number of leading dimensions to return, for Matryoshka models.")
     ] = None
     rid: Annotated[
-        Rid | None, Meta(description="Request id chosen by the client; for several texts a prefix.")
+        Rid | None, doc("Request id chosen by the client; for several texts a prefix.")
     ] = None
     priority: Annotated[
         Priority | None,
-        Meta(
-            description="Scheduling priority; higher runs first. Requires "
-            "--enable-priority-scheduling."
-        ),
+        doc("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
     ] = None
     cache_salt: Annotated[
-        CacheSaltText | None,
-        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
+        CacheSaltText | None, doc("Restricts prefix cache sharing to requests with the same salt.")
     ] = None
-    extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
-    ] = None
+    extra_key: Annotated[CacheSaltText | None, doc("Like `cache_salt`; both must match.")] = None
 
 
 class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +90,8 @@ class EncodeEndpoints:
     runtime: Runtime
 
     def operations(self) -> list[Operation]:
+        several = "Several texts return a list."
+        score = f"Score a text with a classification model. {several}"
         return [
             Operation(
                 method,
@@ -109,41 +100,27 @@ class EncodeEndpoints:
                 summary,
                 body=EncodeBody,
                 reply=EncodeResult | list[EncodeResult],
-                unsupported=ENCODE,
+                unsupported=ENCODE_UNSUPPORTED,
                 examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
                 deprecated=method == "PUT",
             )
             for path, answer, summary in (
-                (
-                    "/encode",
-                    self._encode,
-                    "Encode a text to a vector. Several texts return a list.",
-                ),
-                (
-                    "/classify",
-                    self._classify,
-                    "Score a text with a classification model. Several texts return a list.",
-                ),
+                ("/encode", self._encode, f"Encode a text to a vector. {several}"),
+                ("/classify", self._classify, score),
             )
             for method in ("POST", "PUT")
         ]
 
     async def _encode(self, request: web.Request) -> web.Response:
-        card = await self.vectors.card("embed")
-        return await self._answer(request, lambda body: _requests(body, card, "encode"))
+        return await self._answer(request, await self.vectors.card("embed"), "encode")
 
     async def _classify(self, request: web.Request) -> web.Response:
-        card = await self.vectors.scorer("classify")
-        return await self._answer(request, lambda body: _requests(body, card, "classify"))
+        return await self._answer(request, await self.vectors.scorer("classify"), "classify")
 
-    async def _answer(
-        self,
-        request: web.Request,
-        asks_of: Callable[[EncodeBody], tuple[list[GenerationRequest], bool]],
-    ) -> web.Response:
+    async def _answer(self, request: web.Request, card: PoolingCard, api: str) -> web.Response:
         began = time.monotonic()
         gen_requests, batch = await self.response_handler.parse_body(
-            request, EncodeBody, asks_of, ENCODE
+            request, EncodeBody, lambda body: _requests(body, card, api), ENCODE_UNSUPPORTED
         )
         pooled = await self.vectors.collect(request, gen_requests)
         seconds = time.monotonic() - began
@@ -168,36 +145,18 @@ def _requests(
     body: EncodeBody, card: PoolingCard, api: str
 ) -> tuple[list[GenerationRequest], bool]:
     """Return the requests, and whether the body has a list of texts."""
-    prompts, batch = _prompts(body)
+    prompts, batch = prompts_of(body.text, body.input_ids)
     if len(prompts) > INPUTS_MAX:
         raise InvalidRequest(f"at most {INPUTS_MAX} texts are allowed", param="input_ids")
     check_not_blank(prompts, "text")
-    pool = pool_params(card, body.dimensions)
     gen_requests = pooling_requests(
         prompts,
         api=api,
         field="text" if body.input_ids is None else "input_ids",
         model=None,
-        pool=pool,
+        pool=pool_params(card, body.dimensions),
         rid=body.rid,
         priority=body.priority,
         salt=cache_salt(body.cache_salt, body.extra_key),
     )
     return gen_requests, batch
-
-
-def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("exactly one of text and input_ids is required", param="text")
-    if body.text is not None:
-        return ([body.text], False) if isinstance(body.text, str) else (list(body.text), True)
-    ids = body.input_ids or []
-    rows = [tuple(row) for row in ids if isinstance(row, list)]
-    if not rows:
-        return [tuple(each for each in ids if isinstance(each, int))], False
-    if len(rows) != len(ids):
-        raise InvalidRequest(
-            "input_ids: must be a list of token ids or a list of token id lists, not a mix",
-            param="input_ids",
-        )
-    return list(rows), True

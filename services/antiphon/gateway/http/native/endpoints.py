@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,22 +11,22 @@ from aiohttp import web
 from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
-from antiphon.gateway.http.native import parse as reading
-from antiphon.gateway.http.native import unsupported as refused
-from antiphon.gateway.http.native.schema import GenerateBody
+from antiphon.gateway.http.native.parse import parse_generate
+from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
-from antiphon.gateway.parsing.formats import formats_of
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
-    from antiphon.gateway.http.core.respond import ResponseHandler, WriterFactory
+    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
@@ -46,29 +47,22 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity_of_str_len: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)],
-        Meta(description="Maximum size of the session, in characters. 0 sets no limit."),
+        doc("Maximum size of the session, in characters. 0 sets no limit."),
     ] = 0
     session_id: Annotated[
-        Name | None, Meta(description="Session id chosen by the client. Defaults to a random one.")
+        Name | None, doc("Session id chosen by the client. Defaults to a random one.")
     ] = None
-    timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Idle timeout, in seconds.")
-    ] = None
+    timeout: Annotated[Annotated[float, Meta(gt=0)] | None, doc("Idle timeout, in seconds.")] = None
 
 
 class CloseSession(msgspec.Struct, frozen=True):
     """Close a session."""
 
-    session_id: Annotated[Name, Meta(description="Session id.")]
+    session_id: Annotated[Name, doc("Session id.")]
 
 
 @dataclass(frozen=True)
 class GenerateEndpoints:
-    """Handlers of /generate and of sessions.
-
-    `rank_of` returns the index of a worker in /v1/loads.
-    """
-
     response_handler: ResponseHandler
     tokenizers: TokenizerClient
     sessions: Sessions
@@ -86,7 +80,7 @@ class GenerateEndpoints:
                     "Generate text for a prompt. A batch of prompts returns a list.",
                     body=GenerateBody,
                     reply=GenerateReply | list[GenerateReply],
-                    unsupported=refused.GENERATE,
+                    unsupported=GENERATE_UNSUPPORTED,
                     examples=_EXAMPLES,
                     deprecated=method == "PUT",
                 )
@@ -116,8 +110,8 @@ class GenerateEndpoints:
         parsed, params = await self.response_handler.parse_body(
             request,
             GenerateBody,
-            lambda body: (reading.parse_generate(body), body.session_params),
-            refused.GENERATE,
+            lambda body: (parse_generate(body), body.session_params),
+            GENERATE_UNSUPPORTED,
         )
         if parsed.budget is not None:
             parsed = await self._budgeted(parsed, parsed.budget)
@@ -136,15 +130,13 @@ class GenerateEndpoints:
                 request, gen_request, params, writer, streamed=parsed.stream
             )
         return await self.response_handler.answer(
-            request, parsed.gen_requests, self._writer_factory(parsed), streamed=parsed.stream
+            request, parsed.gen_requests, partial(self._writer, parsed), streamed=parsed.stream
         )
 
     async def _budgeted(
         self, parsed: ParsedGenerateRequest, tokens_max: int
     ) -> ParsedGenerateRequest:
-        formats = await formats_of(
-            self.runtime.settings.gateway, self.tokenizers.card, self.tokenizers.is_text
-        )
+        formats = await self.tokenizers.formats()
         gen_requests = [
             await with_thinking_budget(
                 gen_request,
@@ -156,12 +148,6 @@ class GenerateEndpoints:
             for gen_request in parsed.gen_requests
         ]
         return msgspec.structs.replace(parsed, gen_requests=tuple(gen_requests))
-
-    def _writer_factory(self, parsed: ParsedGenerateRequest) -> WriterFactory:
-        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return await self._writer(parsed, streams)
-
-        return writer
 
     async def _writer(
         self,
@@ -213,7 +199,7 @@ class GenerateEndpoints:
         return web.Response()
 
 
-_STREAMING = refused.UnsupportedField(
+_STREAMING = UnsupportedField(
     "session streaming is not supported: sessions store token ids and hold no cache pages", (False,)
 )
 _EXAMPLES = (

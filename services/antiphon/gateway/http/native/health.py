@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -57,22 +58,16 @@ _LINKS = {
 }
 
 
+@dataclass
 class HealthEndpoints:
     """Handlers of the health checks; all but `/health_generate` return immediately."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ModelName,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._probe: asyncio.Task[EngineError | None] | None = None
-        self._probe_at = 0.0
+    runtime: Runtime
+    model: ModelName
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    _probe: asyncio.Task[EngineError | None] | None = field(default=None, init=False)
+    _probe_at: float = field(default=0.0, init=False)
 
     def operations(self) -> list[Operation]:
         here = "Check readiness by heartbeats: 200, or 503 with the names of the missing services."
@@ -102,11 +97,9 @@ class HealthEndpoints:
         ]
 
     async def _hello(self, _: web.Request) -> web.Response:
-        prefix = self._runtime.settings.gateway.root_path.rstrip("/")
+        prefix = self.runtime.settings.gateway.root_path.rstrip("/")
         links = {name: f"{prefix}{path}" for name, path in _LINKS.items()}
-        return json_reply(
-            Root(version=metadata.version("antiphon"), model=self._model, links=links)
-        )
+        return json_reply(Root(version=metadata.version("antiphon"), model=self.model, links=links))
 
     async def _health(self, _: web.Request) -> web.Response:
         self._check()
@@ -114,7 +107,7 @@ class HealthEndpoints:
 
     async def _ready(self, _: web.Request) -> web.Response:
         self._check()
-        beats = [peer.heartbeat for peer in self._runtime.peers.accepting_work(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self.runtime.peers.accepting_work(Role.WORKER)]
         if all(beat.worker is not None and beat.worker.paused for beat in beats):
             raise Unavailable("generation is paused", retry_after_s=1.0)
         return json_reply(HealthReply())
@@ -125,12 +118,12 @@ class HealthEndpoints:
         The route needs no key, so callers must not cause work in proportion to their number.
         """
         self._check()
-        now = self._runtime.clock.now()
+        now = self.runtime.clock.now()
         probe = self._probe
         if probe is None or (probe.done() and now >= self._probe_at + _MIN_INTERVAL_S):
             # Other callers wait for it, so a caller's disconnect must not cancel it: it is a task
             # of the process.
-            self._probe = probe = self._runtime.group.create_task(self._generated(request))
+            self._probe = probe = self.runtime.group.create_task(self._generated(request))
             self._probe_at = now
         error = await asyncio.shield(probe)
         if error is not None:
@@ -140,7 +133,7 @@ class HealthEndpoints:
     async def _generated(self, request: web.Request) -> EngineError | None:
         try:
             async with asyncio.timeout(_GENERATE_S):
-                pools = (await self._tokenizers.card(_GENERATE_S)).pooling is not None
+                pools = (await self.tokenizers.card(_GENERATE_S)).pooling is not None
                 gen_request = GenerationRequest(
                     api=PROBE_API,
                     model=None,
@@ -149,7 +142,7 @@ class HealthEndpoints:
                     sampling=SamplingOptions(temperature=0.0, ignore_eos=True),
                     pooling=PoolParams() if pools else None,
                 )
-                await self._response_handler.collect(request, [gen_request])
+                await self.response_handler.collect(request, [gen_request])
         except TimeoutError:
             text = f"the model generated nothing within {_GENERATE_S:g} s"
             return Unavailable(text, retry_after_s=1.0)
@@ -164,7 +157,7 @@ class HealthEndpoints:
 
     def _missing(self) -> list[str]:
         """Return the services that generation needs and that are not accepting work."""
-        peers = self._runtime.peers
+        peers = self.runtime.peers
         missing = [
             str(role)
             for role in (Role.TOKENIZER, Role.WORKER, Role.DETOKENIZER)
@@ -174,6 +167,6 @@ class HealthEndpoints:
             peer.heartbeat.leads is not None for peer in peers.accepting_work(Role.SCHEDULER)
         ):
             missing.append(Role.SCHEDULER)
-        if self._runtime.health.state is not ProcessState.READY:
+        if self.runtime.health.state is not ProcessState.READY:
             missing.append(Role.GATEWAY)
         return missing

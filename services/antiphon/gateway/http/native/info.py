@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
@@ -17,6 +16,7 @@ from antiphon.config.sglang.values import shown
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
@@ -78,34 +78,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_reqs: int
     num_total_reqs: int
     num_waiting_uncached_tokens: Annotated[
-        int, Meta(description="Prompt tokens of queued requests; some may be in the prefix cache.")
+        int, doc("Prompt tokens of queued requests; some may be in the prefix cache.")
     ]
-    num_used_tokens: Annotated[int, Meta(description="Tokens held by running requests.")]
-    num_total_tokens: Annotated[int, Meta(description="Tokens of running and queued requests.")]
+    num_used_tokens: Annotated[int, doc("Tokens held by running requests.")]
+    num_total_tokens: Annotated[int, doc("Tokens of running and queued requests.")]
     num_active_tokens: Annotated[
-        int,
-        Meta(
-            description="Same as `num_used_tokens`: excludes tokens that only the prefix "
-            "cache holds."
-        ),
+        int, doc("Same as `num_used_tokens`: excludes tokens that only the prefix cache holds.")
     ]
-    num_cached_tokens: Annotated[int, Meta(description="Tokens in the prefix cache.")]
+    num_cached_tokens: Annotated[int, doc("Tokens in the prefix cache.")]
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
-    gen_throughput: Annotated[
-        float, Meta(description="Output tokens per second over the last ten seconds.")
-    ]
-    cache_hit_rate: Annotated[
-        float, Meta(description="Hit rate of prompts prefilled in the last minute.")
-    ]
+    gen_throughput: Annotated[float, doc("Output tokens per second over the last ten seconds.")]
+    cache_hit_rate: Annotated[float, doc("Hit rate of prompts prefilled in the last minute.")]
     utilization: float
     paused: bool
     weight_version: str
     memory: WorkerMemory | UnsetType = UNSET
     queues: Queues | UnsetType = UNSET
     speculative: Annotated[
-        UnsetType | None, Meta(description="Always null, as are `lora` and `disaggregation`.")
+        UnsetType | None, doc("Always null, as are `lora` and `disaggregation`.")
     ] = UNSET
     lora: UnsetType | None = UNSET
     disaggregation: UnsetType | None = UNSET
@@ -152,9 +144,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: ModelInfo
     settings: dict[str, dict[str, Value]]
-    metrics_ports: Annotated[
-        dict[str, int], Meta(description="Metrics port of each process of the model.")
-    ]
+    metrics_ports: Annotated[dict[str, int], doc("Metrics port of each process of the model.")]
     internal_states: list[Load]
 
 

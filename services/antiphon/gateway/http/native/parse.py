@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.sampling import RequestedGrammar
+    from antiphon.gateway.requests.pooling import Prompt
     from antiphon.wire.processors import LogitProcessor
 
 T = TypeVar("T")
@@ -51,27 +52,17 @@ _FALSE = False
 
 
 class ParsedGenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body.
-
-    Attributes:
-        batch: Whether the response is a list.
-        budget: Reasoning budget in tokens; None without a limit.
-    """
-
     gen_requests: tuple[GenerationRequest, ...]
     all_reply_options: tuple[GenerateResponseOptions, ...]
     stream: bool
     batch: bool
+    """Whether the response is a list."""
     budget: int | None
+    """Reasoning tokens; None without a limit."""
 
 
 def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
-    """Parse a body.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
-    prompts, batch = _prompts(body)
+    prompts, batch = prompts_of(body.text, body.input_ids)
     count = len(prompts)
     samplings = _per_prompt(body.sampling_params, SamplingBody(), count, "sampling_params")
     choices = {sampling.n or 1 for sampling in samplings}
@@ -106,15 +97,15 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
     )
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
+def prompts_of(
+    text: str | list[str] | None, input_ids: list[int | list[int]] | None
+) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether the body has a list."""
-    if (body.text is None) == (body.input_ids is None):
+    if (text is None) == (input_ids is None):
         raise InvalidRequest("exactly one of text and input_ids is required", param="text")
-    if isinstance(body.text, str):
-        return [body.text], False
-    if body.text is not None:
-        return list(body.text), True
-    ids = body.input_ids or []
+    if text is not None:
+        return ([text], False) if isinstance(text, str) else (list(text), True)
+    ids = input_ids or []
     rows = [tuple(row) for row in ids if isinstance(row, list)]
     if not rows:
         return [tuple(each for each in ids if isinstance(each, int))], False
@@ -127,7 +118,6 @@ def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
 
 
 def _per_prompt(given: T | list[T] | None, default: T, count: int, field: str) -> list[T]:
-    """Return one value per prompt."""
     if isinstance(given, list):
         values = cast("list[T]", given)
         if len(values) != count:

@@ -1,12 +1,13 @@
-"""Request body of /generate. A null is equivalent to an omitted field."""
+"""Bodies and rejected fields of /generate and /encode. A null is equivalent to an omitted field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.sampling import (
     Choices,
@@ -17,9 +18,13 @@ from antiphon.gateway.http.core.sampling import (
     doc,
 )
 from antiphon.gateway.http.core.session_requests import SessionParams
+from antiphon.gateway.http.core.unsupported import COMMON, EMBEDDING, NOTHING
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TopLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ANSWER_TOKENS = 128
 """Default of `max_new_tokens`."""
@@ -148,3 +153,55 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     no_logs: Annotated[
         bool | None, doc("Exclude the request from request logs and crash dumps.")
     ] = None
+
+
+_MEDIA = UnsupportedField("this model accepts text only", NOTHING)
+_PLACED = "requests are placed by the scheduler; clients cannot select a worker"
+_EMBEDS = "embeddings are not accepted as {}; use text or input_ids"
+
+GENERATE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **COMMON,
+    "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
+    **dict.fromkeys(("mm_hashes", "mm_content_hashes", "video_config"), _MEDIA),
+    "mm_processor_kwargs": _MEDIA,
+    "routing_key": UnsupportedField(_PLACED),
+    "background": UnsupportedField(
+        "background generation is not supported by /generate; use /v1/responses", (False,)
+    ),
+    "external_trace_header": UnsupportedField("set the traceparent header instead", NOTHING),
+    **dict.fromkeys(
+        (
+            "return_flat_raw_top_logprobs",
+            "return_flat_raw_output_top_logprobs",
+            "return_flat_raw_top_logprobs_b64",
+        ),
+        UnsupportedField("logprobs are returned as lists", (False,)),
+    ),
+    "routed_experts_start_len": UnsupportedField("expert routing is not recorded", (0, -1)),
+    "return_input_ids_in_sglext": UnsupportedField("use return_prompt_token_ids", (False,)),
+    "return_output_ids_in_sglext": UnsupportedField("output_ids are always returned", (False,)),
+    **dict.fromkeys(
+        ("return_indexer_topk", "return_entropy", "return_sampling_mask"),
+        UnsupportedField("sampling masks are not returned", (False,)),
+    ),
+    "sampling_logprobs_mode": UnsupportedField(
+        "logprobs are always computed over the whole vocabulary", ("",)
+    ),
+    "require_reasoning": UnsupportedField(
+        "reasoning is not required by this API; use /v1/chat/completions", (False,)
+    ),
+    "decode_tp_size": UnsupportedField("prefill and decode run in the same worker"),
+    "kv_hints": UnsupportedField(_PLACED, NOTHING),
+}
+
+ENCODE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **EMBEDDING,
+    "input_embeds": UnsupportedField(_EMBEDS.format("inputs")),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
+    "sampling_params": UnsupportedField("this API does not sample tokens", NOTHING),
+    "is_cross_encoder_request": UnsupportedField("use /v1/rerank for pairs of texts", (False,)),
+    "return_pooled_hidden_states": UnsupportedField(
+        "the pooled output is always returned", (False,)
+    ),
+}

@@ -35,10 +35,7 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponseWriter(ResponseWriter):
-    """Writes responses of /generate.
-
-    Events are cumulative, unless `news` makes them incremental.
-    """
+    """Writes responses of /generate. Events are cumulative, unless `incremental`."""
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ from msgspec import Meta
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.core.sampling import Json
+from antiphon.gateway.http.core.sampling import Json, doc
 from antiphon.gateway.http.ollama.parse import model_of, tagged
-from antiphon.gateway.http.ollama.unsupported import EMBED
+from antiphon.gateway.http.ollama.schema import OLLAMA_EMBED_UNSUPPORTED
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.sampling import Dimensions
 
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 
 
 class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
-    options: Annotated[
-        Json | None, Meta(description="Accepted and ignored: no tokens are sampled.")
-    ] = None
+    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
+    options: Annotated[Json | None, doc("Accepted and ignored: no tokens are sampled.")] = None
     keep_alive: Annotated[
-        str | float | None, Meta(description="Accepted and ignored: the model stays loaded.")
+        str | float | None, doc("Accepted and ignored: the model stays loaded.")
     ] = None
 
 
@@ -46,22 +44,20 @@ class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
 
     input: Annotated[
         str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)],
-        Meta(description="Text to embed, or a list of texts."),
+        doc("Text to embed, or a list of texts."),
     ]
     dimensions: Annotated[
-        Dimensions | None,
-        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
+        Dimensions | None, doc("Number of leading dimensions to return, for Matryoshka models.")
     ] = None
     truncate: Annotated[
-        bool | None,
-        Meta(description="Whether to truncate a text that is too long. Only false is supported."),
+        bool | None, doc("Whether to truncate a text that is too long. Only false is supported.")
     ] = None
 
 
 class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
     """Create an embedding vector for one text."""
 
-    prompt: Annotated[str, Meta(description="Text to embed.")]
+    prompt: Annotated[str, doc("Text to embed.")]
 
 
 class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +91,7 @@ class OllamaEmbeddingEndpoints:
                 "Create embedding vectors. Requires an embedding model.",
                 body=OllamaEmbedBody,
                 reply=OllamaEmbedReply,
-                unsupported=EMBED,
+                unsupported=OLLAMA_EMBED_UNSUPPORTED,
                 examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
             ),
             Operation(
@@ -115,7 +111,10 @@ class OllamaEmbeddingEndpoints:
         began = time.monotonic()
         card = await self.vectors.embedder()
         gen_requests = await self.response_handler.parse_body(
-            request, OllamaEmbedBody, lambda body: self._requests(body, card), EMBED
+            request,
+            OllamaEmbedBody,
+            lambda body: self._requests(body, card),
+            OLLAMA_EMBED_UNSUPPORTED,
         )
         pooled = await self.vectors.collect(request, gen_requests)
         return json_reply(

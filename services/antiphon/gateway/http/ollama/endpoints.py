@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.gateway.http.core.end_of_thinking import with_end_token
 from antiphon.gateway.http.core.ndjson import CONTENT_TYPE
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.ollama import parse as reading
-from antiphon.gateway.http.ollama import unsupported as refused
-from antiphon.gateway.http.ollama.replies import (
+from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate
+from antiphon.gateway.http.ollama.schema import (
+    OLLAMA_CHAT_UNSUPPORTED,
+    OLLAMA_GENERATE_UNSUPPORTED,
+    OllamaChatBody,
     OllamaChatReply,
+    OllamaGenerateBody,
     OllamaGenerateReply,
-    OllamaMessage,
-    now,
 )
-from antiphon.gateway.http.ollama.schema import OllamaChatBody, OllamaGenerateBody
 from antiphon.gateway.http.ollama.write import (
     OllamaChatResponseWriter,
     OllamaGenerateResponseWriter,
+    OllamaPiece,
 )
-from antiphon.gateway.parsing.formats import formats_of
-from antiphon.model_card.served_model import served_names
-from antiphon.wire.errors import EngineError, UnknownModel
+from antiphon.wire.errors import UnknownModel
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from aiohttp import web
 
@@ -36,29 +37,17 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.http.ollama.schema import OllamaBody
     from antiphon.gateway.http.ollama.write import OllamaResponseWriter
-    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
-_LOADED = "load"
-"""`done_reason` of a request without a prompt: the model is loaded."""
 
-
+@dataclass(frozen=True)
 class OllamaGenerationEndpoints:
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        runtime: Runtime,
-        model: ModelName,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._runtime = runtime
-        self._model = model
-        self._served = served_names(runtime.settings)
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    model: ModelName
+    served: Sequence[ModelName]
 
     def operations(self) -> list[Operation]:
         hello = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -71,7 +60,7 @@ class OllamaGenerationEndpoints:
                 body=OllamaChatBody,
                 reply=OllamaChatReply,
                 streamed_as=CONTENT_TYPE,
-                unsupported=refused.CHAT,
+                unsupported=OLLAMA_CHAT_UNSUPPORTED,
                 examples=(
                     hello,
                     hello | {"stream": False, "format": "json", "options": {"num_predict": 32}},
@@ -87,7 +76,7 @@ class OllamaGenerationEndpoints:
                 body=OllamaGenerateBody,
                 reply=OllamaGenerateReply,
                 streamed_as=CONTENT_TYPE,
-                unsupported=refused.GENERATE,
+                unsupported=OLLAMA_GENERATE_UNSUPPORTED,
                 examples=(
                     {"prompt": "What is 2 + 3?", "system": "Be brief.", "stream": False},
                     {"prompt": "Once upon a time", "raw": True, "options": {"num_predict": 8}},
@@ -96,83 +85,47 @@ class OllamaGenerationEndpoints:
         ]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        formats = await self._formats()
-        body, parsed = await self._response_handler.parse_body(
+        formats = await self.tokenizers.formats()
+        body, parsed = await self.response_handler.parse_body(
             request,
             OllamaChatBody,
-            lambda body: (body, reading.parse_chat(body, formats, self._served)),
-            refused.CHAT,
+            lambda body: (body, parse_chat(body, formats, self.served)),
+            OLLAMA_CHAT_UNSUPPORTED,
         )
-        if parsed is None:
-            name = self._checked(body)
-            return json_reply(
-                OllamaChatReply(
-                    model=name,
-                    created_at=now(),
-                    done=True,
-                    done_reason=_LOADED,
-                    message=OllamaMessage(),
-                )
-            )
         return await self._answer(request, body, parsed, OllamaChatResponseWriter)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        formats = await self._formats()
-        body, parsed = await self._response_handler.parse_body(
+        formats = await self.tokenizers.formats()
+        body, parsed = await self.response_handler.parse_body(
             request,
             OllamaGenerateBody,
-            lambda body: (body, reading.parse_generate(body, formats, self._served)),
-            refused.GENERATE,
+            lambda body: (body, parse_generate(body, formats, self.served)),
+            OLLAMA_GENERATE_UNSUPPORTED,
         )
-        if parsed is None:
-            name = self._checked(body)
-            return json_reply(
-                OllamaGenerateReply(
-                    model=name, created_at=now(), done=True, done_reason=_LOADED, response=""
-                )
-            )
-        with _as_prompt_error():
-            return await self._answer(request, body, parsed, OllamaGenerateResponseWriter)
+        return await self._answer(request, body, parsed, OllamaGenerateResponseWriter)
 
     async def _answer(
         self,
         request: web.Request,
         body: OllamaBody,
-        parsed: ParsedOllamaRequest,
+        parsed: ParsedOllamaRequest | None,
         kind: type[OllamaResponseWriter],
     ) -> web.StreamResponse:
-        gen_request = await with_end_token(parsed.gen_request, self._tokenizers)
+        if parsed is None:
+            return self._loaded(body, kind)
+        gen_request = await with_end_token(parsed.gen_request, self.tokenizers)
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return kind(body.model or self._model, streams[0], parsed)
+            return kind(body.model or self.model, streams[0], parsed)
 
-        return await self._response_handler.answer(
+        return await self.response_handler.answer(
             request, [gen_request], writer, streamed=parsed.stream
         )
 
-    async def _formats(self) -> Formats:
-        return await formats_of(
-            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
-        )
-
-    def _checked(self, body: OllamaBody) -> str:
-        """Return the model name that the client used.
-
-        Raises:
-            UnknownModel: It is not served.
-        """
-        other = reading.model_of(body.model, self._served)
+    def _loaded(self, body: OllamaBody, kind: type[OllamaResponseWriter]) -> web.Response:
+        """Respond to a request that only checks that the model is loaded."""
+        other = model_of(body.model, self.served)
         if other is not None:
-            raise UnknownModel.of(other, self._served)
-        return body.model or self._model
-
-
-@contextmanager
-def _as_prompt_error() -> Generator[None]:
-    """Attribute errors in the messages built from a prompt to the prompt."""
-    try:
-        yield
-    except EngineError as error:
-        if error.param == "messages":
-            error.param = "prompt"
-        raise
+            raise UnknownModel.of(other, self.served)
+        reply = kind.reply(body.model or self.model, OllamaPiece(), done=True)
+        return json_reply(msgspec.structs.replace(reply, done_reason="load"))

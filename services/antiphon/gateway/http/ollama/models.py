@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
 from antiphon.gateway.http.core.operation import Operation, refusal
 from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.http.ollama.parse import model_of, tagged
-from antiphon.gateway.http.ollama.replies import written
-from antiphon.gateway.http.ollama.schema import OllamaOptions
+from antiphon.gateway.http.ollama.schema import OllamaOptions, written
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.gateway.requests.sampling import set_fields
 from antiphon.model_card.served_model import served_names
@@ -54,14 +53,14 @@ _UNSERVED = {
 
 
 class NamedBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str | None, Meta(description="Name of the model.")] = None
-    name: Annotated[str | None, Meta(description="Deprecated: use `model`.")] = None
+    model: Annotated[str | None, doc("Name of the model.")] = None
+    name: Annotated[str | None, doc("Deprecated: use `model`.")] = None
 
 
 class ShowBody(NamedBody, frozen=True, kw_only=True):
     """Show model information. `name` is a deprecated alias of `model`."""
 
-    verbose: Annotated[bool | None, Meta(description="Accepted and ignored.")] = None
+    verbose: Annotated[bool | None, doc("Accepted and ignored.")] = None
 
 
 class PullBody(NamedBody, frozen=True, kw_only=True):

@@ -15,8 +15,7 @@ from antiphon.gateway.http.core.tool_calls import (
     tool_plan,
     with_tool_constraints,
 )
-from antiphon.gateway.http.ollama import unsupported as refused
-from antiphon.gateway.http.ollama.schema import OllamaOptions
+from antiphon.gateway.http.ollama.schema import OLLAMA_OPTIONS_UNSUPPORTED, OllamaOptions
 from antiphon.gateway.parsing.tools.choice import read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
@@ -60,11 +59,7 @@ class ParsedOllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat(
     body: OllamaChatBody, formats: Formats, served: Sequence[ModelName]
 ) -> ParsedOllamaRequest | None:
-    """Parse a chat; None if it has no messages and only checks that the model is ready.
-
-    Raises:
-        InvalidRequest: Names the invalid field.
-    """
+    """Parse a chat; None if it has no messages and only checks that the model is ready."""
     if not body.messages:
         return _is_load_request(body, served)
     last = body.messages[-1]
@@ -84,14 +79,12 @@ def parse_chat(
 def parse_generate(
     body: OllamaGenerateBody, formats: Formats, served: Sequence[ModelName]
 ) -> ParsedOllamaRequest | None:
-    """Parse a prompt; None if it is empty and only checks that the model is ready.
-
-    Raises:
-        InvalidRequest: Names the invalid field.
-    """
+    """Parse a prompt; None if it is empty and only checks that the model is ready."""
     if not body.prompt and not body.suffix:
         return _is_load_request(body, served)
-    gen_request = GenerationRequest(api="ollama_generate", model=model_of(body.model, served))
+    gen_request = GenerationRequest(
+        api="ollama_generate", model=model_of(body.model, served), prompt_field="prompt"
+    )
     prompt = body.prompt or ""
     if body.raw or body.suffix:
         return _raw(
@@ -121,7 +114,6 @@ def _is_load_request(body: OllamaBody, served: Sequence[ModelName]) -> None:
 
 
 def _unloads(keep_alive: str | float | None) -> bool:
-    """Whether the model should be unloaded immediately."""
     if isinstance(keep_alive, str):
         return not keep_alive.strip("0.hmnuµs") and "0" in keep_alive
     return keep_alive == 0
@@ -183,9 +175,8 @@ def _raw(gen_request: GenerationRequest, body: OllamaGenerateBody) -> ParsedOlla
 
 
 def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> GenerationRequest:
-    """Add the fields common to chats and prompts."""
     options = body.options or OllamaOptions()
-    for name, why in refused.OPTIONS.items():
+    for name, why in OLLAMA_OPTIONS_UNSUPPORTED.items():
         value: object = getattr(options, name)
         if value is not None and value not in why.neutral:
             raise Unsupported(f"options.{name}: {why.reason}", param=f"options.{name}")
@@ -226,7 +217,6 @@ def _switches(think: bool | str | None) -> dict[str, bool]:
 
 
 def _template_options(think: bool | str | None, switches: dict[str, bool]) -> str | None:
-    """Return the chat template variables as JSON."""
     effort = {"reasoning_effort": think} if isinstance(think, str) else {}
     options = effort | switches
     return msgspec.json.encode(options).decode() if options else None

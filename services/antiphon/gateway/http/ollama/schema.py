@@ -1,4 +1,4 @@
-"""Request bodies of /api/chat and /api/generate.
+"""Bodies, rejected fields and responses of /api/chat and /api/generate.
 
 A null is equivalent to an omitted field. Ollama options that configure model loading (`num_ctx`,
 `num_gpu`, ...) are ignored: loading is configured by the operator.
@@ -6,16 +6,27 @@ A null is equivalent to an omitted field. Ollama options that configure model lo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
-from antiphon.gateway.http.core.logprobs import TopLogprobs
+from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
 from antiphon.gateway.http.core.sampling import Json, Stops, doc
 from antiphon.gateway.requests.sampling import SamplingFields
 from antiphon.wire.sampling import RepetitionPenalty, Seed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.base import Usage
+
+UNSET = msgspec.UNSET
+UnsetType = msgspec.UnsetType
 
 TokensMost = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
 
@@ -138,3 +149,103 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     raw: Annotated[
         bool | None, doc("Whether to use the prompt as is, without a chat template.")
     ] = None
+
+
+_CUT = UnsupportedField("truncation of prompts is configured by the operator", (False,))
+
+OLLAMA_CHAT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    "truncate": _CUT,
+    "shift": _CUT,
+    "_debug_render_only": UnsupportedField(
+        "use /v1/tokenize to see the tokens of a conversation", (False,)
+    ),
+}
+
+OLLAMA_GENERATE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **OLLAMA_CHAT_UNSUPPORTED,
+    "template": UnsupportedField("the chat template is configured by the operator", ("",)),
+    "context": UnsupportedField("send the messages of the conversation to /api/chat", ([],)),
+    "images": UnsupportedField("this model accepts text only", ([],)),
+    **dict.fromkeys(
+        ("width", "height", "steps"), UnsupportedField("this model generates text only", (0,))
+    ),
+}
+
+OLLAMA_EMBED_UNSUPPORTED: Mapping[str, UnsupportedField] = {"truncate": _CUT}
+
+OLLAMA_OPTIONS_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    "repeat_last_n": UnsupportedField("penalties always cover the whole output", (-1, 64)),
+    "typical_p": UnsupportedField("typical sampling is not supported", (1,)),
+    "tfs_z": UnsupportedField("tail-free sampling is not supported", (1,)),
+    "mirostat": UnsupportedField("mirostat sampling is not supported", (0,)),
+    "penalize_newline": UnsupportedField("newlines are penalized as any other token", (True,)),
+}
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's message. A tool call is never split."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: tuple[OllamaCall, ...] | UnsetType = UNSET
+
+
+class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every response object. The last one has counts and durations.
+
+    Durations are in nanoseconds as measured by the gateway: `total` from receiving the request,
+    `prompt_eval` from the end of tokenization to the first text (queueing included), `eval` from
+    there to the end. The load duration is 0: no model is loaded for a request.
+    """
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class OllamaChatReply(OllamaReply, frozen=True, kw_only=True):
+    """Response of /api/chat."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateReply(OllamaReply, frozen=True, kw_only=True):
+    """Response of /api/generate."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+def now() -> str:
+    return written(datetime.now(UTC))
+
+
+def written(time: datetime) -> str:
+    return f"{time:%Y-%m-%dT%H:%M:%S.%fZ}"
+
+
+def measured(stream: RequestStream, usage: Usage) -> dict[str, int]:
+    ended_at = stream.ended_at
+    assert ended_at is not None, "the request has ended"
+    said_at = ended_at if stream.first_token_at is None else stream.first_token_at
+    return {
+        "total_duration": _nanoseconds(ended_at - stream.received_at),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(said_at - stream.submitted_at),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _nanoseconds(ended_at - said_at),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -13,16 +13,17 @@ from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.core.writer import ResponseWriter
-from antiphon.gateway.http.ollama.replies import (
+from antiphon.gateway.http.ollama.schema import (
     UNSET,
+    OllamaCall,
     OllamaChatReply,
+    OllamaFunction,
     OllamaGenerateReply,
     OllamaMessage,
     OllamaReply,
     measured,
     now,
 )
-from antiphon.gateway.http.ollama.schema import OllamaCall, OllamaFunction
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import CallEnd, Collector, Content, Reasoning
 from antiphon.wire.base import FinishReason
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 
 class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of one response object."""
-
     content: str = ""
     thinking: str = ""
     calls: tuple[OllamaCall, ...] = ()
@@ -79,7 +78,7 @@ class OllamaResponseWriter(ResponseWriter):
 
     def ping(self) -> bytes:
         """Return a line without text: the format has no comments, and clients parse every line."""
-        return line(msgspec.json.encode(self._reply(OllamaPiece(), done=False)))
+        return line(msgspec.json.encode(self.reply(self._model, OllamaPiece(), done=False)))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         (usage,) = usages
@@ -88,13 +87,14 @@ class OllamaResponseWriter(ResponseWriter):
     def failure(self, error: EngineError) -> bytes:
         return line(msgspec.json.encode(plain(error)))
 
+    @staticmethod
     @abstractmethod
-    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         """Return an object with a piece of the output."""
 
     def _last(self, piece: OllamaPiece, usage: Usage) -> OllamaReply:
         return msgspec.structs.replace(
-            self._reply(piece, done=True),
+            self.reply(self._model, piece, done=True),
             done_reason=self._reason.value,
             **measured(self._stream, usage),
         )
@@ -108,13 +108,10 @@ class OllamaResponseWriter(ResponseWriter):
             logprobs = self._logprobs(chunk_event.details)
         if logprobs is not UNSET and not pieces:
             pieces = [OllamaPiece()]
-        lines: list[bytes] = []
-        for number, piece in enumerate(pieces):
-            reply = self._reply(piece, done=False)
-            if number == 0:
-                reply = msgspec.structs.replace(reply, logprobs=logprobs)
-            lines.append(line(msgspec.json.encode(reply)))
-        return b"".join(lines)
+        replies = [self.reply(self._model, piece, done=False) for piece in pieces]
+        if replies:
+            replies[0] = msgspec.structs.replace(replies[0], logprobs=logprobs)
+        return b"".join(line(msgspec.json.encode(reply)) for reply in replies)
 
     def _logprobs(
         self, details: TokenOutputsChunk | None
@@ -137,19 +134,21 @@ class OllamaResponseWriter(ResponseWriter):
 
 
 class OllamaChatResponseWriter(OllamaResponseWriter):
-    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+    @staticmethod
+    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         message = OllamaMessage(
             content=piece.content,
             thinking=piece.thinking or UNSET,
             tool_calls=piece.calls or UNSET,
         )
-        return OllamaChatReply(model=self._model, created_at=now(), done=done, message=message)
+        return OllamaChatReply(model=model, created_at=now(), done=done, message=message)
 
 
 class OllamaGenerateResponseWriter(OllamaResponseWriter):
-    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+    @staticmethod
+    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         return OllamaGenerateReply(
-            model=self._model,
+            model=model,
             created_at=now(),
             done=done,
             response=piece.content,
