@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         OllamaTurn,
     )
     from antiphon.gateway.parsing.formats import Formats
-    from antiphon.wire import schemas
     from antiphon.wire.ids import ModelName
+    from antiphon.wire.schemas import Json as JsonValue
 
 _LATEST = "latest"
 _FIELDS = TokenOutputFields(logprobs="logprobs", top="top_logprobs", named_ids="logprobs")
@@ -130,7 +130,7 @@ def _chat(
         )
         raise Unsupported(text, param="think")
     gen_request = _with_common_fields(gen_request, body)
-    offered = read_tools(cast("list[schemas.Json]", to_json(tools, "tools")))
+    offered = read_tools(cast("list[JsonValue]", to_json(tools, "tools")))
     plan = tool_plan(
         offered,
         read_choice(None, offered),
