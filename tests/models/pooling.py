@@ -9,11 +9,10 @@ import numpy as np
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.runner.open import open_model

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
-    from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import Ints, PlanRunner
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import ModelRunner as Rank

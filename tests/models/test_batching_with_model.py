@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from tests.models.tiny import VOCABULARY
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.runner.open import open_model
 from antiphon.wire.codec import pack_ids, unpack_ids

@@ -11,11 +11,10 @@ from tests.models.test_batching_with_model import state
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, Finish
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.observability.recording import RecordingHeader, read, write
@@ -28,9 +27,8 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.request import RequestState
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import Ints, PlanRunner
+    from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.observability.flight_recorder import StepRecord
 

@@ -17,9 +17,8 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
-from antiphon.model_worker.grammar.backend import GrammarBackend
-from antiphon.model_worker.grammar.metrics import GrammarMetrics
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -190,5 +189,5 @@ def test_few_pages_and_long_waits_leave_no_trace() -> None:
     tight, roomy = Worker(open_engine(small), small), Worker(open_engine(SETTINGS), SETTINGS)
     states = [state(schema(), seed, max_new_tokens=120) for seed in range(8)]
     assert [said.ids for said in tight.run(*states)] == [said.ids for said in roomy.run(*states)]
-    assert tight.engine.core.retractions > 0
+    assert tight.engine.core.planner.retractions > 0
     assert tight.engine.core.pools.used() == tight.engine.core.pools.loose()

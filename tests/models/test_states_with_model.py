@@ -24,7 +24,7 @@ from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load

@@ -13,11 +13,10 @@ import pytest
 from tests.models.tiny import VOCABULARY
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.runner.open import open_model
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.models.conftest import Reference
 
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import PlanRunner
 
 RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (40, 11, 90, 3, 27, 61)]

@@ -11,8 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
 
 
 class Cursed(Exception):

@@ -12,16 +12,15 @@ import numpy as np
 from tests.simulation.hash_runner import HashRunner, next_token
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.policy import QueueRules
-from antiphon.model_worker.batching.request import (
+from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.state import (
     ChoiceKey,
+    EngineLimits,
     Finish,
     Phase,
-    Request,
     RequestState,
 )
 from antiphon.model_worker.batching.steady import Drawn
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.index import PrefixIndex
 
 VOCAB_SIZE = 40

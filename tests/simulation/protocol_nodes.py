@@ -14,7 +14,7 @@ from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Announce, Cancel, Deliver, FetchText, Submit, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.actions import SendCommands, SendNotice

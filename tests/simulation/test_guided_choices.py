@@ -12,11 +12,10 @@ import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import next_token
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
 from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
@@ -293,7 +292,7 @@ def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:
         for _ in range(30):
             world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
         world.drain()
-        retractions += world.batching.retractions
+        retractions += world.batching.planner.retractions
         for key, finish in world.ends.items():
             if (grammar := world.states[key].sampling.grammar) is not None:
                 code = None if finish.error is None else finish.error.code

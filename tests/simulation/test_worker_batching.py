@@ -11,7 +11,7 @@ from tests.simulation.batching_world import Told, World
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
@@ -102,7 +102,7 @@ def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap
     busy = {"arrivals": [0, 1, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
     world = World(seed, overlap=overlap, state="no", returned=0.0, **hopeful, **busy)
     live(world, 150)
-    assert world.batching.retractions > 1
+    assert world.batching.planner.retractions > 1
     check_empty(world)
 
 
@@ -142,8 +142,8 @@ def reached(wanted: set[str], worlds: Iterable[World]) -> Counter[str]:
         for _ in range(100):
             world.act()
         counts = {
-            "retracted": world.batching.retractions,
-            "preempted": world.batching.preemptions,
+            "retracted": world.batching.planner.retractions,
+            "preempted": world.batching.planner.preemptions,
         }
         seen += world.seen + Counter(counts)
         if seen.keys() >= wanted:

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from tests.simulation.test_worker_overlap import CURSE, Stage, both, harmless, staged
 
-from antiphon.model_worker.batching import builder, engine_core, loop, running_batch
-from antiphon.model_worker.batching.builder import BatchRow
+from antiphon.model_worker.batching import engine_core, loop, running_batch
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.outcome_processor import OutcomeProcessor
 from antiphon.model_worker.batching.planner import StepPlanner
-from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
+from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.cache import tree
@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "pending": (Request, "pending"),
     "launch": (Request, "launch"),
     "build": (loop, "build_plan"),
-    "pieces": (builder, "_chunks"),
+    "pieces": (running_batch, "_chunks"),
     "layout": (Slots, "layout"),
     "commit": (OutcomeProcessor, "_commit_row"),
     "accept": (Request, "accept"),

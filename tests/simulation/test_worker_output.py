@@ -11,10 +11,10 @@ import pytest
 from tests.simulation.hash_runner import HashRunner, next_token
 
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
+from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput

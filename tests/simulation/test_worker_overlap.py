@@ -12,11 +12,10 @@ import pytest
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 from tests.simulation.hash_runner import HashRunner, next_token
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
@@ -358,7 +357,7 @@ def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
         stage.turn(Mail(runs=tuple(stage.request(p, 90, i) for i, p in enumerate(prompts))))
         stage.drain()
         stage.verify()
-        assert stage.batching.retractions > 0
+        assert stage.batching.planner.retractions > 0
         assert stage.runner.futures > 0
 
 

@@ -14,7 +14,7 @@ from tests.simulation.batching_world import Told, World
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import (

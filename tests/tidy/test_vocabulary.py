@@ -18,7 +18,6 @@ DECODE_FAST_PATH = {
     for name in (
         "batching/layout.py",
         "batching/logprobs.py",
-        "batching/pooling.py",
         "batching/request.py",
         "batching/slots.py",
         "batching/steady.py",

@@ -14,9 +14,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import ControlEndpoint
-from antiphon.model_worker.grammar.backend import GrammarBackend
-from antiphon.model_worker.grammar.metrics import GrammarMetrics
-from antiphon.model_worker.grammar.queue import GrammarQueue
+from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
 from antiphon.model_worker.observability.cpu_time import CpuTime
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.plan_dumps import PlanDumps
@@ -24,9 +22,13 @@ from antiphon.model_worker.observability.stall_detector import LoopHung, StallDe
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
-from antiphon.model_worker.protocol.numerics import NumericsCheck
+from antiphon.model_worker.protocol.peers import (
+    NumericsCheck,
+    free_slots,
+    longest_elsewhere,
+    other_workers,
+)
 from antiphon.model_worker.protocol.reports import ReportQueue
-from antiphon.model_worker.protocol.requeue import free_slots, longest_elsewhere, other_workers
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.startup.engine import Engine, open_engine
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.request import ChoiceKey
+    from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.control import ControlMessage
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.base import Term

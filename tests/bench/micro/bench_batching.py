@@ -26,12 +26,11 @@ import numpy as np
 import pytest
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.admission import EngineLimits
-from antiphon.model_worker.batching.builder import build_plan
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.policy import QueueRules
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from antiphon.model_worker.batching.builder import BatchRow
+    from antiphon.model_worker.batching.request import BatchRow
 
 ROUNDS = 10_000
 SLACK = 2.5

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
@@ -40,7 +39,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from antiphon.model_worker.batching.builder import BatchRow
+    from antiphon.model_worker.batching.request import BatchRow
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 4096

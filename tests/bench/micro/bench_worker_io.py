@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
-from antiphon.model_worker.batching.request import Progress
+from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize

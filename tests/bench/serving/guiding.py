@@ -133,7 +133,7 @@ def main() -> None:
     import torch  # noqa: PLC0415
 
     from antiphon.config.worker import GrammarConfig  # noqa: PLC0415
-    from antiphon.model_worker.grammar.open import open_compiler  # noqa: PLC0415
+    from antiphon.model_worker.grammar.backend import open_compiler  # noqa: PLC0415
     from antiphon.model_worker.grammar.source import source_of  # noqa: PLC0415
 
     torch.set_num_threads(os.cpu_count() or 1)

@@ -39,7 +39,7 @@ from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve

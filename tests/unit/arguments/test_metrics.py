@@ -9,8 +9,8 @@ import pytest
 from tests.arguments import compare, shows
 from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
 
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.telemetry.metrics import Metrics

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.request import ChoiceKey, Progress, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Progress, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -22,8 +21,8 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.builder import BatchRow
-    from antiphon.model_worker.batching.policy import QueueRules
+    from antiphon.model_worker.batching.queue import QueueRules
+    from antiphon.model_worker.batching.request import BatchRow
 
 LIMITS = EngineLimits(
     step_tokens_max=16,

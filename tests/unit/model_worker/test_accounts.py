@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from antiphon.model_worker.batching.capacity import Capacity, PoolUse
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.batching.page_budget import Capacity, PoolUse
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import REPORTS_MAX, StepAccounting
 from antiphon.model_worker.protocol.worker_output import RunChoice

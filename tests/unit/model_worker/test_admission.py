@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.model_worker.steps import LIMITS, Steps, state
 
 from antiphon.model_worker.batching.admission import check, outputs_max
-from antiphon.model_worker.batching.builder import build_plan
-from antiphon.model_worker.batching.page_budget import fits_exactly
+from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
 from antiphon.model_worker.batching.plan import future
-from antiphon.model_worker.batching.ratio import NewTokenRatio
+from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
@@ -180,12 +179,12 @@ def test_youngest_request_is_retracted_and_keeps_tokens_and_position() -> None:
     steps = Steps(pages=10, conservativeness=0.0)
     steps.add(1, 15, max_new_tokens=25)
     steps.add(2, 15, max_new_tokens=25)
-    while not steps.batching.retractions:
+    while not steps.batching.planner.retractions:
         steps.go()
     assert steps.running() == [1]
     batching = steps.batching
-    assert batching.retracted_prompt_tokens == 15
-    assert 15 < batching.retracted_tokens < 15 + 25
+    assert batching.planner.retracted_prompt_tokens == 15
+    assert 15 < batching.planner.retracted_tokens < 15 + 25
     (running,) = batching.running.values()
     assert batching.capacity().sequence_tokens == running.length
     waiting = steps.batching.waiting.first()
@@ -199,7 +198,7 @@ def test_retracted_request_finds_its_own_pages_in_the_cache() -> None:
     steps = Steps(pages=10, conservativeness=0.0, cached=True)
     steps.add(1, range(15), max_new_tokens=25)
     steps.add(2, range(50, 65), max_new_tokens=25)
-    while not steps.batching.retractions:
+    while not steps.batching.planner.retractions:
         steps.go()
     steps.drop(1)
     ((key, length),) = steps.go()
@@ -213,7 +212,7 @@ def test_retracted_request_is_not_rejected_by_a_full_queue() -> None:
     steps.add(2, 15, max_new_tokens=25)
     steps.go()
     steps.add(3)
-    while not steps.batching.retractions:
+    while not steps.batching.planner.retractions:
         steps.go()
     assert len(steps.batching.waiting) == 2
     assert steps.batching.take_progress()[-1].finish is None
@@ -279,7 +278,7 @@ def test_timeouts_forget_ended_requests() -> None:
     while not steps.batching.idle:
         steps.go()
     steps.batching.take_progress()
-    steps.batching.take_started()
+    steps.batching.planner.take_started()
     gc.collect()
     assert [ref() for ref in held] == [None] * 3
 
@@ -367,7 +366,7 @@ def test_requests_of_known_length_share_freed_pages() -> None:
     assert steps.running() == [0, 1, 2]
     while not steps.batching.idle:
         steps.go()
-    assert steps.batching.retractions == 0
+    assert steps.batching.planner.retractions == 0
 
 
 def test_choice_is_dropped_in_any_phase() -> None:

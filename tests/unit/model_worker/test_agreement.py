@@ -11,7 +11,7 @@ from tests.support.wait import until
 from tests.unit.model_worker.test_service import open_hash_engine, process
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.protocol.numerics import NumericsCheck
+from antiphon.model_worker.protocol.peers import NumericsCheck
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.sockets import CannotStart

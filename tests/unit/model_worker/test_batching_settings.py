@@ -10,7 +10,7 @@ from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.policy import QueueRules
+from antiphon.model_worker.batching.queue import QueueRules
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.startup.engine_core import open_engine_core

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.request import Progress
+    from antiphon.model_worker.batching.state import Progress
     from antiphon.model_worker.control import ControlMessage
 
 

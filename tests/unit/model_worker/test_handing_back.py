@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.model_worker.protocol.requeue import free_slots, longest_elsewhere, other_workers
+from antiphon.model_worker.protocol.peers import free_slots, longest_elsewhere, other_workers
 from antiphon.service.peers import Liveness, Peer
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.protocol.held_request import ROW_DETAILS_BYTES_MAX, HeldRequest
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import pack_ids, unpack_ids

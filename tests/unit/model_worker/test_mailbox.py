@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from antiphon.model_worker.batching.mailbox import COMMANDS_MAX, Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker
 from antiphon.wire.errors import Overloaded

@@ -15,7 +15,7 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.startup.engine import Engine, content_digest, open_engine
 from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.sockets import CannotStart

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.lanes import LANE_ROWS_MAX
 from antiphon.model_worker.protocol.held_request import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import BATCH_BYTES_MAX
-from antiphon.model_worker.protocol.tombstones import AttemptTombstones
 from antiphon.model_worker.protocol.worker_output import (
     FORGOTTEN_AFTER_MS,
     FREED_AFTER_MS,
     OPEN_GRACE_MS,
     TOMBSTONE_MS,
     Action,
+    AttemptTombstones,
     DropChoice,
     RunChoice,
     WorkerOutput,

@@ -15,17 +15,18 @@ from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching import prefix_sharing as sharing
-from antiphon.model_worker.batching.builder import build_plan
 from antiphon.model_worker.batching.plan import LogprobsBatch
-from antiphon.model_worker.batching.policy import QueueRules
-from antiphon.model_worker.batching.token_budget import TokenBudget
+from antiphon.model_worker.batching.planner import TokenBudget
+from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.token_outputs import unpack_floats
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.request import Progress, Request
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import Progress
 
 STEM = list(range(40, 76))
 
@@ -240,8 +241,8 @@ def test_higher_priority_preempts_the_lowest() -> None:
     steps.add(4, range(60, 68), priority=5)
     steps.go()
     assert sorted(steps.running()) == [1, 4]
-    assert steps.batching.preemptions == 1
-    assert steps.batching.retractions == 0
+    assert steps.batching.planner.preemptions == 1
+    assert steps.batching.planner.retractions == 0
     while not steps.batching.idle:
         steps.go()
     told = steps.batching.take_progress()
@@ -257,7 +258,7 @@ def test_preemption_happens_only_if_it_frees_enough_pages() -> None:
     assert steps.running() == [1, 2]
     steps.add(3, range(20, 35), priority=5, max_new_tokens=9, ignore_eos=True)
     steps.go()
-    assert steps.batching.preemptions == 0
+    assert steps.batching.planner.preemptions == 0
 
 
 def test_preemption_does_not_happen_with_free_pages() -> None:
@@ -340,7 +341,7 @@ def test_cached_tokens_exclude_own_tokens_after_a_retraction() -> None:
         if isinstance(steps.batching.running, dict)
         else steps.batching.running
     )
-    steps.batching._planner.retract(request)
+    steps.batching.planner.retract(request)
     steps.go()
     assert (request.retractions, request.cached_tokens) == (1, 0)
     assert request.found_tokens > request.prompt_tokens, "it found nothing again"
@@ -498,7 +499,7 @@ def test_repeatedly_preempted_request_is_overtaken_no_longer_than_allowed() -> N
             steps.go()
         steps.add(key, priority=9, max_new_tokens=8, ignore_eos=True)
         steps.go()
-    assert steps.batching.preemptions == 2, "it gave way although it had waited 16 s in all"
+    assert steps.batching.planner.preemptions == 2, "it gave way although it had waited 16 s in all"
 
 
 def test_prompt_is_compared_once_with_each_prefilling_request(

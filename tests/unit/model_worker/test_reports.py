@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.support.wait import until
 
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.request import ChoiceKey, Progress
+from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.builder import BatchRow
-from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
+from antiphon.model_worker.batching.request import BatchRow, Request
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids

@@ -11,9 +11,9 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.request import ChoiceKey, Progress
+from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import WorkerOutput

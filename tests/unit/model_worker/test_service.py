@@ -16,8 +16,8 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_card.served_model import served_name
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import PagePool
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 

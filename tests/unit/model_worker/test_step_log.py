@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.observability.step_log import StepLog
 

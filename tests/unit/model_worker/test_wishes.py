@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from antiphon.model_worker.batching.admission import EngineLimits, check
-from antiphon.model_worker.batching.request import RequestState
+from antiphon.model_worker.batching.admission import check
+from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId

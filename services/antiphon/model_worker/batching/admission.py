@@ -1,74 +1,30 @@
-"""Engine limits, and the check that rejects requests that can never run on this worker."""
+"""The checks that reject requests that can never run on this worker."""
 
 from __future__ import annotations
 
-import msgspec
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from antiphon.model_worker.batching import logits, logprobs, pooling
-from antiphon.model_worker.batching.request import WIRE_IDS, RequestState
+from antiphon.model_worker.batching.logits import unpack_bias
+from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
+from antiphon.wire.processors import named_ids
+from antiphon.wire.sampling import BIAS_MAX
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step, of a request and of the model.
-
-    Attributes:
-        step_tokens_max: Maximum number of tokens in a plan.
-        chunk_tokens: Maximum length of a prefill chunk. None: chunked prefill is off, and a prompt
-            that is longer than a step has a step to itself.
-        fill_tokens: Number of prefill tokens with which a plan is full: no further prefill joins
-            it, so that the first requests decode before the last ones are prefilled. None: a plan
-            takes as many as fit.
-        prefill_max: Maximum number of prefilling requests in a plan. None: as many as fit.
-        mixed: Whether prefill chunks and decodes share a plan (mixed chunked prefill). If not,
-            prefill steps and decode steps alternate, so that neither waits for more than one plan
-            of the other kind.
-        running_max: Maximum number of running requests.
-        queue_max: Maximum number of waiting requests beyond those that get a free slot.
-        context_tokens: Maximum number of tokens of prompt and output, by model and page pool.
-        end_ids: The model's EOS ids.
-        weight_version: Name of the weights, which may change after they were loaded.
-        stream_interval: Number of output tokens from one message of a stream to the next.
-        hidden_states: Whether requests may ask for hidden states.
-        pool_width: Width of the pooled vector of a model that generates no tokens. None: a
-            generative model, which pools nothing.
-        queue_timeout_s: Maximum time in the queue. None: no limit.
-        running_timeout_s: Maximum time from the start of a request. None: no limit.
-        checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
-            Unused for models without recurrent states.
-        follow_timeout_s: Maximum time for a grammar matcher to accept a token.
-        conservativeness: Factor on the share of remaining output tokens for which pages are
-            reserved; see `NewTokenRatio`.
-    """
-
-    step_tokens_max: int
-    chunk_tokens: int | None
-    fill_tokens: int | None = None
-    prefill_max: int | None = None
-    mixed: bool = True
-    running_max: int
-    queue_max: int = 256
-    context_tokens: int
-    vocab_size: int
-    end_ids: frozenset[int]
-    weights_digest: str
-    weight_version: str = "default"
-    stream_interval: int = 1
-    hidden_states: bool = False
-    pool_width: int | None = None
-    queue_timeout_s: float | None = None
-    running_timeout_s: float | None = None
-    checkpoint_tokens: int = 256
-    follow_timeout_s: float = 10.0
-    conservativeness: float = 1.0
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
+    from antiphon.wire.sampling import LogitBias, SamplingParams
 
 
 def check(state: RequestState, limits: EngineLimits) -> None:
     """Reject a request that can never run on this worker.
 
     Raises:
-        InvalidRequest: The prompt is empty, or an id is not in the vocabulary.
+        InvalidRequest: The prompt is empty, or a parameter does not fit the model.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
         Unsupported: The request was started with other weights or an adapter, or asks for hidden
             states; or it asks a pooling model for tokens, or a generative one for a vector.
@@ -79,15 +35,12 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     prompt_tokens = len(state.prompt_ids) // 4
     if not prompt_tokens:
         raise InvalidRequest("the prompt has no tokens", param="input_ids")
-    if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise InvalidRequest(
-            f"token ids must be from 0 to {limits.vocab_size - 1}", param="input_ids"
-        )
+    _check_ids(ids, limits, "input_ids")
     if len(ids) + min(state.sampling.max_new_tokens, 1) > limits.context_tokens:
         raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=limits.context_tokens)
-    logits.check_sampling(state.sampling, limits.vocab_size)
-    logprobs.check_logprobs(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
-    pooling.check_pooling(state.sampling, limits.pool_width)
+    _check_sampling(state.sampling, limits)
+    _check_logprobs(state.sampling, limits)
+    _check_pooling(state.sampling, limits.pool_width)
     if state.adapter_digest:
         raise Unsupported("this worker does not support adapters")
     if state.weights_digest not in {"", limits.weights_digest}:
@@ -98,3 +51,56 @@ def outputs_max(state: RequestState, limits: EngineLimits) -> int:
     """Maximum number of output tokens: `max_new_tokens`, limited by the context."""
     prompt_tokens = len(state.prompt_ids) // 4
     return min(state.sampling.max_new_tokens, limits.context_tokens - prompt_tokens)
+
+
+def _check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
+    if sampling.logit_bias is not None:
+        _check_bias(sampling.logit_bias, limits)
+    for processor in sampling.processors:
+        _check_ids(named_ids(processor), limits, "processors")
+    _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
+
+
+def _check_bias(bias: LogitBias, limits: EngineLimits) -> None:
+    if len(bias.token_ids) != len(bias.values) or len(bias.token_ids) % WIRE_IDS.itemsize:
+        raise InvalidRequest("a logit bias has a value for each id", param="logit_bias")
+    ids, values = unpack_bias(bias)
+    if len(np.unique(ids)) != len(ids) or not (np.abs(values) <= BIAS_MAX).all():
+        text = f"a logit bias names each id once, with a value up to {BIAS_MAX:g} either way"
+        raise InvalidRequest(text, param="logit_bias")
+    _check_ids(ids, limits, "logit_bias")
+
+
+def _check_ids(ids: Sequence[int] | Ints, limits: EngineLimits, param: str) -> None:
+    array = np.asarray(ids, np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < limits.vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {limits.vocab_size - 1}", param=param)
+
+
+def _check_logprobs(sampling: SamplingParams, limits: EngineLimits) -> None:
+    params = sampling.details
+    if params is None:
+        return
+    _check_ids(params.named_ids, limits, "details.named_ids")
+    if params.hidden and not limits.hidden_states:
+        text = (
+            "hidden states are disabled; start the worker with --enable-return-hidden-states"
+            " (batching.hidden_states)"
+        )
+        raise Unsupported(text, param="details.hidden")
+
+
+def _check_pooling(sampling: SamplingParams, width: int | None) -> None:
+    """A model with a vector `width` pools, one without generates."""
+    params = sampling.pool
+    if params is None:
+        if width is not None:
+            raise Unsupported("this model does not generate: it returns a vector for each text")
+        return
+    if width is None:
+        raise Unsupported("this model does not embed: it generates", param="pool")
+    if sampling.max_new_tokens or sampling.details is not None:
+        text = "a pooling request generates no tokens and returns no logprobs"
+        raise InvalidRequest(text, param="pool")
+    if params.dimensions is not None and params.dimensions > width:
+        raise InvalidRequest(f"dimensions must be at most {width}", param="dimensions")

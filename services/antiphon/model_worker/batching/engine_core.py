@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.batching.admission import check, outputs_max
-from antiphon.model_worker.batching.builder import BatchRow
-from antiphon.model_worker.batching.capacity import Capacity, measure_capacity
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
-from antiphon.model_worker.batching.outcome_processor import OutcomeProcessor
-from antiphon.model_worker.batching.pending_grammar import PendingGrammarRows
+from antiphon.model_worker.batching.outcome_processor import OutcomeProcessor, PendingGrammarRows
 from antiphon.model_worker.batching.planner import StepPlanner
-from antiphon.model_worker.batching.policy import QueueOrder, QueueRules
-from antiphon.model_worker.batching.queue import WaitingQueue
-from antiphon.model_worker.batching.request import (
-    ChoiceKey,
-    Finish,
-    Phase,
-    Progress,
-    Request,
-    RequestState,
-)
+from antiphon.model_worker.batching.queue import QueueRules, WaitingQueue
+from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import RunningBatch
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Phase, Progress
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.batching.timeouts import Timeouts
@@ -39,8 +29,9 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from antiphon.model_worker.batching.admission import EngineLimits
+    from antiphon.model_worker.batching.page_budget import Capacity
     from antiphon.model_worker.batching.plan import StepOutcome
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
     from antiphon.model_worker.cache.table import CachePools
     from antiphon.model_worker.grammar.executor import MatcherExecutor
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
@@ -87,13 +78,12 @@ class EngineCore:
         self._pending_grammar = PendingGrammarRows(
             matcher_executor or InlineMatcherExecutor(), limits.follow_timeout_s
         )
-        self._planner = StepPlanner(limits, self.rules, self._batch, self.waiting, self._timeouts)
-        self._queue_order = QueueOrder(self.rules)
+        self.planner = StepPlanner(limits, self.rules, self._batch, self.waiting, self._timeouts)
         self._requests: dict[ChoiceKey, Request] = {}
         self._arrivals = 0
         self._rows_launched = 0
         self._progress: list[Progress] = []
-        self._stretch = Stretch(self._batch, self._planner, self._fail_alone)
+        self._stretch = Stretch(self._batch, self._batch.page_budget, self._fail_alone)
         self._outcomes = OutcomeProcessor(
             self._batch,
             self._pending_grammar,
@@ -113,46 +103,17 @@ class EngineCore:
         return bool(self.running) and not self._pending_grammar
 
     @property
-    def retractions(self) -> int:
-        """Requests retracted because pages ran out, since start."""
-        return self._planner.retractions
-
-    @property
-    def retracted_tokens(self) -> int:
-        """Tokens of the retracted requests, since start."""
-        return self._planner.retracted_tokens
-
-    @property
-    def retracted_prompt_tokens(self) -> int:
-        """Prompt tokens of the retracted requests, since start."""
-        return self._planner.retracted_prompt_tokens
-
-    @property
-    def new_token_ratio(self) -> float:
-        """Share of the remaining output tokens for which pages are reserved."""
-        return self._planner.new_token_ratio
-
-    @property
-    def preemptions(self) -> int:
-        """Requests preempted for one of higher priority, since start."""
-        return self._planner.preemptions
-
-    @property
     def next_due(self) -> float | None:
         """When `expire` next has a request to end; None if there is no timeout."""
-        dues = [
-            due
-            for due in (self._timeouts.next_due, self._pending_grammar.next_due)
-            if due is not None
-        ]
-        return min(dues, default=None)
+        dues = (self._timeouts.next_due, self._pending_grammar.next_due)
+        return min((due for due in dues if due is not None), default=None)
 
     def add(
         self, key: ChoiceKey, state: RequestState, now: float, matcher: GrammarMatcher | None = None
     ) -> None:
         """Add a choice to the queue. One that can never run, or not wait, ends with an error.
 
-        `matcher` belongs to its grammar, and has accepted its output tokens.
+        The `matcher` of its grammar has accepted its output tokens.
         """
         assert (matcher is None) == (state.sampling.grammar is None), "no matcher of this choice"
         try:
@@ -172,10 +133,8 @@ class EngineCore:
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
         """Release a choice's slot and pages and stop reporting it. Unknown keys are ignored.
 
-        Args:
-            key: Names the choice.
-            kept: Number of output ids in the response, where more were sampled: only their pages
-                are inserted into the prefix cache.
+        `kept` is the number of output ids in the response, where more were sampled: only their
+        pages are inserted into the prefix cache.
         """
         request = self._requests.get(key)
         if request is None:
@@ -205,28 +164,22 @@ class EngineCore:
         self._rows_launched += len(rows)
         stalled = not rows and not self._rows_launched
         if stalled and self._pending_grammar:
-            self._pending_grammar.wait()
+            self._pending_grammar.executor.wait()
         assert not stalled or self._pending_grammar or self.idle, "requests wait and nothing runs"
         return rows
 
     def _plan_rows(self, now: float) -> Sequence[BatchRow]:
         self._stretch.end()
         rows: list[BatchRow] = []
-        for request, end in self._planner.schedule(now):
+        for request, end in self.planner.schedule(now):
             if request.table is None:
                 continue
             try:
                 rows.append(BatchRow.launched(request, end))
             except Exception as error:
-                self._unlaunch(rows)
+                _unlaunch(rows)
                 raise RequestFault(request) from error
         return rows
-
-    def _unlaunch(self, rows: Sequence[BatchRow]) -> None:
-        """Undo `BatchRow.launched` for rows that are not launched after all."""
-        for row in rows:
-            if row.current:
-                row.request.resume(row.request.computed)
 
     @property
     def _full(self) -> bool:
@@ -254,7 +207,6 @@ class EngineCore:
             self._stretch.begin(rows, outcome, self.limits)
 
     def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
-        """End a choice that could not be added or dropped."""
         request = self._requests.get(key)
         if request is None:
             self._progress.append(Progress(key=key, finish=Finish.failed(error)))
@@ -278,18 +230,16 @@ class EngineCore:
             self._end_failed(each, error)
 
     def fail_committed(self, rows: Sequence[BatchRow], error: EngineError) -> None:
-        """End the requests of a plan whose commit failed as a whole."""
         if isinstance(rows, SteadyRows):
             self._stretch.forget()
-        for request in rows.requests if isinstance(rows, SteadyRows) else _requests(rows):
+            requests = rows.requests
+        else:
+            requests = [row.request for row in rows]
+        for request in requests:
             self._end_failed(request, error)
 
     def _end_failed(self, request: Request, error: EngineError) -> None:
-        """End a request whose own state may be broken; nothing more is reported of it.
-
-        Raises:
-            SharedStateBroken: Its pages cannot be freed.
-        """
+        """End a request whose own state may be broken; nothing more is reported of it."""
         if request.phase is Phase.ENDED:
             return
         request.finish = Finish.failed(error)
@@ -301,27 +251,18 @@ class EngineCore:
             raise SharedStateBroken("what a failed request holds cannot be freed") from failure
 
     def _fail_alone(self, request: Request, error: Exception) -> None:
-        """End the request at fault: the other requests continue.
-
-        Raises:
-            SharedStateBroken: The fault is in state that all requests share.
-        """
         raise_if_shared(error)
         log.error("request failed", exc_info=error, extra={"request_id": request.state.request_id})
         self._end_failed(request, Internal("internal error"))
 
     def fail(self, rows: Sequence[BatchRow], error: EngineError) -> None:
-        """End every request of a plan that could not be run."""
         self._rows_launched -= len(rows)
         self._stretch.end()
         self._end_each([row.request for row in rows if row.current], Finish.failed(error))
 
     def discard_launched(self, rows: Sequence[BatchRow]) -> None:
-        """Forget launched rows whose outcome will not be committed."""
         self._rows_launched -= len(rows)
-        for row in rows:
-            if row.current:
-                row.request.resume(row.request.computed)
+        _unlaunch(rows)
 
     def prepare_pause(self, mode: PauseMode) -> int:
         """Prepare for a pause: abort, retract or leave requests, by its mode; return how many.
@@ -336,7 +277,7 @@ class EngineCore:
                 self._end_each(requests, Finish(reason=FinishReason.ABORT))
                 return len(requests)
             case PauseMode.RETRACT:
-                self._do_each(running, self._planner.retract)
+                self._do_each(running, self.planner.retract)
             case PauseMode.IN_PLACE:
                 pass
         return len(running)
@@ -350,7 +291,7 @@ class EngineCore:
         """
         self._stretch.end()
         prefilling = [request for request in self.running.values() if request.prefilling]
-        self._do_each(prefilling, self._planner.retract)
+        self._do_each(prefilling, self.planner.retract)
         self._do_each(list(self._requests.values()), self._reset_prefill)
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return self._batch.set_weight_version(weight_version)
@@ -374,14 +315,9 @@ class EngineCore:
         progress, self._progress = (*(sampled or ()), *self._progress), []
         return progress
 
-    def take_started(self) -> Sequence[Request]:
-        """Requests that were started for the first time since the last call."""
-        return self._planner.take_started()
-
     def capacity(self) -> Capacity:
-        """The capacity now."""
         self._stretch.settle()
-        return measure_capacity(self.pools, self.index, self._batch.page_budget, self.slots)
+        return self._batch.page_budget.capacity()
 
     def _request(
         self, key: ChoiceKey, state: RequestState, now: float, guide: GrammarMatcher | None
@@ -394,7 +330,7 @@ class EngineCore:
             queued_s=now - state.waited_ms / 1000,
             outputs_max=outputs_max(state, self.limits),
             end_ids=self.limits.end_ids,
-            place=self._queue_order.key(state, self._arrivals),
+            place=self.waiting.key(state, self._arrivals),
             guide=guide,
         )
 
@@ -439,7 +375,6 @@ class EngineCore:
         self._free(request)
 
     def _report_running(self, request: Request) -> None:
-        """Report the new tokens of a running choice, if they fill a stream interval."""
         self._report(request, self.limits.stream_interval)
 
     def _report(self, request: Request, interval: int = 1) -> None:
@@ -459,5 +394,8 @@ class EngineCore:
         del self._requests[request.key]
 
 
-def _requests(rows: Sequence[BatchRow]) -> list[Request]:
-    return [row.request for row in rows]
+def _unlaunch(rows: Sequence[BatchRow]) -> None:
+    """Undo `BatchRow.launched` for rows that are not launched after all, or not committed."""
+    for row in rows:
+        if row.current:
+            row.request.resume(row.request.computed)

@@ -10,23 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Biases, Penalties
+from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
-from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.processors import named_ids
-from antiphon.wire.sampling import BIAS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.plan import Floats, Ints
-    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
-    from antiphon.wire.sampling import LogitBias, SamplingParams
+    from antiphon.wire.sampling import LogitBias
 
-_IDS = np.dtype("<i4")
 _VALUES = np.dtype("<f4")
 
 
@@ -45,7 +41,6 @@ class LogitsProcessors:
         self._biases: dict[int, tuple[Ints, Floats]] = {}
 
     def fill(self, request: Request) -> None:
-        """Store the parameters of a request that was given a slot."""
         slot, sampling = request.slot, request.state.sampling
         if sampling.penalised:
             self._penalised[slot] = True
@@ -64,7 +59,6 @@ class LogitsProcessors:
             self._biases[slot] = unpack_bias(sampling.logit_bias)
 
     def clear(self, slot: int) -> None:
-        """Clear a slot."""
         if self._penalised[slot]:
             self._penalised[slot] = False
             self._penalised_count -= 1
@@ -74,12 +68,10 @@ class LogitsProcessors:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether any running request has a grammar."""
         return bool(self._matchers)
 
     @property
     def idle(self) -> bool:
-        """Whether no running request has a logits processor."""
         return not (self._penalised_count or self._filters or self._matchers or self._biases)
 
     def penalties(
@@ -174,40 +166,9 @@ class LogitsProcessors:
         )
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Reject logits-processor parameters that do not fit the vocabulary.
-
-    Raises:
-        InvalidRequest: A logit bias is malformed, or a token is not in the vocabulary.
-    """
-    bias = sampling.logit_bias
-    if bias is not None:
-        if len(bias.token_ids) != len(bias.values) or len(bias.token_ids) % _IDS.itemsize:
-            raise InvalidRequest("a logit bias has a value for each id", param="logit_bias")
-        ids, values = unpack_bias(bias)
-        if len(np.unique(ids)) != len(ids) or not (np.abs(values) <= BIAS_MAX).all():
-            text = f"a logit bias names each id once, with a value up to {BIAS_MAX:g} either way"
-            raise InvalidRequest(text, param="logit_bias")
-        check_ids(ids, vocab_size, "logit_bias")
-    for processor in sampling.processors:
-        check_ids(named_ids(processor), vocab_size, "processors")
-    check_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
-
-
-def check_ids(ids: Sequence[int] | Ints, vocab_size: int, param: str) -> None:
-    """Reject ids that are not in the vocabulary.
-
-    Raises:
-        InvalidRequest: Names the parameter.
-    """
-    array = np.asarray(ids, np.int64)
-    if len(array) and not 0 <= array.min() <= array.max() < vocab_size:
-        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
-
-
 def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:
     """The ids and values of a logit bias, both (B,)."""
     if bias is None:
         return np.zeros(0, np.int32), np.zeros(0, np.float32)
-    ids = np.frombuffer(bias.token_ids, _IDS).astype(np.int32, copy=False)
+    ids = np.frombuffer(bias.token_ids, WIRE_IDS).astype(np.int32, copy=False)
     return ids, np.frombuffer(bias.values, _VALUES).astype(np.float32, copy=False)

@@ -1,45 +1,27 @@
-"""Logprobs and hidden states per token: requested in the step plan, read from its outcome."""
+"""Logprobs, hidden states and pooled vectors: requested in the step plan, read from its outcome.
+
+A model either generates tokens or pools, so all rows of a plan do the same.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.logits import check_ids
-from antiphon.model_worker.batching.plan import LogprobsRequest
-from antiphon.wire.errors import Unsupported
+from antiphon.model_worker.batching.plan import LogprobsRequest, PoolingRequest
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsBatch, StepOutcome
+    from antiphon.model_worker.batching.request import BatchRow, Request
+    from antiphon.wire.sampling import TokenOutputParams
 
-    from antiphon.model_worker.batching.builder import BatchRow
-    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsBatch
-    from antiphon.model_worker.batching.request import Request
-    from antiphon.wire.sampling import SamplingParams, TokenOutputParams
-
-
-def check_logprobs(sampling: SamplingParams, vocab_size: int, *, hidden_states: bool) -> None:
-    """Reject token outputs that this worker cannot return.
-
-    Raises:
-        InvalidRequest: A named token is not in the vocabulary.
-        Unsupported: Hidden states are disabled.
-    """
-    params = sampling.details
-    if params is None:
-        return
-    check_ids(params.named_ids, vocab_size, "details.named_ids")
-    if params.hidden and not hidden_states:
-        text = (
-            "hidden states are disabled; start the worker with --enable-return-hidden-states"
-            " (batching.hidden_states)"
-        )
-        raise Unsupported(text, param="details.hidden")
+_NO_TOKEN = pack_ids([-1])
+"""The id in place of a sampled token."""
 
 
 class LogprobsSlots:
@@ -50,16 +32,13 @@ class LogprobsSlots:
 
     @property
     def idle(self) -> bool:
-        """Whether no running request asks for token outputs."""
         return not self._params
 
     def fill(self, request: Request) -> None:
-        """Store the parameters of a request that was given a slot."""
         if request.state.sampling.details is not None:
             self._params[request.slot] = request.state.sampling.details
 
     def clear(self, slot: int) -> None:
-        """Clear a slot."""
         self._params.pop(slot, None)
 
     def request(self, rows: Sequence[BatchRow], query_start: Ints) -> LogprobsRequest | None:
@@ -92,32 +71,50 @@ class LogprobsSlots:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobsReader:
-    """Reads the token outputs of one row from an outcome."""
+def pooling_request(rows: Sequence[BatchRow]) -> PoolingRequest | None:
+    """The pooling of these rows; None if the model generates tokens."""
+    if rows[0].request.state.sampling.pool is None:
+        return None
+    params = [row.request.state.sampling.pool for row in rows]
+    return PoolingRequest(
+        ends=np.array([row.end == row.request.prompt_tokens for row in rows], np.bool_),
+        dimensions=np.array([(pool and pool.dimensions) or 0 for pool in params], np.int32),
+    )
 
-    details: LogprobsBatch
-    row: int
 
-    @classmethod
-    def of(cls, details: LogprobsBatch, row: int) -> LogprobsReader | None:
-        """The reader of a row; None if it has no token outputs."""
-        if details.starts[row] == details.starts[row + 1]:
-            return None
-        return cls(details, row)
+def token_types(rows: Sequence[BatchRow]) -> Ints | None:
+    """1 for each token of the second text of a pair, (T,); None if no row has one."""
+    params = [row.request.state.sampling.pool for row in rows]
+    if not any(pool is not None and pool.second_from is not None for pool in params):
+        return None
+    types = [
+        np.arange(row.start, row.end) >= (row.end if second is None else second)
+        for row, second in zip(rows, (pool and pool.second_from for pool in params), strict=True)
+    ]
+    return np.concatenate(types).astype(np.int32)
 
-    def write_to(self, request: Request, *, accepted: int, kept: int) -> None:
-        """Write the requested token outputs to the row's request.
 
-        Of the `accepted` tokens of the row only the first `kept` are part of the output: a stop
-        token and what follows it are not.
-        """
+def write_outputs(
+    request: Request, outcome: StepOutcome, row: int, *, accepted: int, kept: int
+) -> None:
+    """Write the requested outputs of a row to its request.
+
+    Of the `accepted` tokens of the row only the first `kept` are part of the output: a stop token
+    and what follows it are not.
+    """
+    if outcome.vectors is not None:
+        start, end = outcome.vectors.starts[row : row + 2].tolist()
+        assert end == start or not accepted, "a token was sampled in place of a vector"
+        if end > start:  # else the prompt continues after the row
+            pooled = _bytes(outcome.vectors.values[start:end])
+            request.tell(TokenOutputs(count=1, token_ids=_NO_TOKEN, pooled=pooled), 0)
+    elif outcome.details is not None:
+        start, end = outcome.details.starts[row : row + 2].tolist()
         params = request.state.sampling.details
-        if params is not None:
-            start, end = self.details.starts[self.row : self.row + 2].tolist()
+        if params is not None and end > start:
             prompt_entries = end - start - accepted
             tokens = slice(start, start + prompt_entries + kept)
-            request.tell(_requested(self.details, tokens, params), prompt_entries)
+            request.tell(_requested(outcome.details, tokens, params), prompt_entries)
 
 
 def _requested(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:
@@ -147,6 +144,6 @@ def _prompt_targets(row: BatchRow) -> tuple[Ints, Ints]:
     return indices, targets
 
 
-def _bytes(values: Ints | Floats | NDArray[np.float32]) -> bytes:
+def _bytes(values: Ints | Floats) -> bytes:
     little = "<i4" if values.dtype == np.int32 else "<f4"
     return values.astype(little, copy=False).tobytes()

@@ -6,20 +6,21 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.batching.builder import BatchRow, build_plan
-from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING
-from antiphon.model_worker.batching.plan import StepOutcome
+from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.plan import OverlapRunner, StepOutcome
 from antiphon.model_worker.batching.queue import Backlog
-from antiphon.model_worker.batching.request import ChoiceKey, Progress
-from antiphon.model_worker.batching.runner import OverlapRunner
+from antiphon.model_worker.batching.request import BatchRow
+from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows
 from antiphon.model_worker.cache.events import CacheEvent
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
@@ -36,8 +37,7 @@ from antiphon.wire.errors import Internal
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
-    from antiphon.model_worker.batching.plan import StepPlan
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -53,28 +53,17 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
     Attributes:
-        step: Plans launched since start.
+        step: Plans launched since start, as are `retractions`, their tokens, `preemptions`,
+            `failures` and `evicted_tokens`.
         seconds: Duration of the step; 0 in a turn that launched none.
         tokens: Tokens in the launched plan.
-        rows: Sequences in it.
-        credit: Recent capacity.
-        prefill_rows: Prefilling sequences of the plan.
-        prefill_tokens: Tokens of these.
-        retractions: Retracted requests since start.
-        retracted_tokens: Tokens of these.
-        retracted_prompt_tokens: Prompt tokens of these.
-        new_token_ratio: Share of the remaining output tokens for which pages are reserved.
-        preemptions: Preempted requests since start.
-        failures: Plans that raised, since start.
-        paused: Whether the loop is paused.
+        rows: Sequences in it; `prefill_rows` and `prefill_tokens` are those of prefills.
+        credit: Recent capacity, as `backlog` is recent.
+        failures: Plans that raised.
         done: Replies to the commands that the turn has applied, in their order.
         events: Blocks inserted into the prefix cache and evicted from it.
-        started: Choices started for the first time.
-        prompt_tokens: Prompt tokens of these.
-        cached_tokens: Cached tokens of these prompts.
-        backlog: Recent size of the waiting queue.
+        started: Choices started for the first time; of `prompt_tokens`, of which `cached_tokens`.
         returned: Choices dropped for another worker to run, because they were never started.
-        evicted_tokens: Tokens evicted from the prefix cache since start.
     """
 
     step: int
@@ -112,15 +101,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class LaunchedStep(msgspec.Struct, frozen=True):
-    """A plan that was launched and whose outcome was not read yet.
-
-    Attributes:
-        record: Flight record of the plan; None if it could not be built, which `outcome` raises.
-    """
+    """A plan that was launched and whose outcome was not read yet."""
 
     step: int
     rows: Sequence[BatchRow]
-    record: StepRecord | None
+    record: StepRecord | None  # None if it could not be built, which `outcome` raises
     outcome: Callable[[], StepOutcome]
 
 
@@ -140,12 +125,9 @@ class BatchingLoop:
     nothing is computed.
 
     Attributes:
-        recorder: The flight recorder of the last plans.
         progress_count: Grows whenever the loop begins something; 0 while it is idle. For a
             watchdog.
-        thread: Identifier of the loop's thread, once it runs.
-        native_thread: The same thread's identifier of the operating system.
-        paused: Whether it runs no steps.
+        thread: Identifier of the loop's thread, once it runs; `native_thread` is the system's.
     """
 
     def __init__(
@@ -193,14 +175,14 @@ class BatchingLoop:
 
     def turn(self, mail: Mail) -> StepReport:
         """Apply mail, then launch one step and read one, if there are any."""
-        core, now = self._core, self._clock()
+        core, planner, now = self._core, self._core.planner, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._apply_commands(mail.commands) if mail.commands else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if rows else 0.0
-        started = core.take_started()
+        started = planner.take_started()
         # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows = _prefill_rows(rows, tokens, len(started))
@@ -215,11 +197,11 @@ class BatchingLoop:
             waiting=len(core.waiting),
             prefill_rows=prefill_rows,
             prefill_tokens=tokens - (len(rows) - prefill_rows) if prefill_rows else 0,
-            retractions=core.retractions,
-            retracted_tokens=core.retracted_tokens,
-            retracted_prompt_tokens=core.retracted_prompt_tokens,
-            new_token_ratio=core.new_token_ratio,
-            preemptions=core.preemptions,
+            retractions=planner.retractions,
+            retracted_tokens=planner.retracted_tokens,
+            retracted_prompt_tokens=planner.retracted_prompt_tokens,
+            new_token_ratio=planner.new_token_ratio,
+            preemptions=planner.preemptions,
             failures=self._failures,
             paused=self.paused,
             done=done,
@@ -241,31 +223,28 @@ class BatchingLoop:
         """Add and drop choices; return those that were dropped for another worker to run."""
         core = self._core
         for key, state in mail.runs:
-            try:
+            with self._guard(key):
                 core.add(key, state, now, mail.matchers.get(key))
-            except Exception as error:  # noqa: BLE001  # logged there
-                self._end_choice(key, error)
         for key, kept in mail.drops.items():
-            try:
+            with self._guard(key):
                 core.drop(key, kept)
-            except Exception as error:  # noqa: BLE001  # logged there
-                self._end_choice(key, error)
         returned: list[ChoiceKey] = []
         for keys in mail.requeues:
-            try:
+            with self._guard(*keys):
                 if core.requeue(keys):
                     returned += keys
-            except Exception as error:  # noqa: BLE001  # logged there
-                for key in keys:
-                    self._end_choice(key, error)
         return tuple(returned)
 
-    def _end_choice(self, key: ChoiceKey, error: Exception) -> None:
-        """End a choice that could not be added or dropped."""
-        raise_if_shared(error)
-        log.error("choice failed", exc_info=error)
-        self._failures += 1
-        self._core.fail_choice(key, Internal("internal error"))
+    @contextmanager
+    def _guard(self, *keys: ChoiceKey) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise_if_shared(error)
+            log.exception("choice failed")
+            for key in keys:
+                self._failures += 1
+                self._core.fail_choice(key, Internal("internal error"))
 
     def _next_rows(self, now: float) -> Sequence[BatchRow]:
         try:
@@ -335,8 +314,7 @@ class BatchingLoop:
     def _run_step(self, rows: Sequence[BatchRow]) -> int:
         """Launch these rows, then read the step before them, or theirs without overlap.
 
-        Returns:
-            The number of tokens of the rows.
+        Returns the number of tokens of the rows.
         """
         previous, self._launched = self._launched, self._launch(rows) if rows else None
         record = None if self._launched is None else self._launched.record

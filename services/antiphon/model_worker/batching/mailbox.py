@@ -12,7 +12,7 @@ from antiphon.wire.errors import Overloaded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+    from antiphon.model_worker.batching.state import ChoiceKey, RequestState
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 ControlCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
@@ -27,12 +27,10 @@ class Mail:
     """Everything that was posted since the loop last looked.
 
     Attributes:
-        runs: Choices to add.
-        matchers: The grammar matchers of those that have a grammar.
+        matchers: The grammar matchers of those `runs` that have a grammar.
         drops: Choices to drop, with the number of outputs that are part of the response, or None
             where it is unknown.
         requeues: The choices of requests that go to another worker if none of them was started.
-        commands: Operator commands.
     """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
@@ -64,11 +62,6 @@ class Mailbox:
     def run(
         self, key: ChoiceKey, state: RequestState, matcher: GrammarMatcher | None = None
     ) -> None:
-        """Post a choice to run, with its grammar matcher if it has a grammar.
-
-        Raises:
-            Overloaded: The mailbox is full because the loop has not looked for long.
-        """
         with self._news:
             if len(self._runs) >= self._capacity:
                 raise Overloaded("the worker accepts no more requests now", retry_after_s=1.0)
@@ -95,11 +88,6 @@ class Mailbox:
             self._news.notify()
 
     def submit_command(self, command: ControlCommand) -> None:
-        """Post a command, which is applied between two steps.
-
-        Raises:
-            Overloaded: Too many commands are pending.
-        """
         with self._news:
             if len(self._commands) >= COMMANDS_MAX:
                 text = "too many pending control commands; retry later"
@@ -108,18 +96,12 @@ class Mailbox:
             self._news.notify()
 
     def close(self) -> None:
-        """Make the loop end after its current step."""
         with self._news:
             self._closed = True
             self._news.notify()
 
     def take(self, *, wait: bool, timeout_s: float | None = None) -> Mail | None:
-        """Take everything out. None: the mailbox is closed.
-
-        Args:
-            wait: Sleep until there is something in it.
-            timeout_s: Maximum time to sleep. None: no limit.
-        """
+        """Take everything out, if `wait` after a sleep until there is something. None: closed."""
         if not (wait or self._closed or self._filled()):
             return NOTHING  # without the lock: mail that arrives now is taken the next time
         with self._news:

@@ -6,24 +6,101 @@ import math
 from operator import le
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.ratio import NewTokenRatio
 from antiphon.model_worker.cache.groups import STATES_RUNNING, GroupKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.plan import Longs
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.slots import Slots
+    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.index import PrefixIndex
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
 ANSWER_TOKENS_MAX = 4096
 """Maximum number of further output tokens for which pages are reserved, as in SGLang."""
+
+HORIZON_STEPS = 32
+"""How far ahead the release of pages is predicted: about as long as a request takes from its
+placement to its start, and so near that few requests finish unpredicted in between."""
+
+ScheduledRow = tuple["Request", int]
+"""A running request, and the end of its next row in tokens of the request."""
+
+_RATIO_START = 0.7
+_RATIO_LEAST = 0.14  # of the start
+_DECAY_STEPS = 600
+_GRACE_TOKENS = 20
+
+
+class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Pages of one group: all, the free ones, and those that only the prefix cache holds."""
+
+    total: int
+    free: int
+    evictable: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free - self.evictable
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Pages of the group with the fewest available, recurrent states aside: slots count those.
+
+    Attributes:
+        pages_promised: Pages of these two kinds that are reserved for running requests.
+        pages_returning: Pages that are certainly freed within `HORIZON_STEPS` decode steps, because
+            their requests reach their maximum length. Others are freed by unpredictable finishes.
+        window: Pages of the sliding-window group with the fewest available, if there is one.
+        states: Recurrent states, likewise.
+    """
+
+    pages_free: int
+    pages_evictable: int
+    pages_promised: int
+    pages_returning: int
+    slots_free: int
+    sequence_tokens: int = 0
+    window: PoolUse | None = None
+    states: PoolUse | None = None
+
+    @property
+    def pages_available(self) -> int:
+        """Pages available to a new request; negative if more are reserved than there are."""
+        return self.pages_free + self.pages_evictable - self.pages_promised
+
+
+class NewTokenRatio:
+    """The share of its remaining output tokens that admission reserves for each running request.
+
+    Outputs end early: to reserve all of it would leave most of the pool idle, and to reserve none
+    would admit requests only to retract them. The share decays from step to step, and jumps to what
+    proved to be needed when a request had to be retracted. The numbers are SGLang's (0.5.23,
+    `new_token_ratio`).
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._start = min(_RATIO_START * conservativeness, 1.0)
+        self._least = _RATIO_LEAST * self._start
+        self.value = self._start
+
+    def decay(self) -> None:
+        self.value = max(self._least, self.value - (self._start - self._least) / _DECAY_STEPS)
+
+    def retracted(self, running: Collection[Request]) -> None:
+        """Jump to what the remaining requests have generated."""
+        generated = sum(request.outputs for request in running)
+        longest = sum(request.tokens_max - request.prompt_tokens for request in running)
+        self.value = min(1.0, (generated + _GRACE_TOKENS * len(running)) / (longest + 1))
+
+    def reset(self) -> None:
+        self.value = self._start
 
 
 class PageBudget:
@@ -34,6 +111,7 @@ class PageBudget:
 
     Attributes:
         before_eviction: Called before the prefix cache evicts pages.
+        steps: Scheduled steps since start, those of the decode fast path included.
     """
 
     def __init__(
@@ -46,10 +124,11 @@ class PageBudget:
         indexed: bool,
     ) -> None:
         self.ratio = NewTokenRatio(limits.conservativeness)
+        self.steps = 0
         self._pools = pools
         self._index = index
         self._slots = slots
-        self.before_eviction: Callable[[], None] = _nothing
+        self.before_eviction: Callable[[], None] = lambda: None
         # A finished request frees its pages for certain only where no prefix cache holds on to
         # them, and only full groups need every page until then.
         self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
@@ -130,7 +209,71 @@ class PageBudget:
             for group, most in zip(self._pools.groups, self._growth_max, strict=True)
         ]
 
-    def fits_known_lengths(self, request: Request, available: Sequence[int]) -> bool:
+    def fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
+        """Whether a waiting request fits beside the pages that are reserved."""
+        available, needed = self.available(), self.needed(request, cached_tokens)
+        sums = zip(needed, reserved, available, strict=True)
+        return all(need + taken <= most for need, taken, most in sums) or (
+            self._fits_known_lengths(request, available)
+        )
+
+    def allocate(self, table: PageTable, tokens: int) -> bool:
+        """Allocate a table's pages for `tokens` tokens, if they are free or can be freed now."""
+        if not table.covers(tokens):
+            if not self.ensure_free(table.need(tokens)):
+                return False
+            table.allocate(tokens)
+        return True
+
+    def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
+        """Allocate the pages of the next rows, unless a request would have to be retracted."""
+        if not self.ensure_free(pages_needed(scheduled)):
+            return False
+        for request, end in scheduled:
+            assert request.table is not None, "a running request has no pages"
+            request.table.allocate(end)
+            self._slots.update(request)
+        return True
+
+    def count_decode_steps(self, steps: int) -> None:
+        self.steps += steps
+        for _ in range(steps):
+            self.ratio.decay()
+
+    def capacity(self) -> Capacity:
+        """The capacity now. A few array operations over the slots, whatever the load."""
+        pools, slots = self._pools, self._slots
+        left = slots.tokens_max - slots.length
+        ending = (slots.length > 0) & (left <= HORIZON_STEPS)
+        sequence_tokens = int(slots.length.sum())
+        free, evictable, reserved = pools.free(), self._index.evictable(), self.reserved()
+        window, states = self._scarcest(pools.windows), self._scarcest(pools.states)
+        return min(
+            (
+                Capacity(
+                    pages_free=free[group],
+                    pages_evictable=evictable[group],
+                    pages_promised=reserved[group],
+                    pages_returning=int(np.sum(slots.pages_held[group], where=ending)),
+                    slots_free=slots.free_count,
+                    sequence_tokens=sequence_tokens,
+                    window=window,
+                    states=states,
+                )
+                for group in pools.measured
+            ),
+            key=lambda one: one.pages_available,
+        )
+
+    def _scarcest(self, groups: Sequence[int]) -> PoolUse | None:
+        if not groups:
+            return None
+        free, evictable = self._pools.free(), self._index.evictable()
+        group = min(groups, key=lambda each: free[each] + evictable[each])
+        total = self._pools.groups[group].pages_total
+        return PoolUse(total=total, free=free[group], evictable=evictable[group])
+
+    def _fits_known_lengths(self, request: Request, available: Sequence[int]) -> bool:
         """Whether a request certainly fits beside the running ones, all lengths being known."""
         slots = self._slots
         running = slots.length > 0
@@ -145,22 +288,11 @@ class PageBudget:
             )
         )
 
-    def allocate(self, table: PageTable, tokens: int) -> bool:
-        """Allocate a table's pages for `tokens` tokens, if they are free or can be freed now."""
-        if not table.covers(tokens):
-            if not self.ensure_free(table.need(tokens)):
-                return False
-            table.allocate(tokens)
-        return True
 
-
-def _nothing() -> None:
-    """The default of `before_eviction`."""
-
-
-def fits(needed: Sequence[int], reserved: Sequence[int], available: Sequence[int]) -> bool:
-    """Whether the needed pages are available beside the reserved ones, in each group."""
-    return all(n + r <= a for n, r, a in zip(needed, reserved, available, strict=True))
+def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
+    """Pages by group that all of these rows still need."""
+    each = [request.table.need(end) for request, end in scheduled if request.table is not None]
+    return [sum(needs) for needs in zip(*each, strict=True)]
 
 
 def fits_exactly(

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.decode import ScheduledRow, ensure_pages, pages_needed
 from antiphon.model_worker.batching.faults import RequestFault
-from antiphon.model_worker.batching.page_budget import fits
-from antiphon.model_worker.batching.preemption import choose_preempted
-from antiphon.model_worker.batching.token_budget import TokenBudget
+from antiphon.model_worker.batching.page_budget import pages_needed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from antiphon.model_worker.batching.admission import EngineLimits
-    from antiphon.model_worker.batching.policy import QueueRules
-    from antiphon.model_worker.batching.queue import WaitingQueue
+    from antiphon.model_worker.batching.page_budget import ScheduledRow
+    from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
+    from antiphon.model_worker.batching.queue import QueueRules, WaitingQueue
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.table import PageTable
 
@@ -52,13 +50,17 @@ class StepPlanner:
         self._limits = limits
         self._rules = rules
         self._batch = batch
+        self._pages = batch.page_budget
         self._waiting = waiting
         self._timeouts = timeouts
         self._started: list[Request] = []
         self._decodes_due = False
         self._pages_short = False
-        self._steps = 0
         batch.page_budget.before_eviction = self._touch_waiting
+
+    @property
+    def new_token_ratio(self) -> float:
+        return self._pages.ratio.value
 
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The requests whose tokens are computed next, and up to which. They have their pages.
@@ -67,9 +69,9 @@ class StepPlanner:
         """
         batch = self._batch
         if not batch.running:
-            batch.page_budget.ratio.reset()
+            self._pages.ratio.reset()
         self._pages_short = False
-        self._steps += 1
+        self._pages.steps += 1
         self._preempt()
         budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.checkpoints)
         # Some of these may be retracted while others are scheduled: they have no table then.
@@ -85,27 +87,6 @@ class StepPlanner:
             scheduled = self._prefills(prefilling, budget, now) or self._decodes(decoding, budget)
         self._decodes_due = any(not request.answers for request, _ in scheduled)
         return scheduled
-
-    def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
-        """Allocate the pages of the next rows, unless a request would have to be retracted."""
-        if not self._batch.page_budget.ensure_free(pages_needed(scheduled)):
-            return False
-        for request, end in scheduled:
-            assert request.table is not None, "a running request has no pages"
-            request.table.allocate(end)
-            self._batch.slots.update(request)
-        return True
-
-    def count_decode_steps(self, steps: int) -> None:
-        """Count decode steps that were not scheduled one by one."""
-        self._steps += steps
-        for _ in range(steps):
-            self._batch.page_budget.ratio.decay()
-
-    @property
-    def new_token_ratio(self) -> float:
-        """Share of the remaining output tokens for which pages are reserved."""
-        return self._batch.page_budget.ratio.value
 
     def take_started(self) -> Sequence[Request]:
         """Requests that were started for the first time since the last call."""
@@ -129,9 +110,10 @@ class StepPlanner:
 
         Only the candidates of a step are touched, which bounds the cost.
         """
+        steps = self._pages.steps
         for request in reversed(self._waiting.head()):
-            if request.touched is None or self._steps - request.touched >= TOUCH_STEPS:
-                request.touched = self._steps
+            if request.touched is None or steps - request.touched >= TOUCH_STEPS:
+                request.touched = steps
                 self._batch.touch(request)
 
     def _decodes(self, decoding: Sequence[Request], budget: TokenBudget) -> list[ScheduledRow]:
@@ -155,13 +137,12 @@ class StepPlanner:
         if more > budget.tokens:
             scheduled = _shortened(scheduled, budget.tokens)
         budget.tokens -= min(more, budget.tokens)
-        self._batch.page_budget.ratio.decay()
+        self._pages.ratio.decay()
         return scheduled if covered else self._grow(scheduled)
 
     def _prefills(
         self, prefilling: Sequence[Request], budget: TokenBudget, now: float
     ) -> list[ScheduledRow]:
-        """Rows of prefilling requests, then of waiting ones, which start."""
         scheduled: list[ScheduledRow] = []
         for request in prefilling:
             try:
@@ -181,10 +162,29 @@ class StepPlanner:
         return scheduled
 
     def _grow(self, scheduled: list[ScheduledRow]) -> list[ScheduledRow]:
-        batch = self._batch
-        return ensure_pages(
-            scheduled, batch.page_budget, batch.slots, batch.running.values, self._retract_for_pages
-        )
+        """Allocate the pages of the rows; those that have them, in the same order.
+
+        The oldest requests are served first, and others retracted if pages run out. A request that
+        runs alone always fits, because `admission.check` saw to that, so at least one row remains.
+        Where enough pages are pending free, because a launched plan may still read them, no request
+        is retracted: the row that needs them is left out of this plan.
+        """
+        short = [row for row in scheduled if not _covered(*row)]
+        if not short:
+            return scheduled
+        if len(short) > 1:
+            # One eviction for all: page by page it took longer than all else in a decode step.
+            self._pages.ensure_free(pages_needed(short))
+            short.sort(key=lambda row: row[0].arrival)
+        for request, end in short:
+            # The request may have been retracted itself, for an earlier row: then it has no table.
+            while request.table is not None and not self._pages.allocate(request.table, end):
+                if self._pages.pending_free(request.table.need(end)):
+                    break
+                self._retract_for_pages(choose_victim(self._batch.running.values()))
+            if _covered(request, end):
+                self._batch.slots.update(request)
+        return [row for row in scheduled if _covered(*row)]
 
     def _retract_for_pages(self, request: Request) -> None:
         self.retracted_tokens += request.length
@@ -192,15 +192,14 @@ class StepPlanner:
         self.retract(request)
         self.retractions += 1
         self._pages_short = True
-        self._batch.page_budget.ratio.retracted(self._batch.running.values())
+        self._pages.ratio.retracted(self._batch.running.values())
 
     def _admit(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
-        """Start waiting requests, in order, until one of them does not fit."""
         scheduled: list[ScheduledRow] = []
         batch = self._batch
         if budget.full or not batch.slots.free_count:
             return scheduled
-        reserved = batch.page_budget.reserved()
+        reserved = self._pages.reserved()
         for request in self._waiting.candidates(now, batch.prefix):
             if budget.full or not batch.slots.free_count:
                 break
@@ -212,7 +211,7 @@ class StepPlanner:
                 raise RequestFault(request) from error
             if end is None:
                 break
-            reserved = batch.page_budget.reserved()
+            reserved = self._pages.reserved()
             scheduled.append((request, end))
         return scheduled
 
@@ -226,7 +225,7 @@ class StepPlanner:
         try:
             length = budget.prefill_chunk(table.committed, request.length - table.committed)
             end = table.committed + length
-            if not length or not self._batch.page_budget.allocate(table, end):
+            if not length or not self._pages.allocate(table, end):
                 table.release()
                 return None
             budget.spend_prefill(length)
@@ -247,20 +246,15 @@ class StepPlanner:
 
     def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
         """A table with the cached prefix of a waiting request, if all of the request fits."""
-        if not self._fits(request, self._batch.shared_tokens(request), reserved):
+        if not self._pages.fits(request, self._batch.shared_tokens(request), reserved):
             return None  # although its cached pages count as available and as not needed here
         # The table must hold the cached pages before the available ones are counted: else these
         # would count as evictable, and a request that cannot run would be admitted.
         table = self._batch.cached_table(request)
-        if self._fits(request, table.committed, reserved):
+        if self._pages.fits(request, table.committed, reserved):
             return table
         table.release()
         return None
-
-    def _fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
-        pages = self._batch.page_budget
-        available, needed = pages.available(), pages.needed(request, cached_tokens)
-        return fits(needed, reserved, available) or pages.fits_known_lengths(request, available)
 
     def _start(self, request: Request, table: PageTable, now: float) -> None:
         self._waiting.admit(request, now)
@@ -271,11 +265,10 @@ class StepPlanner:
 
     def _preempt(self) -> None:
         """Preempt running requests for the next waiting one, if its priority is enough higher."""
-        batch = self._batch
+        batch, pages = self._batch, self._pages
         candidate = self._waiting.first() if self._rules.priority and batch.running else None
         if candidate is None or self._should_wait(candidate):
             return
-        pages = batch.page_budget
         needed = pages.needed(candidate, batch.shared_tokens(candidate))
         sums = zip(needed, pages.reserved(), pages.available(), strict=True)
         short = [need + reserved - available for need, reserved, available in sums]
@@ -285,6 +278,103 @@ class StepPlanner:
         for victim in choose_preempted(candidate, running, self._rules, short, pages.reclaimable()):
             self.retract(victim)
             self.preemptions += 1
+
+
+class TokenBudget:
+    """The remaining tokens of one plan. Prefill chunks are requested in scheduling order."""
+
+    def __init__(
+        self, limits: EngineLimits, page_tokens: int, checkpoints: StateCheckpoints | None = None
+    ) -> None:
+        self._limits = limits
+        self._page_tokens = page_tokens
+        self._checkpoints = checkpoints
+        self._prefills = 0
+        self._prefill_tokens = 0
+        self.tokens = limits.step_tokens_max
+
+    @property
+    def full(self) -> bool:
+        """Whether no further prefill joins the plan."""
+        limits = self._limits
+        return (
+            self.tokens <= 0
+            or (limits.prefill_max is not None and self._prefills >= limits.prefill_max)
+            or (limits.fill_tokens is not None and self._prefill_tokens >= limits.fill_tokens)
+        )
+
+    def prefill_chunk(self, start: int, pending: int) -> int:
+        """Length of the prefill chunk at `start`, of `pending` tokens left; 0: none fits.
+
+        A chunk ends at a page border where it can, so that the page can be shared at once, and at
+        checkpoints of recurrent states.
+        """
+        if self.full:
+            return 0
+        available = self._available()
+        if self._limits.chunk_tokens is None:
+            return pending if pending <= available or not self._prefills else 0
+        length = min(pending, self._limits.chunk_tokens, available)
+        if self._checkpoints is not None:
+            length = min(length, self._checkpoints.stop(start, start + pending) - start)
+        if length < pending:
+            to_border = length - (start + length) % self._page_tokens
+            # The first prefill advances even if a page does not fit in a plan.
+            return to_border if to_border > 0 or self._prefills else length
+        return length
+
+    def spend_prefill(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self._prefills += 1
+        self._prefill_tokens += tokens
+
+    def _available(self) -> int:
+        """Tokens left for a prefill chunk. The first may be longer than `fill_tokens`."""
+        if self._prefills == 0 or self._limits.fill_tokens is None:
+            return self.tokens
+        return min(self.tokens, self._limits.fill_tokens - self._prefill_tokens)
+
+
+def choose_victim(running: Iterable[Request]) -> Request:
+    """The request that is retracted when pages run out.
+
+    Urgent requests stay, then those of higher priority; of equals the one is chosen that loses
+    least by starting over: fewest outputs, then the latest arrival.
+    """
+    return min(
+        running,
+        key=lambda request: (request.urgent, -request.rank, request.outputs, -request.arrival),
+    )
+
+
+def choose_preempted(
+    candidate: Request,
+    running: Iterable[Request],
+    rules: QueueRules,
+    short: Sequence[int],
+    reclaimable: Callable[[Request], Sequence[int]],
+) -> list[Request]:
+    """The running requests to preempt for a waiting one whose priority is enough higher.
+
+    The lowest priority first, then the latest arrival. None is preempted in vain: if all of them
+    together do not free the pages by group that the candidate is `short` of, the result is empty.
+    """
+    weakest = [
+        request
+        for request in running
+        if not request.urgent and rules.preempts(candidate.rank, request.rank)
+    ]
+    weakest.sort(key=lambda request: (-request.rank, -request.arrival))
+    missing = list(short)
+    for count, victim in enumerate(weakest, start=1):
+        missing = [lack - gain for lack, gain in zip(missing, reclaimable(victim), strict=True)]
+        if max(missing) <= 0:
+            return weakest[:count]
+    return []
+
+
+def _covered(request: Request, end: int) -> bool:
+    return request.table is not None and request.table.covers(end)
 
 
 def _shortened(scheduled: Sequence[ScheduledRow], more: int) -> list[ScheduledRow]:

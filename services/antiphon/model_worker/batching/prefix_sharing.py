@@ -1,48 +1,57 @@
-"""Requests with a common prefix: one prefills it, the others wait for it."""
+"""Requests with a common prefix: one prefills it, and the others wait and share its pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+
+from antiphon.model_worker.batching.request import PendingPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.request import ChoiceKey, Request
-    from antiphon.model_worker.batching.state_checkpoints import StateCheckpoints
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.cache.table import PageTable
 
 WORTH_TOKENS = 32
-"""Minimum prefix worth waiting for. A shorter one is prefilled again beside the first."""
+"""Minimum prefix worth waiting for, or worth a checkpoint. A shorter one is prefilled again."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPrefix:
-    """The prefix that a request waits for.
+class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoints at multiples of `every` tokens, and at the last page border of a prompt.
 
-    Attributes:
-        leader: The request that prefills the prefix.
-        table: The leader's page table: should it be retracted and start again, it has another.
-        tokens: Length of the common prefix, in whole pages.
+    A state belongs to one position only, unlike pages: a prefix matches at a checkpoint and nowhere
+    between two of them. Each costs a state's memory, and a prefill chunk that ends there.
     """
 
-    leader: Request
-    table: PageTable
-    tokens: int
+    every: int  # tokens; whole pages
+    page_tokens: int
 
-    @property
-    def ready(self) -> bool:
-        """Whether the common prefix is computed and its pages still exist."""
-        return self.leader.table is self.table and self.leader.computed >= self.tokens
+    def due(self, tokens: int) -> bool:
+        """Whether the state after so many tokens is cached while decoding."""
+        return tokens % self.every == 0
 
-    @property
-    def computing(self) -> bool:
-        """Whether the common prefix is being prefilled."""
-        leader = self.leader
-        return leader.table is self.table and leader.prefilling and leader.computed < self.tokens
+    def stop(self, start: int, end: int) -> int:
+        """The latest end of a prefill chunk at `start`, of a prompt that ends at `end`."""
+        following = (start // self.every + 1) * self.every
+        border = self._border(end)
+        if following > border > start:
+            following = border
+        return min(following, end)
+
+    def last(self, agreed: int, end: int) -> int:
+        """The last checkpoint within the first `agreed` tokens of a prompt that ends at `end`."""
+        border = self._border(end)
+        return border if 0 < border <= agreed else agreed // self.every * self.every
+
+    def _border(self, end: int) -> int:
+        """The last page border of a prompt; 0 if a checkpoint there is not worth it."""
+        border = end // self.page_tokens * self.page_tokens
+        return border if border % self.every >= WORTH_TOKENS else 0
 
 
 class PrefixSharing:
@@ -83,7 +92,6 @@ class PrefixSharing:
             self._leaders.setdefault(first_page, []).append((number, request))
 
     def unregister(self, request: Request) -> None:
-        """Remove a request whose prefill is done, or that runs no more."""
         led = self._led.pop(request.key, None)
         if led is not None:
             first_page, number = led
@@ -95,9 +103,7 @@ class PrefixSharing:
     def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
         """Whether a waiting request should wait until another one has prefilled their prefix.
 
-        Args:
-            request: The next request of the queue.
-            cached_tokens: Length of its cached prefix; looked up only if it matters.
+        `cached_tokens` is called only if it matters.
         """
         if request.following is not None and request.following.computing:
             return True
@@ -161,7 +167,6 @@ class PrefixSharing:
 
 
 def _common_length(a: Request, b: Request, longest: int) -> int:
-    """Length of the common prefix, up to `longest`."""
     if longest <= 0:
         return 0
     different = np.flatnonzero(a.ids[:longest] != b.ids[:longest])

@@ -1,110 +1,30 @@
-"""One choice of a request: its movable state, and its record in this worker's engine core."""
+"""One choice in the engine core, its rows in plans, and the prefix that it waits for."""
 
 from __future__ import annotations
 
 import math
-from enum import Enum
-from typing import TYPE_CHECKING, NewType
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from antiphon.model_worker.batching.plan import future
+from antiphon.model_worker.batching.state import WIRE_IDS, Finish, Phase, Progress
 from antiphon.model_worker.batching.token_masks import looks_back
 from antiphon.wire.base import FinishReason
-from antiphon.wire.errors import EngineError, ErrorReply, encode_error
-from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
-from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.policy import QueueKey
-    from antiphon.model_worker.batching.prefix_sharing import PendingPrefix
+    from antiphon.model_worker.batching.state import ChoiceKey, QueueKey, RequestState
     from antiphon.model_worker.batching.token_masks import TokenFilter
     from antiphon.model_worker.cache.index import CacheKey, Prefix
     from antiphon.model_worker.cache.table import PageTable
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
-
-ChoiceKey = NewType("ChoiceKey", int)
-"""Names one admission of one choice. Never reused, so that a late command hits no other choice."""
-
-WIRE_IDS = np.dtype("<i4")
-"""The layout of token ids in bytes."""
-
-
-class RequestState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that determines how a choice continues, on this worker or on another.
-
-    Retraction, migration and hand-off are one operation: take the state, run the state.
-
-    Attributes:
-        prompt_ids: int32, little-endian, as are `output_ids`.
-        emitted: Number of output ids that were already sent, by this worker or another.
-        weights_digest: Digest of the weights that computed the outputs; empty if there are none.
-        adapter_digest: Digest of the adapter in use; empty without one.
-        priority: Scheduling priority, where priority scheduling is enabled; 0 is the default.
-        cache_salt: The cached prefix is found only by requests of the same salt.
-        tenant: The tenant that the request belongs to.
-        waited_ms: Time already spent in queues when the request arrived here.
-    """
-
-    request_id: RequestId
-    choice: int
-    prompt_ids: bytes
-    output_ids: bytes = b""
-    emitted: int = 0
-    sampling: SamplingParams
-    weights_digest: str = ""
-    adapter_digest: str = ""
-    priority: int = 0
-    cache_salt: bytes = b""
-    tenant: TenantId = DEFAULT_TENANT
-    waited_ms: int = 0
-    deadline_unix_ms: int
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How a choice finished."""
-
-    reason: FinishReason
-    matched_stop: int | None = None
-    error: ErrorReply | None = None
-
-    @classmethod
-    def at_length(cls) -> Finish:
-        """The maximum number of tokens was generated."""
-        return cls(reason=FinishReason.LENGTH)
-
-    @classmethod
-    def failed(cls, error: EngineError) -> Finish:
-        """The choice ended with an error."""
-        return cls(reason=FinishReason.ERROR, error=encode_error(error))
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step did to one choice: new ids, a finish, or both.
-
-    `weights` names the weights that sampled these ids; `retractions` counts since the choice was
-    added.
-    """
-
-    key: ChoiceKey
-    token_ids: bytes = b""
-    details: TokenOutputs = TokenOutputs()
-    cached_tokens: int = 0
-    weights: str = ""
-    retractions: int = 0
-    finish: Finish | None = None
-
-
-class Phase(Enum):
-    """Phase of a choice. It may alternate between the first two until it ends."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"
+    from antiphon.wire.sampling import SamplingParams
 
 
 class Request:
@@ -388,6 +308,71 @@ class Request:
         return msgspec.structs.replace(
             self.state, output_ids=outputs.tobytes(), emitted=self.emitted
         )
+
+
+class BatchRow(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of one request that a plan computes: `[start, start + length)`.
+
+    Attributes:
+        draws: Whether a token is sampled after it: not after a prefill chunk within a prompt.
+        life: The generation of the request when the row was made; if the request's has changed
+            since, the outcome of the row is dropped.
+    """
+
+    request: Request
+    start: int
+    length: int
+    draws: bool
+    life: int
+
+    @classmethod
+    def launched(cls, request: Request, end: int) -> BatchRow:
+        """Make the next row of a request, up to `end`, and mark it as launched."""
+        start, expected = request.planned, request.length + request.ahead
+        if end > request.length:
+            request.ids[request.length : end] = future(request.slot)
+        draws = end == expected and not request.scores
+        row = cls(request, start, end - start, draws, request.life)
+        request.launch(end, draws=draws)
+        return row
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def current(self) -> bool:
+        """Whether the request still waits for the outcome of this row."""
+        return self.life == self.request.life
+
+    def repeat(self) -> None:
+        """Note that the row runs once more: progress of its request counts from its start."""
+        self.request.began = self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrefix:
+    """The prefix that a request waits for.
+
+    Attributes:
+        leader: The request that prefills the prefix.
+        table: The leader's page table: should it be retracted and start again, it has another.
+        tokens: Length of the common prefix, in whole pages.
+    """
+
+    leader: Request
+    table: PageTable
+    tokens: int
+
+    @property
+    def ready(self) -> bool:
+        """Whether the common prefix is computed and its pages still exist."""
+        return self.leader.table is self.table and self.leader.computed >= self.tokens
+
+    @property
+    def computing(self) -> bool:
+        leader = self.leader
+        return leader.table is self.table and leader.prefilling and leader.computed < self.tokens
 
 
 _NONE: frozenset[int] = frozenset()

@@ -1,22 +1,28 @@
-"""The running batch: requests with slots and pages, and their prefixes in the prefix cache."""
+"""The running batch: requests with slots and pages, their cached prefixes, and their step plan."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
+from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.page_budget import PageBudget
-from antiphon.model_worker.batching.prefix_sharing import PrefixSharing
+from antiphon.model_worker.batching.plan import StepPlan
+from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
 from antiphon.model_worker.batching.slots import Slots
-from antiphon.model_worker.batching.state_checkpoints import StateCheckpoints
 from antiphon.model_worker.cache.hashing import request_namespace
 from antiphon.model_worker.cache.index import CacheKey, NoIndex
 from antiphon.model_worker.cache.table import PageTable
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.admission import EngineLimits
-    from antiphon.model_worker.batching.request import Request
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.layout import Layout
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.request import BatchRow, Request
+    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.cache.hashing import Namespace
     from antiphon.model_worker.cache.index import Prefix, PrefixIndex
     from antiphon.model_worker.cache.table import CachePools
@@ -27,8 +33,6 @@ class RunningBatch:
 
     Attributes:
         running: Running requests by slot, in the order in which they were started.
-        page_budget: Available and reserved pages.
-        prefix_sharing: The prefilling requests that others may wait for.
         checkpoints: Where recurrent states are cached; None: the model has none, or there is no
             prefix cache.
     """
@@ -43,7 +47,7 @@ class RunningBatch:
         self.running: dict[int, Request] = {}
         self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
         self.page_budget = PageBudget(limits, pools, index, self.slots, indexed=indexed)
-        self._namespace_digest = self._namespace.digest()
+        self._namespace_digest = namespace.digest()
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
         self.prefix_sharing = PrefixSharing(
             pools.page_tokens,
@@ -60,7 +64,6 @@ class RunningBatch:
         return self.index.clear()
 
     def cached_tokens(self, request: Request) -> int:
-        """Length of the cached prefix of a waiting request."""
         return self.prefix(request).length
 
     def prefix(self, request: Request) -> Prefix:
@@ -97,7 +100,6 @@ class RunningBatch:
         self.prefix_sharing.register(request)
 
     def checkpoint_due(self, request: Request) -> bool:
-        """Whether the recurrent state of a decoding request is to be cached now."""
         return self.checkpoints is not None and self.checkpoints.due(request.computed)
 
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
@@ -114,7 +116,6 @@ class RunningBatch:
         self.slots.update(request)
 
     def release(self, request: Request) -> None:
-        """Free slot and pages of a running request."""
         assert request.table is not None, "a running request has no pages"
         self.prefix_sharing.unregister(request)
         request.table.release()
@@ -138,3 +139,72 @@ def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | 
         return None
     assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
     return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)
+
+
+def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
+    """The plan of these rows, in the order given. Their requests must have their slots."""
+    layout = slots.layout(rows)
+    tokens, positions, kv_len = _decodes(rows) if layout.decodes else _chunks(rows, layout)
+    processors = slots.logits_processors
+    masks = masked = penalties = biases = None
+    if not processors.idle:
+        masks, masked = processors.masks(rows)
+        penalties = processors.penalties(rows, layout.slot, layout.draws)
+        biases = processors.biases(rows)
+    pooling = None if layout.decodes else pooling_request(rows)
+    return StepPlan(
+        step=step,
+        slot=layout.slot,
+        query_start=layout.query_start,
+        query_len=layout.query_len,
+        kv_len=kv_len,
+        adapter=layout.adapter,
+        tokens=tokens,
+        positions=positions,
+        logit_tokens=layout.logit_tokens,
+        sampling=layout.sampling,
+        page_tables=_page_tables(rows, layout.slot, slots),
+        penalties=penalties,
+        token_masks=masks,
+        token_mask_rows=masked,
+        biases=biases,
+        details=slots.logprobs.request(rows, layout.query_start),
+        pooling=pooling,
+        token_types=None if pooling is None else token_types(rows),
+        release_fence=step,
+    )
+
+
+def _decodes(rows: Sequence[BatchRow]) -> tuple[Ints, Ints, Ints]:
+    """`_chunks` for rows of one token each, in one array for all."""
+    tokens = [row.request.ids.item(row.start) for row in rows]
+    starts = [row.start for row in rows]
+    ends = [start + 1 for start in starts]
+    columns = np.array((tokens, starts, ends), np.int32)
+    return columns[0], columns[1:2], columns[2]
+
+
+def _chunks(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]:
+    """Tokens and positions of all rows, and the KV length at the end of each row."""
+    start = np.array([row.start for row in rows], np.int32)
+    tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
+    positions = layout.index + start[layout.row]
+    return tokens, positions[np.newaxis, :], start + layout.query_len
+
+
+def _page_tables(rows: Sequence[BatchRow], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
+    """The page tables by group; for a state group, the states that each row reads and writes."""
+    first = rows[0].request.table
+    assert first is not None, "a running request has no pages"
+    tables = slots.page_tables(slot)
+    if not first.chains:
+        return tables
+    tables = list(tables)
+    for group in first.chains:
+        pairs = [
+            row.request.table.chains[group].pair(row.start)
+            for row in rows
+            if row.request.table is not None
+        ]
+        tables[group] = np.array(pairs, np.int32)
+    return tuple(tables)

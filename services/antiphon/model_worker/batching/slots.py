@@ -16,9 +16,8 @@ from antiphon.model_worker.cache.groups import HOLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.cache.table import PageTable
 
 _INT32_MAX = 2**31 - 1

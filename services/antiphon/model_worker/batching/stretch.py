@@ -9,13 +9,12 @@ from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.model_worker.batching.admission import EngineLimits
-    from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.layout import Layout
+    from antiphon.model_worker.batching.page_budget import PageBudget as StepPlanner
     from antiphon.model_worker.batching.plan import StepOutcome
-    from antiphon.model_worker.batching.planner import StepPlanner
-    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.state import EngineLimits
 
 
 class Stretch:

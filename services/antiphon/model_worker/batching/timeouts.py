@@ -10,8 +10,8 @@ from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import EngineLimits
 
 _RETRY_AFTER_S = 1.0
 
@@ -36,9 +36,8 @@ class Timeouts:
 
     @property
     def next_due(self) -> float | None:
-        """When the next timeout expires; None if there is none."""
-        dues = [due for due in (self._waiting.next_due, self._running.next_due) if due is not None]
-        return min(dues, default=None)
+        dues = (self._waiting.next_due, self._running.next_due)
+        return min((due for due in dues if due is not None), default=None)
 
     def arrived(self, request: Request) -> None:
         """Start the queue timeout, counted from when the request was first queued anywhere."""
@@ -50,12 +49,10 @@ class Timeouts:
         self._running.put(request, now)
 
     def ended(self, request: Request) -> None:
-        """Forget a request that has ended."""
         self._waiting.forget(request)
         self._running.forget(request)
 
     def any_due(self, now: float) -> bool:
-        """Whether a timeout has expired."""
         return self._limited and (self._running.due(now) or self._waiting.due(now))
 
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:

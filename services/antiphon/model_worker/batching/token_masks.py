@@ -23,7 +23,8 @@ from antiphon.wire.processors import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.batching.plan import Ints
+    Ints = NDArray[np.int32]
+
 
 _WORD_BITS = 32
 
@@ -107,7 +108,6 @@ def pack(allowed: NDArray[np.bool_]) -> Ints:
 
 
 def words_count(vocab_size: int) -> int:
-    """Number of mask words of a vocabulary."""
     return -(-vocab_size // _WORD_BITS)
 
 

@@ -1,4 +1,4 @@
-"""The grammar backend of a worker: each grammar is compiled once, off the step, and cached."""
+"""The grammars of a worker: each is compiled once, off the step, and requests wait for it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ import asyncio
 import functools
 import logging
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from antiphon.model_worker.batching.request import WIRE_IDS
-from antiphon.model_worker.grammar.compile_backoff import PAUSE_S, CompileBackoff
+from antiphon.model_card.vocabulary import read_vocabulary
+from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.grammar.compile_threads import CompileThreads
-from antiphon.model_worker.grammar.lru_cache import LruCache
-from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher, GrammarState
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
+from antiphon.telemetry import catalog
 from antiphon.wire.errors import (
+    EngineError,
     ErrorReply,
     Internal,
     InvalidRequest,
     Overloaded,
+    Unsupported,
     decode_error,
     encode_error,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from antiphon.config.worker import GrammarConfig
-    from antiphon.model_worker.batching.request import RequestState
-    from antiphon.model_worker.grammar.metrics import GrammarMetrics
+    from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+    from antiphon.model_worker.grammar.matcher import GrammarState
+    from antiphon.model_worker.protocol.worker_output import RunChoice
+    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.ids import TenantId
 
 log = logging.getLogger(__name__)
@@ -40,23 +46,25 @@ LATE_ENTRIES_MAX = 1024
 """Grammars that timed out and are remembered."""
 BEGINNINGS_MAX = 4
 """Matchers that may be started at once."""
+PAUSE_S = 30.0
+"""Pause before the first retry of a grammar that timed out."""
+PAUSE_S_MAX = 3600.0
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class CompiledGrammar(Protocol):
     """A compiled grammar, shared by any number of sequences."""
 
     @property
-    def size_bytes(self) -> int:
-        """Approximate memory size."""
-        ...
+    def size_bytes(self) -> int: ...
 
     def eos_ids(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
         """EOS tokens that may end the output of a request with these stop tokens."""
         ...
 
-    def start(self, stop_token_ids: Sequence[int]) -> GrammarState:
-        """The state at the start of an output."""
-        ...
+    def start(self, stop_token_ids: Sequence[int]) -> GrammarState: ...
 
 
 class GrammarCompiler(Protocol):
@@ -71,14 +79,27 @@ class GrammarCompiler(Protocol):
         ...
 
 
+class GrammarMetrics:
+    """Counted per sequence, as SGLang counts each output of a request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.requested = metrics.counter(catalog.NUM_GRAMMAR)
+        self.hits = metrics.counter(catalog.NUM_GRAMMAR_CACHE_HIT)
+        self.aborted = metrics.counter(catalog.NUM_GRAMMAR_ABORTED)
+        self.timeouts = metrics.counter(catalog.NUM_GRAMMAR_TIMEOUT)
+        self.seconds = metrics.histogram(catalog.GRAMMAR_COMPILATION)
+
+
 class GrammarBackend:
     """Gives each sequence a matcher for its grammar. Used on one event loop.
 
     Compiled grammars are cached, and so are errors of invalid ones: the second request with the
-        same
-    grammar does not wait. A compile that timed out may succeed later, on a less busy machine: its
-    grammar is refused for a while, and for twice as long after each further timeout. A sequence
+    same grammar does not wait. A compile that timed out may succeed later, on a less busy machine:
+    its grammar is refused for a while, and for twice as long after each further timeout. A sequence
     waits for its own grammar only, and compile threads are shared fairly among tenants.
+
+    The compiler is opened when the first grammar arrives, which may take seconds. `group` runs the
+    compiles, which outlive the requests that started them.
     """
 
     def __init__(
@@ -90,16 +111,6 @@ class GrammarBackend:
         metrics: GrammarMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the backend; the compiler is opened when the first grammar arrives.
-
-        Args:
-            config: Settings of grammar compilation.
-            vocab_size: Tokens that the model has logits for.
-            opener: Makes the compiler; may take seconds.
-            group: Runs the compiles, which outlive the requests that started them.
-            metrics: Metrics to update.
-            clock: Monotonic seconds.
-        """
         self._config = config
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
@@ -166,7 +177,6 @@ class GrammarBackend:
         return self._compiling[name]
 
     async def _fill(self, source: GrammarSource, tenant: TenantId) -> CompiledGrammar | ErrorReply:
-        """Compile a grammar and cache the result or the error."""
         timeout_s = self._config.compile_timeout_s
         try:
             self._backoff.check(source)
@@ -206,13 +216,156 @@ class GrammarBackend:
         return compiler
 
 
+class GrammarQueue:
+    """Holds each sequence until its own grammar is ready, independently of the others.
+
+    It has no bound of its own: the worker bounds the number of admitted requests. `hand_over`
+    receives a request with its matcher, while it still counts as waiting; `refuse` the key of a
+    request without one, and the reason.
+    """
+
+    def __init__(
+        self,
+        grammars: GrammarBackend,
+        group: asyncio.TaskGroup,
+        metrics: GrammarMetrics,
+        *,
+        hand_over: Callable[[RunChoice, GrammarMatcher], None],
+        refuse: Callable[[ChoiceKey, EngineError], None],
+    ) -> None:
+        self._grammars = grammars
+        self._group = group
+        self._metrics = metrics
+        self._hand_over = hand_over
+        self._refuse = refuse
+        self._waiting: dict[ChoiceKey, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, run: RunChoice) -> None:
+        self._waiting[run.key] = self._group.create_task(self._wait(run), name="grammar")
+
+    def drop(self, key: ChoiceKey) -> bool:
+        """Remove a request; whether it was here."""
+        task = self._waiting.pop(key, None)
+        if task is None or not task.cancel():
+            return False
+        self._metrics.aborted.inc()
+        return True
+
+    async def _wait(self, run: RunChoice) -> None:
+        try:
+            matcher = await self._grammars.matcher(run.state)
+        except EngineError as error:
+            self._metrics.aborted.inc()
+            self._refuse(run.key, error)
+        except Exception:
+            # A last-resort boundary: whatever a client's grammar makes the code raise fails its own
+            # request, not the service.
+            log.exception("grammar not read", extra={"request_id": run.state.request_id})
+            self._metrics.aborted.inc()
+            self._refuse(run.key, Internal("the grammar of this request could not be read"))
+        else:
+            self._hand_over(run, matcher)
+        del self._waiting[run.key]
+
+
+def open_compiler(
+    folder: Path, vocab_size: int, end_ids: frozenset[int], config: GrammarConfig
+) -> GrammarCompiler:
+    """Create the compiler for the tokenizer.json in a folder. Blocks for a second or two.
+
+    Raises:
+        Unsupported: The bytes of the tokenizer's tokens cannot be derived.
+    """
+    vocabulary = read_vocabulary(folder, vocab_size)
+    # xgrammar imports transformers, which workers that never get a grammar need not load.
+    from antiphon.model_worker.grammar import xgrammar_backend  # noqa: PLC0415
+
+    return xgrammar_backend.XgrammarCompiler(vocabulary, end_ids, config)
+
+
+def no_compiler(reason: str = "it runs no model") -> GrammarCompiler:
+    """Stands in for `open_compiler` on a worker without grammars.
+
+    Raises:
+        Unsupported: Always, with the reason.
+    """
+    raise Unsupported(f"this worker has no grammars: {reason}", param="grammar")
+
+
+class CompileBackoff:
+    """Remembers timeouts for a while; no grammar is refused for good.
+
+    A pathological grammar that is requested again and again is compiled less and less often.
+    """
+
+    def __init__(self, entries_max: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._timeouts: LruCache[GrammarSource, tuple[float, float]] = LruCache(
+            entries_max=entries_max, bytes_max=1 << 24, size_bytes=lambda key, _: len(key.text)
+        )
+
+    def check(self, source: GrammarSource) -> None:
+        """Raise `Overloaded` for a grammar that timed out recently."""
+        until, _ = self._timeouts.get(source) or (0.0, 0.0)
+        left_s = until - self._clock()
+        if left_s > 0:
+            raise Overloaded("grammar: it took too long to compile", retry_after_s=left_s)
+
+    def record_timeout(self, source: GrammarSource, timeout_s: float) -> Overloaded:
+        """Record that a grammar timed out; return the error for its requests."""
+        _, before_s = self._timeouts.get(source) or (0.0, PAUSE_S / 2)
+        pause_s = min(2 * before_s, PAUSE_S_MAX)
+        self._timeouts.put(source, (self._clock() + pause_s, pause_s))
+        message = f"grammar: it takes longer than {timeout_s:g} s to compile"
+        return Overloaded(message, retry_after_s=pause_s)
+
+
+class LruCache(Generic[K, V]):
+    """A map bounded by entries and bytes; evicts the least recently used entry.
+
+    The last entry is never evicted, however large it is: it has just been requested.
+    """
+
+    def __init__(
+        self, *, entries_max: int, bytes_max: int, size_bytes: Callable[[K, V], int]
+    ) -> None:
+        self._entries_max = entries_max
+        self._bytes_max = bytes_max
+        self._size_bytes = size_bytes
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The value of a key, marked as just used."""
+        value = self._entries.get(key)
+        if value is not None:
+            self._entries.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        before = self._entries.pop(key, None)
+        if before is not None:
+            self._bytes -= self._size_bytes(key, before)
+        self._entries[key] = value
+        self._bytes += self._size_bytes(key, value)
+        while len(self._entries) > 1 and (
+            len(self._entries) > self._entries_max or self._bytes > self._bytes_max
+        ):
+            self._bytes -= self._size_bytes(*self._entries.popitem(last=False))
+
+
 def _check_and_compile(
     compiler: GrammarCompiler, source: GrammarSource, whitespace_max: int, properties_max: int
 ) -> tuple[CompiledGrammar, float]:
-    """Runs in a compile thread under its deadline, since checking a schema takes time, too.
+    """The grammar, and how many seconds it took.
 
-    Returns:
-        The grammar, and how many seconds it took.
+    Runs in a compile thread under its deadline, since checking a schema takes time, too.
     """
     began = time.perf_counter()
     result = compiler.compile(source_of(source, whitespace_max, properties_max))

@@ -1,4 +1,4 @@
-"""Threads that compile grammars off the step, at a lower priority."""
+"""Threads that compile grammars off the step, at a lower priority, shared fairly by tenants."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import functools
 import os
 import sys
 import threading
-from collections import Counter
-from contextlib import AsyncExitStack
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.model_worker.grammar.tenant_slots import TenantSlots
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from antiphon.wire.ids import TenantId
 
@@ -26,6 +24,8 @@ LOST_MAX = 4
 """Timed-out compiles that may still run: each holds memory, and a little of a core."""
 TENANT_LOST_MAX = 2
 """The same for one tenant, so that it does not block the grammars of the others."""
+WAITING_MAX = 64
+"""How many jobs of one tenant may wait for a slot."""
 _NICE = 10
 _RETRY_AFTER_S = 5.0
 
@@ -51,7 +51,7 @@ class CompileThreads:
         """
         if self._timed_out.total() >= LOST_MAX or self._timed_out[tenant] >= TENANT_LOST_MAX:
             raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
-        async with AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(self._slots.slot(tenant, timeout_s=timeout_s))
             except TimeoutError:
@@ -90,3 +90,73 @@ def _body(
         resolve = functools.partial(done.set_exception, error)
     with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
         loop.call_soon_threadsafe(resolve)
+
+
+class TenantSlots:
+    """Runs `count` jobs at once, and one more for a tenant that has none running.
+
+    Waiting tenants get slots round-robin, and the jobs of a tenant run in order: however many jobs
+    one tenant sends, another waits for one job of each tenant, not for all of them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._running: Counter[TenantId] = Counter()
+        self._waiting: OrderedDict[TenantId, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, tenant: TenantId, *, timeout_s: float) -> AsyncGenerator[None]:
+        """Hold a slot inside this block.
+
+        Raises:
+            TimeoutError: No slot became free in time.
+            Overloaded: Too many jobs of the tenant wait for one.
+        """
+        await self._acquire(tenant, timeout_s)
+        try:
+            yield
+        finally:
+            self._release(tenant)
+
+    async def _acquire(self, tenant: TenantId, timeout_s: float) -> None:
+        waiting = self._waiting.get(tenant)
+        if not waiting and self._free(tenant):
+            self._running[tenant] += 1
+            return
+        if waiting is not None and len(waiting) >= WAITING_MAX:
+            raise Overloaded(f"{WAITING_MAX} grammars wait to be compiled", retry_after_s=1.0)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._release(tenant)  # a slot was assigned at the same moment
+            else:
+                self._forget(tenant, turn)
+            raise
+
+    def _free(self, tenant: TenantId) -> bool:
+        running = self._running.total()
+        return running < self._count or (running == self._count and not self._running[tenant])
+
+    def _release(self, tenant: TenantId) -> None:
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        while (following := next(filter(self._free, self._waiting), None)) is not None:
+            turn = self._waiting[following][0]
+            self._forget(following, turn)
+            if following in self._waiting:
+                self._waiting.move_to_end(following)
+            if not turn.done():
+                self._running[following] += 1
+                turn.set_result(None)
+
+    def _forget(self, tenant: TenantId, turn: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(tenant)
+        if waiting is not None and turn in waiting:
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[tenant]

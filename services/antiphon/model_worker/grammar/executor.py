@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.request import Finish
+    from antiphon.model_worker.batching.state import Finish
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 PATIENCE_S = 0.005
@@ -32,18 +32,16 @@ class MatcherTask:
     Attributes:
         matcher: Owned by the thread that runs the task until it is done.
         finishes: The finish of each token, if any, up to the first token that has one.
-        done: Whether the task is finished.
     """
 
     def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
         self.matcher = matcher
         self.finishes: list[Finish | None] = []
         self.done = False
-        self._tokens = tokens
+        self.tokens = tokens
         self._bug: Exception | None = None
 
     def run(self) -> None:
-        """Advance the matcher over all tokens."""
         try:
             self._run()
         except Exception as error:  # noqa: BLE001  # raised again in the loop's thread
@@ -51,18 +49,14 @@ class MatcherTask:
         self.done = True
 
     def result(self) -> Sequence[Finish | None]:
-        """The grammar's finish for each token, if any. The task must be done.
-
-        Raises:
-            Exception: An unexpected error of the matcher.
-        """
+        """The finishes of a task that is done; raises what the matcher raised unexpectedly."""
         if self._bug is not None:
             raise self._bug
         return self.finishes
 
     def _run(self) -> None:
         self.matcher.checkpoint()
-        for token in self._tokens:
+        for token in self.tokens:
             self.finishes.append(self.matcher.accept_token(token))
             if self.finishes[-1] is not None:
                 break
@@ -88,15 +82,14 @@ class InlineMatcherExecutor:
     """Runs tasks on the calling thread, however long they take."""
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        """See `MatcherExecutor`."""
         for task in tasks:
             task.run()
 
     def wait(self) -> None:
-        """See `MatcherExecutor`."""
+        pass
 
     def cancel(self, task: MatcherTask) -> None:
-        """See `MatcherExecutor`."""
+        pass
 
 
 class ThreadedMatcherExecutor:
@@ -108,7 +101,6 @@ class ThreadedMatcherExecutor:
     """
 
     def __init__(self, patience_s: float = PATIENCE_S, stuck_max: int = STUCK_MAX) -> None:
-        """Create an executor; its threads start with the first task."""
         self._patience_s = patience_s
         self._stuck_max = stuck_max
         self._changed = threading.Condition()
@@ -117,7 +109,6 @@ class ThreadedMatcherExecutor:
         self._stuck = 0
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        """See `MatcherExecutor`."""
         if not tasks:
             return
         with self._changed:
@@ -135,12 +126,10 @@ class ThreadedMatcherExecutor:
                 self._detach(self._fast)
 
     def wait(self) -> None:
-        """See `MatcherExecutor`."""
         with self._changed:
             self._changed.wait(self._patience_s)
 
     def cancel(self, task: MatcherTask) -> None:
-        """See `MatcherExecutor`."""
         with self._changed:
             for lane in (self._fast, self._slow):
                 if task in lane.waiting:

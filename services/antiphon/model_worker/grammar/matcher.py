@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from antiphon.model_worker.batching.request import Finish
+from antiphon.model_worker.batching.state import Finish
 from antiphon.model_worker.batching.token_masks import pack, words_count
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, Internal
@@ -57,21 +57,11 @@ class GrammarMatcher:
 
     Attributes:
         mask: (W,) allowed next tokens; None if all are.
-        end_ids: The EOS tokens that end a complete output.
         slow: Whether it has ever delayed a step.
     """
 
     def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Create a matcher at the position of `state`.
-
-        Args:
-            state: Already replayed to the current position.
-            vocab_size: Tokens that the model has logits for.
-            end_ids: The grammar's EOS tokens.
-
-        Raises:
-            EngineError: No token is allowed.
-        """
+        """Create a matcher at the position of `state`; an `EngineError` if no token may follow."""
         self.mask: Ints | None = None
         self.end_ids = end_ids
         self.slow = False
@@ -104,7 +94,6 @@ class GrammarMatcher:
         return None
 
     def checkpoint(self) -> None:
-        """Save the position; see `rollback`."""
         self._marked, self._since_mark = self.mask, 0
         self._buffer ^= 1
 
@@ -134,11 +123,9 @@ class DeferredGrammarState:
 
     @property
     def terminated(self) -> bool:
-        """See `GrammarState`."""
         return self._state.terminated
 
     def accept(self, token: int) -> bool:
-        """See `GrammarState`."""
         if self._begun_at is not None and not self._state.accept(token):
             return False
         self._seen.append(token)
@@ -147,11 +134,9 @@ class DeferredGrammarState:
         return True
 
     def fill(self, words: Ints) -> bool:
-        """See `GrammarState`."""
         return self._begun_at is not None and self._state.fill(words)
 
     def rollback(self, tokens: int) -> None:
-        """See `GrammarState`."""
         length = len(self._seen) - tokens
         assert length >= 0, "more tokens were taken back than were accepted"
         if self._begun_at is not None:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.grammar.formats import FORMAT_PATTERNS
-from antiphon.model_worker.grammar.patterns import ascii_pattern
 from antiphon.model_worker.grammar.schema_types import SchemaTypes, type_of, types_named
 from antiphon.wire.errors import InvalidRequest
 
@@ -258,6 +256,37 @@ def _names_repeat(schema: dict[str, Json]) -> bool:
     return free and isinstance(least, int) and least > listed + 1
 
 
+def ascii_pattern(pattern: str) -> str:
+    """The same pattern in ASCII, with each optional group as a choice of nothing or the group.
+
+    The compiler parses patterns of JSON strings with other code than standalone regular
+    expressions. That code lets quotes through where a non-ASCII letter is not escaped, and goes
+    wrong past the beginning of an optional group whose end repeats: `1(a[0-9]+)?` also matched 155.
+    """
+    output: list[str] = []
+    opened: list[int] = []
+    ended: int | None = None  # start of the group that has just been closed
+    for token in _TOKEN.finditer(pattern):
+        text, group, ended = token[0], ended, None
+        if text == ")" and opened:
+            ended = opened.pop()
+        elif text[0] == "(":
+            opened.append(len(output))
+        elif group is not None and text in ("?", "??"):
+            output[group] += "|"
+            continue
+        elif group is not None and token["most"] is not None:
+            output[group] = f"(|{output[group]}"
+            text = f"{{1,{token['most']}}})"
+        output.append(_CHARACTER.sub(_numbered, text))
+    return "".join(output)
+
+
+def _numbered(found: re.Match[str]) -> str:
+    text = found[0]
+    return text if text.isascii() else f"\\u{{{ord(text[-1]):x}}}"
+
+
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE = frozenset(
@@ -303,3 +332,36 @@ _NAME_SHOWN = 32
 _OTHERS = re.compile(r"\[\^(?:\\.|[^\]\\]){0,256}\]")
 """Bounded, or a run of unclosed brackets would be scanned again from each of them."""
 _ESCAPED = re.compile(r"[\"\x00-\x1f]|\\[\\nrtfv0c]|\\x(?:[01]|22|5[cC])|\\u00(?:[01]|22|5[cC])")
+_TOKEN = re.compile(
+    r"""
+      \\. | \[ (?: \\. | [^\]\\] )* \]            # an escape; a class
+    | \( (?: \?: | \?<\w+> )? | \)                # a group
+    | \?\?? | \{0,(?P<most>\d*)\}\??              # it may be left out
+    | .
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_CHARACTER = re.compile(r"\\.|[^\x00-\x7f]", re.DOTALL)
+
+_SHORT_OF_400 = "0[48]|[2468][048]|[13579][26]"
+_LEAP_YEAR = f"[0-9]{{2}}({_SHORT_OF_400})|({_SHORT_OF_400})00"
+_YEAR = "000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3}"
+_DAY = (
+    "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8])"
+)
+_DATE = f"(({_YEAR})-({_DAY})|({_LEAP_YEAR})-02-29)"
+_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_MINUTE})"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+
+FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": rf"^({_OCTET}\.){{3}}{_OCTET}$",
+}
+"""With its built-in formats the compiler accepts the 31st of February, impossible seconds, and
+addresses with leading zeros, which some programs read as octal. Each of these is narrower than RFC
+3339 and RFC 3986, section 3.2.2, only in leap seconds, the year 0 and small fractions."""

@@ -31,7 +31,6 @@ class SchemaTypes:
         self._depth = 0
 
     def is_root(self, schema: Json) -> bool:
-        """Whether this is the root schema."""
         return schema is self._root
 
     def resolve(self, reference: str) -> Json:

@@ -1,6 +1,10 @@
 """The xgrammar backend: grammars compiled for one vocabulary, with a matcher for each sequence.
 
 The only module that imports xgrammar: it brings torch and transformers, which take a second.
+
+Compiled grammars match bytes, and their character classes let some byte sequences through that
+encode no character: surrogate halves and overlong forms. No UTF-8 decoder would read these as what
+the grammar meant, so `Utf8` masks the tokens that begin them.
 """
 
 from __future__ import annotations
@@ -11,18 +15,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xgrammar
 
-from antiphon.model_worker.batching.token_masks import words_count
-from antiphon.model_worker.grammar.utf8 import START, Utf8
+from antiphon.model_worker.batching.token_masks import pack, words_count
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from antiphon.config.worker import GrammarConfig
     from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.grammar.source import GrammarSource
+
+
+START = 0
+"""Between two characters."""
+_ONE, _TWO, _THREE, _E0, _ED, _F0, _F4, _BROKEN = range(1, 9)
+"""How many bytes are still expected; after some leading bytes the next has a narrower range."""
 
 
 class XgrammarCompiler:
@@ -74,8 +85,6 @@ class XgrammarCompiler:
 
 
 class XgrammarGrammar:
-    """A compiled grammar, shared by any number of sequences."""
-
     def __init__(
         self,
         compiled: xgrammar.CompiledGrammar,
@@ -97,7 +106,6 @@ class XgrammarGrammar:
         )
 
     def start(self, stop_token_ids: Sequence[int]) -> XgrammarMatcher:
-        """The state at the start of an output."""
         ends = sorted(self.eos_ids(stop_token_ids))
         matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=ends)
         return XgrammarMatcher(matcher, self._utf8)
@@ -117,11 +125,9 @@ class XgrammarMatcher:
 
     @property
     def terminated(self) -> bool:
-        """See `GrammarState`."""
         return self._matcher.is_terminated()
 
     def accept(self, token: int) -> bool:
-        """See `GrammarState`."""
         try:
             accepted = self._matcher.accept_token(token)
         except _RAISED as error:
@@ -131,7 +137,6 @@ class XgrammarMatcher:
         return accepted
 
     def fill(self, words: Ints) -> bool:
-        """See `GrammarState`."""
         try:
             self._matcher.fill_next_token_bitmask(words[np.newaxis])
         except _RAISED as error:
@@ -142,10 +147,62 @@ class XgrammarMatcher:
         return True
 
     def rollback(self, tokens: int) -> None:
-        """See `GrammarState`."""
         if tokens:
             self._matcher.rollback(tokens)
             del self._utf8_states[-tokens:]
+
+
+class Utf8:
+    """The tokens that keep an output well-formed UTF-8, by state. Immutable.
+
+    Axes: S states, V vocabulary, W = ceil(V / 32) words.
+    """
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._ends = ends = _ends(tokens, _table())
+        silent = np.array([not token for token in tokens])
+        allowed = ends != _BROKEN
+        allowed[1:, silent] = False  # no special token within a character
+        self.masks: list[Ints] = [pack(row) for row in allowed]
+
+    def after(self, state: int, token: int) -> int:
+        return int(self._ends[state, token])
+
+
+def _table() -> NDArray[np.uint8]:
+    """The next state by state and byte. Source: The Unicode Standard 15.0, table 3-7."""
+    table = np.full((_BROKEN + 1, 256), _BROKEN, np.uint8)
+    for state, first, last, following in (
+        (START, 0x00, 0x7F, START),
+        (START, 0xC2, 0xDF, _ONE),
+        (START, 0xE0, 0xE0, _E0),
+        (START, 0xE1, 0xEF, _TWO),
+        (START, 0xED, 0xED, _ED),
+        (START, 0xF0, 0xF0, _F0),
+        (START, 0xF1, 0xF3, _THREE),
+        (START, 0xF4, 0xF4, _F4),
+        (_ONE, 0x80, 0xBF, START),
+        (_TWO, 0x80, 0xBF, _ONE),
+        (_THREE, 0x80, 0xBF, _TWO),
+        (_E0, 0xA0, 0xBF, _ONE),
+        (_ED, 0x80, 0x9F, _ONE),
+        (_F0, 0x90, 0xBF, _TWO),
+        (_F4, 0x80, 0x8F, _TWO),
+    ):
+        table[state, first : last + 1] = following
+    return table
+
+
+def _ends(tokens: Sequence[bytes], table: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The state after each token from each state, (S, V)."""
+    lengths = np.array([len(token) for token in tokens])
+    starts = np.cumsum(lengths) - lengths
+    text = np.frombuffer(b"".join(tokens), np.uint8)
+    states = np.repeat(np.arange(_BROKEN, dtype=np.uint8)[:, np.newaxis], len(tokens), axis=1)
+    for place in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > place)
+        states[:, longer] = table[states[:, longer], text[starts[longer] + place]]
+    return states
 
 
 def _readable(message: str) -> str:

@@ -11,8 +11,8 @@ from antiphon.telemetry import catalog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.capacity import Capacity, PoolUse
     from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.model_worker.batching.page_budget import Capacity, PoolUse
     from antiphon.telemetry.catalog import MetricSpec
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.heartbeat import WorkerStats

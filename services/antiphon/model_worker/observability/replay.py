@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.batching.plan import Longs, StepOutcome, StepPlan
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import Longs, PlanRunner, StepOutcome, StepPlan
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.observability.flight_recorder import StepRecord
 

@@ -12,7 +12,7 @@ from antiphon.telemetry.tracing import Span, span
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.model_worker.batching.request import ChoiceKey, Progress
+    from antiphon.model_worker.batching.state import ChoiceKey, Progress
     from antiphon.model_worker.protocol.worker_output import RunChoice
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from antiphon.model_worker.observability.step_log import StepLog
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.model_worker.batching.request import ChoiceKey
+    from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
     from antiphon.telemetry.metrics import Metrics

@@ -12,9 +12,8 @@ from antiphon.wire.tokens import TokenRow, TokenStream
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+    from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
     from antiphon.wire.command import Admit, ChoiceOutput
-    from antiphon.wire.token_outputs import TokenOutputs
 
 ROW_IDS_MAX = 16_384
 """Maximum ids of a row: a replay after an outage is split into messages of a sane size."""
@@ -29,17 +28,6 @@ class OutputOrigin:
     start: int
     weights: str
     retractions: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputPiece:
-    """The content of one row of a choice; `origin` where it has changed."""
-
-    offset: int
-    ids: bytes
-    details: TokenOutputs | None
-    origin: OutputOrigin | None
-    finish: Finish | None
 
 
 class HeldChoice:
@@ -74,16 +62,13 @@ class HeldChoice:
 
     @property
     def length(self) -> int:
-        """Number of output ids so far."""
         return len(self._ids) // ID_BYTES
 
     @property
     def live(self) -> bool:
-        """Whether it is still running."""
         return self.finish is None and not self._stopped
 
     def append(self, progress: Progress) -> None:
-        """Add the progress of a step."""
         assert self.live, "a choice continued after its end"
         if progress.token_ids or not self._marks:
             self._mark(progress)
@@ -94,7 +79,6 @@ class HeldChoice:
         self.finish = progress.finish
 
     def fail(self, finish: Finish) -> None:
-        """End it with an error, and send nothing else of it."""
         self.finish = finish
         self._sent = self._end
 
@@ -113,7 +97,9 @@ class HeldChoice:
 
     def last_row(self) -> TokenRow:
         """The row of its last token, as `unsent` makes it of plain ids."""
-        offset = self.length - 1
+        return self._plain_row(self.length - 1)
+
+    def _plain_row(self, offset: int) -> TokenRow:
         return TokenRow(
             request_id=self._request_id,
             choice=self.index,
@@ -133,7 +119,6 @@ class HeldChoice:
         return overrun
 
     def silence(self) -> None:
-        """End it: nothing more of it is sent."""
         self._stopped = True
 
     def rewind(self, offset: int) -> None:
@@ -142,8 +127,8 @@ class HeldChoice:
         self._end_sent = False
         self._marks_sent = 0
 
-    def take_plain(self) -> tuple[int, bytes] | None:
-        """Take the unsent ids as (offset, ids), if they are one row without anything else.
+    def take_plain(self) -> TokenRow | None:
+        """Take the unsent ids, if they are one row without anything else.
 
         So it is for nearly every row: this costs a third of `unsent`.
         """
@@ -153,10 +138,13 @@ class HeldChoice:
         if not sent < length <= sent + ROW_IDS_MAX or self._marks_sent < len(self._marks):
             return None
         self._sent = length
-        return sent, bytes(self._ids[sent * ID_BYTES :])
+        return self._plain_row(sent)
 
-    def unsent(self) -> Iterator[OutputPiece]:
-        """Take what was not sent yet, in pieces of bounded size and a single origin each."""
+    def unsent(self, stream: TokenStream | None) -> Iterator[TokenRow]:
+        """Take what was not sent yet, in rows of bounded size and a single origin each.
+
+        The first row carries `stream`.
+        """
         if self._stopped:
             return
         while self._sent < self._end or (self.finish is not None and not self._end_sent):
@@ -170,7 +158,22 @@ class HeldChoice:
             ids = bytes(self._ids[max(0, offset) * ID_BYTES : max(0, self._sent) * ID_BYTES])
             details = None if self._details is None else self._details.read(offset, self._sent)
             finish = self.finish if self._end_sent else None
-            yield OutputPiece(offset, ids, details, self._news(offset, self._sent), finish)
+            origin = self._news(offset, self._sent)
+            yield TokenRow(
+                request_id=self._request_id,
+                choice=self.index,
+                attempt=self._attempt,
+                offset=offset,
+                token_ids=ids,
+                details=details,
+                stream=stream,
+                weights=origin.weights if origin else None,
+                retractions=origin.retractions if origin else 0,
+                finish_reason=finish.reason if finish else None,
+                matched_stop=finish.matched_stop if finish else None,
+                error=finish.error if finish else None,
+            )
+            stream = None
 
     def _mark(self, progress: Progress) -> None:
         """Note the origin of the next outputs, if it differs from the last one."""
@@ -197,7 +200,6 @@ class HeldChoice:
 
     @property
     def _end(self) -> int:
-        """The offset after the last token to send."""
         return self.length if self._details is None else self._details.end
 
     def _row_tokens_max(self) -> int:
@@ -215,9 +217,7 @@ class HeldRequest:
         steps: Whether its detokenizer reads `TokenStep`.
         due_ms: Its deadline, by our clock; `deadline_unix_ms` is by its owner's.
         started: Whether its prefill has started.
-        tokens_max: Maximum number of tokens of prompt and output.
-        requeued: Whether it was requeued: heartbeats list it until the leader runs it under another
-            attempt.
+        requeued: Heartbeats list it until the leader runs it under another attempt.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
@@ -247,12 +247,10 @@ class HeldRequest:
 
     @property
     def live(self) -> bool:
-        """Whether any choice is still running."""
         return any(choice.live for choice in self.choices)
 
     @property
     def tokens(self) -> int:
-        """Output tokens of all choices."""
         return sum(choice.length for choice in self.choices)
 
     def rewind(self, offsets: dict[int, int]) -> None:
@@ -270,38 +268,13 @@ class HeldRequest:
         rows: list[TokenRow] = []
         for choice in self.choices:
             plain = choice.take_plain() if self._introduced else None
-            if plain is None:
-                rows.extend(self._rows(choice))
+            if plain is not None:
+                rows.append(plain)
                 continue
-            offset, ids = plain
-            row = TokenRow(
-                request_id=self.request_id,
-                choice=choice.index,
-                attempt=self.attempt,
-                offset=offset,
-                token_ids=ids,
-            )
-            rows.append(row)
+            for row in choice.unsent(None if self._introduced else self._stream()):
+                self._introduced = True
+                rows.append(row)
         return rows
-
-    def _rows(self, choice: HeldChoice) -> Iterator[TokenRow]:
-        for piece in choice.unsent():
-            mark, finish = piece.origin, piece.finish
-            yield TokenRow(
-                request_id=self.request_id,
-                choice=choice.index,
-                attempt=self.attempt,
-                offset=piece.offset,
-                token_ids=piece.ids,
-                details=piece.details,
-                stream=None if self._introduced else self._stream(),
-                weights=mark.weights if mark else None,
-                retractions=mark.retractions if mark else 0,
-                finish_reason=finish.reason if finish else None,
-                matched_stop=finish.matched_stop if finish else None,
-                error=finish.error if finish else None,
-            )
-            self._introduced = True
 
     def _detail_store(self, choice: ChoiceOutput) -> TokenOutputsBuffer | None:
         if self._details_from is None:

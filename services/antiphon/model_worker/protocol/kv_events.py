@@ -43,16 +43,13 @@ class KvEventPublisher:
 
     @property
     def seq(self) -> int:
-        """Number of the newest event."""
         return self._log.seq
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `take` would return anything."""
         return bool(self._unsent)
 
     def add(self, events: Sequence[CacheEvent]) -> None:
-        """Add the events of a step."""
         self._log.add(events)
         self._unsent += events
 

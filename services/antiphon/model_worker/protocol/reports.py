@@ -20,6 +20,10 @@ REPORTS_MAX = 64
 class ReportQueue:
     """A queue between two threads, which reports with only tokens may bypass.
 
+    `relay` processes such a report in the thread of the batching loop, or returns False if that is
+    not possible now. `take` processes reports in the event loop's thread, each with whether it is
+    the last. The batching loop waits at most `wait_s` for an event loop that is far behind.
+
     Attributes:
         failed: Ends with the exception of a turn that could not process reports.
     """
@@ -31,14 +35,6 @@ class ReportQueue:
         take: Callable[[Iterator[tuple[StepReport, bool]]], None],
         wait_s: float,
     ) -> None:
-        """Make an empty queue, in the event loop's thread.
-
-        Args:
-            relay: Processes a report with only tokens in the thread of the batching loop. False if
-                that is not possible now.
-            take: Processes reports, each with whether it is the last; in the event loop's thread.
-            wait_s: Maximum time that the batching loop waits for an event loop that is far behind.
-        """
         self._wait_s = wait_s
         self._event_loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._event_loop.create_future()
@@ -53,10 +49,8 @@ class ReportQueue:
     def deliver(self, report: StepReport) -> None:
         """Queue a report, in the batching loop's thread; wait if the event loop is far behind.
 
-        Raises:
-            TimeoutError: The event loop processed no report for so long that it hangs. Peers have
-                considered this process dead long before, since heartbeats stop with it; the
-                exception ends it, so that its supervisor starts another.
+        A `TimeoutError` ends the process, so that its supervisor starts another: the event loop
+        hangs, and heartbeats with it, so that peers have considered it dead long before.
         """
         if report.steady and self._relay(report):
             return

@@ -12,17 +12,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.request import (
-    ChoiceKey,
-    Finish,
-    Progress,
-    RequestState,
-)
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.lanes import Lanes
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import TokenOutbox
-from antiphon.model_worker.protocol.tombstones import AttemptTombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
@@ -31,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from antiphon.service.sequence import SeqSender
-    from antiphon.wire.base import Process, Term
+    from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews
@@ -50,18 +44,8 @@ OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
 
 
-def _same_clock(unix_ms: int, _: Process) -> int:
-    return unix_ms
-
-
-def _unknown() -> Term | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class RunChoice:
-    """Add a choice to the batching loop."""
-
     key: ChoiceKey
     state: RequestState
     traceparent: str | None
@@ -71,9 +55,8 @@ class RunChoice:
 class DropChoice:
     """Drop a choice from the batching loop.
 
-    Attributes:
-        kept: Number of output ids in the response, where more were sampled: only these are inserted
-            into the prefix cache. None: unknown.
+    `kept` is the number of output ids in the response, where more were sampled and it is known:
+    only these are inserted into the prefix cache.
     """
 
     key: ChoiceKey
@@ -87,14 +70,12 @@ class WorkerOutput:
     """All requests that this worker has accepted and not forgotten.
 
     Attributes:
-        live_max: Maximum number of choices in the batching loop; one more is refused as overloaded.
+        live_max: Maximum number of choices in the batching loop.
         term: The highest term of an applied command; commands of lower terms are ignored.
         commands_seq: The last batch of that term.
         draining: No new request is accepted. One that arrives all the same is requeued at once.
         overrun_tokens: Ids that were sampled beyond a stop string, and discarded.
-        requeued_count: Requests requeued to other workers, since start.
         refused: The last refused batch of commands, until one is applied or for some time.
-        refused_count: Refused batches of commands, since start.
         unelected_count: Batches whose term is too high to be an elected one, since start.
     """
 
@@ -104,18 +85,9 @@ class WorkerOutput:
         seqs: SeqSender,
         *,
         live_max: int,
-        our_time_ms: Callable[[int, Process], int] = _same_clock,
-        leading: Callable[[], Term | None] = _unknown,
+        our_time_ms: Callable[[int, Process], int] = lambda unix_ms, _: unix_ms,
+        leading: Callable[[], Term | None] = lambda: None,
     ) -> None:
-        """Make one that holds no requests.
-
-        Args:
-            process: This worker.
-            seqs: Sequence numbers of messages to detokenizers.
-            live_max: See above.
-            our_time_ms: Converts a time of another process to our clock.
-            leading: The term of the leader, by the heartbeats of schedulers.
-        """
         self.process = process
         self.live_max = live_max
         self.term: Term | None = None
@@ -140,21 +112,17 @@ class WorkerOutput:
 
     @property
     def live_count(self) -> int:
-        """Choices that the batching loop has."""
         return len(self._choices)
 
     @property
     def held_count(self) -> int:
-        """Requests that are not forgotten."""
         return len(self._held)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `take` would return anything."""
         return self._outbox.filled
 
     def held(self) -> tuple[RunningRequest, ...]:
-        """The heartbeat's entries of all held requests."""
         self._settle()
         return tuple(
             RunningRequest(
@@ -171,10 +139,7 @@ class WorkerOutput:
     def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
         """Apply a leader's commands, unless its term is old or the batch is late or a repeat.
 
-        Args:
-            batch: The commands.
-            now_ms: Our time.
-            offset_ms: Offset of our clock to the leader's; None if it is unknown.
+        `offset_ms` is that of our clock to the leader's; None if it is unknown.
         """
         if batch.worker != self.process:
             return []  # for a previous process of this worker
@@ -255,21 +220,15 @@ class WorkerOutput:
         ]
 
     def owner_died(self, owner: Process) -> list[Action]:
-        """Forget the requests of an owner that is gone."""
         self._lists.pop(owner, None)
         orphans = [held for held in self._held.values() if held.owner == owner]
         return [action for held in orphans for action in self._forget(held)]
 
     def step(self, step: int, progress: Iterable[Progress], *, relays: bool = False) -> bool:
-        """Add the progress of a step. Choices that were dropped meanwhile are skipped.
+        """Add the progress of a step; return whether a choice has ended.
 
-        Args:
-            step: Number of the last plan.
-            progress: New tokens and finishes of each choice.
-            relays: `take` follows at once: the tokens of a steady step can be sent as they are.
-
-        Returns:
-            Whether a choice has ended.
+        Choices that were dropped meanwhile are skipped. With `relays`, `take` follows at once: the
+        tokens of a steady step can be sent as they are.
         """
         outbox, ended = self._outbox, False
         outbox.step = max(outbox.step, step)
@@ -296,7 +255,6 @@ class WorkerOutput:
         return ended
 
     def fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        """End choices whose progress could not be added; the loop has to drop them."""
         try:
             self._leave_lanes()
         except Exception:
@@ -388,7 +346,6 @@ class WorkerOutput:
         return drops
 
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        """End a choice that could not be added to the batching loop."""
         self.step(self._outbox.step, [Progress(key=key, finish=Finish.failed(error))])
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -513,7 +470,6 @@ class WorkerOutput:
         return drops
 
     def _forget(self, held: HeldRequest) -> list[Action]:
-        """Forget a request; its id stays behind as a tombstone."""
         drops = self._stop(held, held.choices)
         del self._held[held.request_id]
         self._outbox.remove(held)
@@ -523,6 +479,35 @@ class WorkerOutput:
     def _new_key(self) -> ChoiceKey:
         self._keys += 1
         return ChoiceKey(self._keys)
+
+
+class AttemptTombstones:
+    """Attempts that must not start again while an admit of them may be in flight.
+
+    Keeps each for `kept_ms` at least and twice that at most, so expiry needs no search.
+    """
+
+    def __init__(self, kept_ms: int) -> None:
+        self._kept_ms = kept_ms
+        self._young: dict[RequestId, Attempt] = {}
+        self._old: dict[RequestId, Attempt] = {}
+        self._aged_at_ms = 0
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def add(self, request_id: RequestId, attempt: Attempt) -> None:
+        self._young[request_id] = max(attempt, self._young.get(request_id, attempt))
+
+    def covers(self, request_id: RequestId, attempt: Attempt) -> bool:
+        attempts = (table.get(request_id) for table in (self._young, self._old))
+        return any(last is not None and attempt <= last for last in attempts)
+
+    def expire(self, now_ms: int) -> None:
+        """Drop old tombstones; called several times a second."""
+        if now_ms - self._aged_at_ms >= self._kept_ms:
+            self._young, self._old = {}, self._young
+            self._aged_at_ms = now_ms
 
 
 def _runs(admit: Admit, held: HeldRequest) -> list[Action]:

@@ -17,7 +17,7 @@ from antiphon.model_card.pooling import module_files, read_pooling
 from antiphon.model_card.served_model import model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.grammar.open import no_compiler, open_compiler
+from antiphon.model_worker.grammar.backend import no_compiler, open_compiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
 from antiphon.resolve.device import detect_device
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_card.files import ModelFiles
-    from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.engine_core import EngineCore
-    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.batching.plan import PlanRunner
+    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.grammar.backend import GrammarCompiler
     from antiphon.model_worker.runner.open import OpenModel
     from antiphon.resolve.device import HostDevice

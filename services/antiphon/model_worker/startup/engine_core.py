@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.config.worker import Policy, QueueConfig
-from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.policy import QueueRules
+from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace

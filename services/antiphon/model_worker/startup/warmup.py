@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId

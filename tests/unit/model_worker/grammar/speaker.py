@@ -12,7 +12,7 @@ from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarM
 if TYPE_CHECKING:
     from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.request import Finish
+    from antiphon.model_worker.batching.state import Finish
     from antiphon.model_worker.grammar.matcher import GrammarState
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 

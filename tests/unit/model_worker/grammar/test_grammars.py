@@ -13,12 +13,10 @@ from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
 
 from antiphon.config.worker import GrammarConfig
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
-from antiphon.model_worker.grammar.backend import GrammarBackend
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
+from antiphon.model_worker.grammar.compile_threads import WAITING_MAX, TenantSlots
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
-from antiphon.model_worker.grammar.metrics import GrammarMetrics
-from antiphon.model_worker.grammar.queue import GrammarQueue
-from antiphon.model_worker.grammar.tenant_slots import WAITING_MAX, TenantSlots
 from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids

@@ -10,7 +10,7 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
-from antiphon.model_worker.grammar.open import no_compiler, open_compiler
+from antiphon.model_worker.grammar.backend import no_compiler, open_compiler
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve

@@ -8,7 +8,7 @@ import re
 import pytest
 from tests.unit.model_worker.grammar.schemas import random_pattern
 
-from antiphon.model_worker.grammar.patterns import ascii_pattern
+from antiphon.model_worker.grammar.schema import ascii_pattern
 
 
 @pytest.mark.parametrize(

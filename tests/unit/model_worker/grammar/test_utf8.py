@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model_worker.grammar.utf8 import START, Utf8
+from antiphon.model_worker.grammar.xgrammar_backend import START, Utf8
 
 BYTES = Utf8([b"", *(bytes([byte]) for byte in range(256))])
 

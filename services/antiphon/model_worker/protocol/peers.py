@@ -1,4 +1,4 @@
-"""Checks that all workers of a model have the same numerics if inference is deterministic."""
+"""What a worker reads from the heartbeats of the others: numerics, and where requests may go."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.service.peers import Peer
     from antiphon.wire.base import Process
-    from antiphon.wire.heartbeat import Heartbeat
+    from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
     from antiphon.wire.ids import ModelName
 
 
@@ -32,7 +35,6 @@ class NumericsCheck:
         self._conflict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def compare(self, beat: Heartbeat, state: ProcessState) -> None:
-        """Compare with another worker's heartbeat; `state` is the state of this process."""
         if beat.worker is None or beat.state is ProcessState.DRAINING or beat.model != self._model:
             return
         if beat.worker.bits == self.digest or self._conflict.done():
@@ -43,14 +45,36 @@ class NumericsCheck:
             self._conflict.set_result(message)
 
     async def wait_for_conflict(self) -> None:
-        """Wait until another worker differs and this one has to end.
-
-        Raises:
-            CannotStart: Names the other worker and the differences.
-        """
+        """Wait until this worker has to end; raises `CannotStart`, which names the differences."""
         raise CannotStart(await self._conflict)
 
     def _differing(self, theirs: str) -> tuple[str, ...]:
         if not theirs or not self.digest:
             return ("model.deterministic",)
         return differing(self.digest, theirs)
+
+
+def other_workers(peers: Iterable[Peer], model: ModelName | None) -> list[WorkerLoad]:
+    """The loads of those workers that could run requests of this model."""
+    return [
+        peer.heartbeat.worker
+        for peer in peers
+        if peer.heartbeat.model == model
+        and peer.heartbeat.worker is not None
+        and not peer.heartbeat.worker.paused
+    ]
+
+
+def longest_elsewhere(loads: Iterable[WorkerLoad], context_tokens: int) -> int | None:
+    """The longest request that other workers can run; None if that is our context or more."""
+    longest = max((load.context_tokens for load in loads), default=0)
+    return None if longest >= context_tokens else longest
+
+
+def free_slots(loads: Iterable[WorkerLoad]) -> int:
+    """How many requests other workers could start now: free slots, with pages not reserved."""
+    return sum(
+        max(0, load.running_max - sum(not line.ended for line in load.running))
+        for load in loads
+        if load.pages_free > load.pages_promised
+    )
