@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.access.keys_file import KeysFile
+from antiphon.gateway.access.keys import KeysFile
 from antiphon.gateway.http.core.app import http_server
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader

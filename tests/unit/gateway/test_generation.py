@@ -42,7 +42,7 @@ def generation() -> NatsGeneration:
         deadline_unix_ms=0,
     )
     made = NatsGeneration(request, DEFAULT_TENANT, b"", cast("Delivery", None))
-    hold = QuotaReservation(Tenant(DEFAULT_TENANT, TenantConfig(), 0.0))
+    hold = QuotaReservation(Tenant(TenantConfig(), 0.0))
     trace = span("test").start()
     made.open(RequestStream(submit, trace, hold, api="generate", received_at=0.0, submitted_at=0.0))
     return made

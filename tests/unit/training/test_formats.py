@@ -16,9 +16,8 @@ from tests.training.tokenizer import CHAT_TEMPLATE
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
-from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
 from antiphon.tokenizer.template_formats import detect_formats
 
 if TYPE_CHECKING:

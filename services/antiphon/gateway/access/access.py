@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.tenants import TenantConfig
 from antiphon.gateway.access.keys import AccessLevel, Caller, Keyring, digest_of
-from antiphon.gateway.access.limits import Limit, LimitReached, QuotaReservation, Tenant
+from antiphon.gateway.access.limits import QuotaReservation, Tenant
 from antiphon.wire.digests import tenant_salt
-from antiphon.wire.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
+from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 
 if TYPE_CHECKING:
@@ -19,16 +19,9 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.wire.ids import ModelName
 
-ANONYMOUS = Caller(DEFAULT_TENANT, AccessLevel.OPERATOR)
-"""The caller if no key is required."""
+ANONYMOUS = Caller(DEFAULT_TENANT, AccessLevel.OPERATOR)  # the caller if no key is required
 PROBE_CALLER = Caller(TenantId("$probe"), AccessLevel.TENANT)
 """The caller of health checks. It has no limits, so that a busy tenant cannot fail them."""
-
-_UNITS = {
-    Limit.REQUESTS: "requests per minute",
-    Limit.TOKENS: "tokens per minute",
-    Limit.CONCURRENCY: "concurrent requests",
-}
 
 
 class Access:
@@ -42,17 +35,14 @@ class Access:
 
     @property
     def guarded(self) -> bool:
-        """Whether a key is required."""
         return bool(self._config.api_key or self._config.keys_file)
 
     @property
     def admin_guarded(self) -> bool:
-        """Whether a key is required for operator calls."""
         return self.guarded or bool(self._config.admin_api_key)
 
     @property
     def names(self) -> tuple[TenantId, ...]:
-        """Names of the known tenants, in the order of the file."""
         return tuple(self._tenants)
 
     def reload(self, tenants: Tenants) -> None:
@@ -61,12 +51,8 @@ class Access:
         configs = {DEFAULT_TENANT: TenantConfig()} | found | {PROBE_CALLER.tenant: TenantConfig()}
         old, self._tenants = self._tenants, {}
         for name, config in configs.items():
-            tenant = old.get(name)
-            if tenant is None:
-                tenant = Tenant(name, config, self._now())
-            else:
-                tenant.reload(config, self._now())
-            self._tenants[name] = tenant
+            tenant = self._tenants[name] = old.get(name) or Tenant(config, self._now())
+            tenant.reload(config, self._now())
         owners = {
             bytes.fromhex(key): Caller(name, AccessLevel.TENANT)
             for name, config in found.items()
@@ -81,12 +67,7 @@ class Access:
         self._ring = Keyring(owners)
 
     def authenticate(self, key: str | None, *, admin: bool = False) -> Caller:
-        """Return the caller of a key; `admin` for operator calls.
-
-        Raises:
-            Unauthorized: A key is required, and this one is unknown or missing.
-            Forbidden: The key is known, and is not an operator's.
-        """
+        """Return the caller of a key; `admin` for operator calls."""
         known = self._ring.owner(key) if key is not None else None
         closed = self.admin_guarded if admin else self.guarded
         if known is None and closed:
@@ -103,12 +84,7 @@ class Access:
         return found
 
     def authenticate_tenant(self, key: str | None, tenant: TenantId) -> TenantId:
-        """Return the claimed tenant, if the key is one of its keys.
-
-        Raises:
-            Unauthorized: A key is required, and this one is unknown or missing.
-            Forbidden: It is another tenant's key.
-        """
+        """Return the claimed tenant, if the key is one of its keys."""
         if not self.guarded:
             return tenant
         if self.authenticate(key).tenant != tenant:
@@ -116,25 +92,12 @@ class Access:
         return tenant
 
     def may_use_model(self, tenant: TenantId, model: str) -> bool:
-        """Whether a tenant may use a model."""
         return self._tenant(tenant).serves(model)
 
     def count_request(self, tenant: TenantId) -> None:
-        """Count one call.
-
-        Raises:
-            RateLimited: The rate limit is reached.
-        """
-        limit = self._tenant(tenant).count_request(self._now())
-        if limit is not None:
-            raise _rate_limited(limit)
+        self._tenant(tenant).count_request(self._now())
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
-        """Check that the concurrency limit allows this many prompts at once.
-
-        Raises:
-            InvalidRequest: It never does.
-        """
         most = self._tenant(tenant).config.concurrency
         if most is not None and prompts > most:
             raise InvalidRequest(
@@ -142,18 +105,11 @@ class Access:
             )
 
     def max_concurrent(self, tenant: TenantId, most: int) -> int:
-        """Number of a tenant's prompts that may run at once, at most `most`."""
         slots = self._tenant(tenant).config.concurrency
         return most if slots is None else min(most, slots)
 
     def admit(self, gen_request: GenerationRequest, model: ModelName) -> QuotaReservation:
-        """Admit a request; the caller must end the returned reservation.
-
-        Raises:
-            Forbidden: The tenant may not use the model.
-            InvalidRequest: It may not use this priority.
-            RateLimited: The concurrency limit is reached.
-        """
+        """Admit a request; the caller must end the returned reservation."""
         tenant = self._tenant(gen_request.tenant)
         if not tenant.serves(model):
             raise Forbidden(f"this key has no access to the model '{model}'", param="model")
@@ -161,10 +117,7 @@ class Access:
             most = tenant.config.priority_max
             text = f"priority: {gen_request.priority} exceeds {most}, the maximum of this key"
             raise InvalidRequest(text, param="priority")
-        reservation = tenant.admit()
-        if isinstance(reservation, LimitReached):
-            raise _rate_limited(reservation)
-        return reservation
+        return tenant.admit()
 
     def cache_salt(self, gen_request: GenerationRequest) -> bytes:
         """Scope of prefix cache sharing: the tenant, unless all tenants share.
@@ -188,10 +141,6 @@ class Access:
         """Charge the maximum cost of a request; return the output token limit of each choice.
 
         The limit is below `tokens_max` if the client set none and a full bucket would not allow it.
-
-        Raises:
-            InvalidRequest: The cost exceeds a full bucket.
-            RateLimited: The cost exceeds what the bucket holds now.
         """
         allowed = reservation.tenant.output_tokens_max(prompt_tokens, gen_request.choices)
         if allowed is not None and allowed < tokens_max:
@@ -201,9 +150,7 @@ class Access:
                     reservation, gen_request, prompt_tokens, gen_request.tokens_max or least
                 )
             tokens_max = allowed
-        limit = reservation.reserve(prompt_tokens + gen_request.choices * tokens_max, self._now())
-        if limit is not None:
-            raise _rate_limited(limit)
+        reservation.reserve(prompt_tokens + gen_request.choices * tokens_max, self._now())
         return tokens_max
 
     def _tenant(self, name: TenantId) -> Tenant:
@@ -211,15 +158,7 @@ class Access:
         tenant = self._tenants.get(name)
         if tenant is None and self.guarded:
             raise Unauthorized("the API key is no longer valid")
-        return tenant or Tenant(name, TenantConfig(), self._now())
-
-
-def _rate_limited(reached: LimitReached) -> RateLimited:
-    return RateLimited(
-        f"the limit of this key is reached: {reached.most} {_UNITS[reached.limit]}",
-        retry_after_s=reached.after_s,
-        details={"limit": str(reached.limit)},
-    )
+        return tenant or Tenant(TenantConfig(), self._now())
 
 
 def _over_token_limit(

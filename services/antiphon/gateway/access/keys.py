@@ -1,33 +1,41 @@
-"""API keys: hashed at once, looked up in constant time."""
+"""API keys: hashed at once and looked up in constant time; their file, reloaded when it changes."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.tenants import Tenants, keys_file_bytes, tenants_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.wire.ids import TenantId
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Polling interval. The whole file is compared: timestamps of files are too coarse."""
 
 
 class AccessLevel(IntEnum):
-    """Privilege level of a caller."""
-
     TENANT = 0
-    OPERATOR = 1
-    """May use operator commands, if no admin key is set."""
+    OPERATOR = 1  # may use operator commands, if no admin key is set
     ADMIN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request."""
-
     tenant: TenantId
     level: AccessLevel
 
@@ -44,7 +52,6 @@ class Keyring:
         self._owners = {self._place(digest): (digest, who) for digest, who in owners.items()}
 
     def owner(self, key: str) -> Caller | None:
-        """Return the owner of a key, or None."""
         shown = digest_of(key)
         digest, who = self._owners.get(self._place(shown), (b"", None))
         return who if hmac.compare_digest(digest, shown) else None
@@ -56,3 +63,43 @@ class Keyring:
 def digest_of(key: str) -> bytes:
     """Hash a key as in the keys file. Header values may contain bytes that are not text."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class KeysFile:
+    def __init__(self, file: str) -> None:
+        self._path = Path(file).expanduser()
+        self._seen: bytes | str | None = None  # the last content, or why it could not be read
+
+    def read(self) -> Tenants:
+        self._seen = keys_file_bytes(self._path)
+        return tenants_of(self._seen, self._path)
+
+    def reload_if_changed(self) -> Tenants | ConfigError | None:
+        """Return the new content, or what is wrong with it; None if it is unchanged."""
+        seen: bytes | str
+        try:
+            seen = data = keys_file_bytes(self._path)
+        except ConfigError as error:
+            seen, data = str(error), None
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        if data is None:
+            return ConfigError(seen)
+        try:
+            return tenants_of(data, self._path)
+        except ConfigError as error:
+            return error
+
+    async def follow(self, access: Access, metrics: GatewayMetrics) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            news = await asyncio.to_thread(self.reload_if_changed)
+            if isinstance(news, Tenants):
+                access.reload(news)
+                metrics.add_tenants(access.names)
+                metrics.keys_read.labels("read").inc()
+                log.info("keys file reloaded", extra={"tenants": len(news.tenants)})
+            elif news is not None:
+                metrics.keys_read.labels("refused").inc()
+                log.error("keys file not reloaded", extra={"reason": str(news)})

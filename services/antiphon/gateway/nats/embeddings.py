@@ -63,7 +63,6 @@ class NatsEmbeddingEndpoints:
         self._access = access
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Return the endpoint."""
         return [
             RequestEndpoint(route=EMBED, handler=self._embed, address={"model": name})
             for name in self._served
@@ -115,12 +114,6 @@ class NatsEmbeddingEndpoints:
 def _requests(
     request: EmbedRequest, card: PoolingCard | None, tenant: TenantId
 ) -> list[GenerationRequest]:
-    """Return one request per text.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-        Unsupported: The model generates text.
-    """
     if card is None:
         raise Unsupported("this model does not embed: it is a text generation model", param="model")
     prompts = _prompts(request)

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RETAINED_S = 10.0
-"""How long after its end a request can be retried or resumed."""
+_RETAINED_S = 10.0  # how long after its end a request can be retried or resumed
 _RETAINED_MAX = 1024
 _LEAVING = Unavailable("this gateway is shutting down", retry_after_s=0.0)
 _PINGS = 6
@@ -89,7 +88,6 @@ class NatsGenerationEndpoints:
         self._idle.set()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Return the endpoints: new requests, and control of running ones, also while draining."""
         return (
             *(
                 RequestEndpoint(route=GENERATE, handler=self._generate, address={"model": name})
@@ -169,8 +167,6 @@ class NatsGenerationEndpoints:
         return events
 
     async def _pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
-        """Send a client all events until the end."""
-
         def on_undelivered() -> None:
             generation.undelivered = True
             if not generation.probing and not generation.end_sent:

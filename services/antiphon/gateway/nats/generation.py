@@ -25,29 +25,20 @@ _PIECE_BYTES_MAX = 128 * 1024
 
 
 class NatsGeneration:
-    """Keeps the output of a request until some time after its end. No bus and no clock.
-
-    Attributes:
-        delivery: How to reply: the last try, whose inbox and format apply from then on.
-        digest: Digest of the request; distinguishes a retry from another request with the same key.
-        opened: Set when the request is open, or `refusal` has the reason why not.
-        end_sent: Whether the terminal event has been sent.
-        undelivered: Whether the last message found no subscriber.
-        probing: Whether a probe checks that the client exists.
-    """
+    """Keeps the output of a request until some time after its end. No bus and no clock."""
 
     def __init__(
         self, request: GenerateRequest, tenant: TenantId, digest: bytes, delivery: Delivery
     ) -> None:
         self.request = request
         self.tenant = tenant
-        self.digest = digest
-        self.delivery = delivery
-        self.opened = asyncio.Event()
+        self.digest = digest  # differs between a retry and another request with the same key
+        self.delivery = delivery  # of the last try, whose inbox and format apply from then on
+        self.opened = asyncio.Event()  # set when it is open, or `refusal` has the reason
         self.refusal: EngineError | None = None
         self.end_sent = False
-        self.undelivered = False
-        self.probing = False
+        self.undelivered = False  # the last message found no subscriber
+        self.probing = False  # a probe checks that the client exists
         self._stream: RequestStream | None = None
         self._collected: list[_CollectedText] = []
         self._finished: dict[int, Finished] = {}
@@ -55,22 +46,18 @@ class NatsGeneration:
 
     @property
     def stream(self) -> RequestStream:
-        """The event stream, once the request is open."""
         assert self._stream is not None
         return self._stream
 
     @property
     def id(self) -> RequestId:
-        """The cluster's request id."""
         return self.stream.submit.request_id
 
     def open(self, stream: RequestStream) -> None:
-        """The request is open."""
         self._stream = stream
         self._collected = [_CollectedText() for _ in range(stream.submit.choices)]
 
     def accepted(self, gateway: InstanceId) -> GenerateAccepted:
-        """The reply to each try."""
         submit = self.stream.submit
         return GenerateAccepted(
             key=self.request.key,
@@ -85,8 +72,8 @@ class NatsGeneration:
             case TextDelta():
                 self._collected[event.choice].add(event)
                 if self.request.stream:
-                    piece = (event.text_offset, event.text, event.details)
-                    return self._piece(event.choice, *piece)
+                    text_offset, text, details = event.text_offset, event.text, event.details
+                    return self._piece(event.choice, text_offset, text, details)
             case Finished():
                 self._finished[event.choice] = event
             case Ended():
@@ -97,16 +84,11 @@ class NatsGeneration:
         return None
 
     def record_all(self, events: Iterable[StreamEvent]) -> None:
-        """Record events, for `replay`."""
         for event in events:
             self.record(event)
 
     def replay(self, places: Iterable[TextCursor]) -> Iterator[GenerateText | GenerateEnd]:
-        """Format the output beyond some offsets, and the terminal event if it was recorded.
-
-        Raises:
-            InvalidRequest: An offset is not between two characters of the text.
-        """
+        """Format the output beyond some offsets, and the terminal event if it was recorded."""
         starts = {place.choice: place for place in places}
         if self.request.stream:
             for choice, collected in enumerate(self._collected):
@@ -157,8 +139,6 @@ class NatsGeneration:
 
 
 class _CollectedText:
-    """All output of one choice."""
-
     def __init__(self) -> None:
         self.text = bytearray()
         self.details = TokenOutputsBuffer()

@@ -17,11 +17,7 @@ _CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
 
 
 def tenant_of(delivery: Delivery) -> TenantId:
-    """Return the tenant of the reply inbox. Replying to any other subject is not allowed.
-
-    Raises:
-        InvalidRequest: It is not a client's inbox.
-    """
+    """Return the tenant of the reply inbox. Replying to any other subject is not allowed."""
     cluster = delivery.subject.split(".", 2)[:2]  # <cluster>.v<major>
     prefix = ".".join(cluster) + "."
     reply = delivery.reply or ""

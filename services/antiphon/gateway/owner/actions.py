@@ -32,14 +32,11 @@ class TextDelta(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size counted against the limit of unread bytes."""
         text = len(self.text) if self.text.isascii() else len(self.text.encode())
         return text if self.details is None else text + self.details.size_bytes
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A choice is complete."""
-
     choice: int
     reason: FinishReason
     matched_stop: str | int | None
@@ -58,8 +55,6 @@ StreamEvent = Accepted | TextDelta | Finished | Ended
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Deliver an event to the client's stream, in order."""
-
     request_id: RequestId
     event: StreamEvent
 

@@ -19,7 +19,7 @@ from antiphon.gateway.owner.actions import (
 from antiphon.service.dropped_messages import UnknownSender
 from antiphon.service.peers import PeerChange
 from antiphon.service.tasks import isolated
-from antiphon.wire.base import Role
+from antiphon.wire.base import Message, Role
 from antiphon.wire.errors import EngineError, Internal
 from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
 
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.notice import NoticeBatch
-    from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+    from antiphon.wire.routes import RequestRoute
+    from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
     from antiphon.wire.text import ResumeText, TextBatch
 
 M = TypeVar("M")
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
 
 log = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 1.0
-"""Timeout of a call; it counts as lost afterwards."""
+_CALL_TIMEOUT_S = 1.0  # timeout of a call; it counts as lost afterwards
 _TIMER_MIN_S = 0.001
 """uvloop's timers have millisecond resolution; one that fires early would fire again at once."""
 
@@ -65,11 +67,9 @@ class OwnerDriver:
 
     @property
     def open_count(self) -> int:
-        """Number of open requests."""
         return self._owner.open_count
 
     def start(self) -> None:
-        """Start the timer and watch the peers."""
         self._on_timer()
         self._runtime.peers.watch(self._on_peer_change)
         for peer in self._runtime.peers.all():
@@ -82,13 +82,11 @@ class OwnerDriver:
             self._timer = None
 
     def open(self, stream: RequestStream) -> None:
-        """Own a request and deliver its events to its stream."""
         self._streams[stream.submit.request_id] = stream
         self._idle.clear()
         self._apply(self._owner.open(stream.submit))
 
     def mark_consumed(self, stream: RequestStream, delta: TextDelta) -> None:
-        """The client has read an event."""
         self._owner.mark_consumed(stream.submit.request_id, delta.size_bytes)
 
     def cancel(self, stream: RequestStream, error: EngineError | None = None) -> None:
@@ -97,7 +95,6 @@ class OwnerDriver:
             self._apply(self._owner.cancel(stream.submit.request_id, error))
 
     def streams(self) -> tuple[RequestStream, ...]:
-        """Streams of open requests."""
         return tuple(self._streams.values())
 
     def abort(self, stream: RequestStream) -> None:
@@ -118,17 +115,11 @@ class OwnerDriver:
         self._announce(self._owner.final_open_list())
 
     def on_text_batch(self, batch: TextBatch) -> None:
-        """Apply a batch of a detokenizer.
-
-        Raises:
-            UnknownSender: The sender is not a live peer.
-        """
         if not self._runtime.peers.is_alive(batch.detokenizer):
             raise UnknownSender(f"text from {batch.detokenizer.instance}, which is not a live peer")
         self._apply(self._owner.text_arrived(batch))
 
     def on_notice(self, batch: NoticeBatch) -> None:
-        """Apply a loss notice of the leader."""
         peers, leader = self._runtime.peers, batch.leader.scheduler
         offset_ms = peers.offset_ms(leader)
         if offset_ms is None or peers.is_expired(batch.not_after_unix_ms, leader):
@@ -198,52 +189,37 @@ class OwnerDriver:
             log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line
 
     async def _submit(self, message: SubmitRequest) -> None:
-        answer: SubmitAccepted | EngineError
-        try:
-            answer = await self._runtime.bus.call(
-                SUBMIT, message, timeout_s=_CALL_TIMEOUT_S, model=self._model
-            )
-        except EngineError as error:
-            answer = error
-        except Exception:
-            log.exception("submit failed", extra={"request_id": message.request_id})
-            answer = Internal("internal error")
+        answer = await self._call(SUBMIT, message, model=self._model)
         self._apply(self._owner.submit_answered(message.request_id, answer))
 
     async def _cancel(self, message: CancelRequest) -> None:
-        try:
-            await self._runtime.bus.call(
-                CANCEL, message, timeout_s=_CALL_TIMEOUT_S, model=self._model
-            )
-            accepted = True
-        except EngineError as error:
-            accepted = False
-            log.info(
-                "cancel failed at the leader", extra={"id": message.request_id, "code": error.code}
-            )
-        except Exception:
-            accepted = False
-            log.exception("cancel failed", extra={"request_id": message.request_id})
+        answer = await self._call(CANCEL, message, model=self._model)
+        accepted = not isinstance(answer, EngineError)
+        if not accepted:
+            extra = {"id": message.request_id, "code": answer.code}
+            log.info("cancel failed at the leader", extra=extra)
         self._apply(self._owner.cancel_answered(message.request_id, accepted=accepted))
 
     async def _fetch_text(self, message: ResumeText) -> None:
         detokenizer = message.detokenizer
         self._metrics.text_resumes.inc()
-        try:
-            await self._runtime.bus.call(
-                DETOKENIZER_CONTROL,
-                message,
-                timeout_s=_CALL_TIMEOUT_S,
-                detokenizer=detokenizer.instance,
-            )
-            answered = True
-        except EngineError as error:
-            answered = False
-            log.warning("missing text not sent", extra={"code": error.code})
-        except Exception:
-            answered = False
-            log.exception("fetching text failed", extra={"detokenizer": detokenizer.instance})
+        answer = await self._call(DETOKENIZER_CONTROL, message, detokenizer=detokenizer.instance)
+        answered = not isinstance(answer, EngineError)
+        if not answered:
+            log.warning("missing text not sent", extra={"code": answer.code})
         self._apply(self._owner.text_answered(detokenizer, answered=answered))
+
+    async def _call(self, route: RequestRoute[Q, R], message: Q, **address: str) -> R | EngineError:
+        """Return the reply, or the error: the owner has to learn of either."""
+        try:
+            return await self._runtime.bus.call(
+                route, message, timeout_s=_CALL_TIMEOUT_S, **address
+            )
+        except EngineError as error:
+            return error
+        except Exception:
+            log.exception("call failed", extra={"route": route.name})
+            return Internal("internal error")
 
     def _update_timer(self) -> None:
         """Set the timer if the owner needs an earlier wake-up."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.owner import retry_rules as rules
 from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
@@ -35,7 +34,9 @@ from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
     Internal,
+    Overloaded,
     Unavailable,
+    WrongTerm,
     decode_error,
 )
 from antiphon.wire.ids import RequestId
@@ -56,11 +57,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SUBMIT_TIMEOUT_S = 5.0
+"""How long a new request waits for a leader: a standby takes over within 3 s."""
+_SILENCE_S = 2.0  # how long a running request may make no progress before it is submitted again
+_QUEUED_SILENCE_S = 60.0
+"""The same for a request without output, which may just be queued. A leader that lacks a request
+it had accepted reports so at the next full list, and a new leader is asked at once. With 8 s, 2,000
+queued requests caused 250 submits a second."""
+_SILENCE_MAX_S = 64.0
+"""Limit of the doubling pause: 2,000 queued requests would cause a submit every few ms."""
+_TOMBSTONE_S = 10.0  # how long past the deadline a cancel is repeated
+_PACE_S = 0.001  # pause between submits when all are sent again: a new leader's inbox is bounded
+_STALE_LEADER_S = 0.2  # pause after a reply of a leader that has been superseded
+_RESUME_WAIT_S = 0.1  # how long requested text may be in flight
+_RESUME_RETRY_S = 0.25  # pause after a failed fetch of text
+_PROMPT_READ_S = 5.0
+"""How long more unread token outputs of a prompt than the limit may wait, and the time in which a
+client must read as much as the limit."""
+_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
 
 class OwnerLimits(msgspec.Struct, frozen=True):
-    """Limits of an owner; `unread_bytes_max` is per request."""
-
-    unread_bytes_max: int
+    unread_bytes_max: int  # of one request
     open_list_s: float
 
 
@@ -100,19 +118,16 @@ class Owner:
 
     @property
     def open_count(self) -> int:
-        """Number of open requests."""
         return len(self._requests)
 
     def wake_at(self) -> float:
-        """When `tick` is due; the open list always is at some time."""
         at = self._timers.next_at()
-        assert at is not None
+        assert at is not None, "the next open list is always due at some time"
         return at
 
     # Client events.
 
     def open(self, submit: SubmitRequest) -> list[Action]:
-        """Own a new request until its `Ended` event."""
         assert submit.request_id not in self._requests
         now = self._clock.now()
         request = OwnedRequest(submit, now)
@@ -126,13 +141,11 @@ class Owner:
         return self._take_actions()
 
     def mark_consumed(self, request_id: RequestId, size: int) -> None:
-        """The client has read this many bytes."""
         request = self._requests.get(request_id)
         if request is not None:
             request.unread.take(size)
 
     def cancel(self, request_id: RequestId, error: EngineError | None = None) -> list[Action]:
-        """Cancel a request because its client disconnected, or with another error."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end_and_cancel(request, error or Cancelled("the client disconnected"))
@@ -148,7 +161,6 @@ class Owner:
         return self._take_actions()
 
     def close(self, error: EngineError) -> list[Action]:
-        """End all open requests: this process is leaving."""
         for request in list(self._requests.values()):
             self._end_and_cancel(request, error)
         return self._take_actions()
@@ -158,23 +170,21 @@ class Owner:
     def submit_answered(
         self, request_id: RequestId, answer: SubmitAccepted | EngineError
     ) -> list[Action]:
-        """Handle the leader's reply to a submit, or the call's error."""
         request = self._requests.get(request_id)
         if request is not None:
             request.submitting = False
             if isinstance(answer, SubmitAccepted):
                 self._accept(request, answer.term)
-            elif rules.is_retryable(answer, accepted=request.accepted):
+            elif _is_retryable(answer, accepted=request.accepted):
                 self._retry(request, answer)
             else:
                 self._end(request, answer)
         return self._take_actions()
 
     def cancel_answered(self, request_id: RequestId, *, accepted: bool) -> list[Action]:
-        """Handle the leader's reply to a cancel, or a timeout."""
         cancelling = self._pending_cancels.get(request_id)
         if cancelling is not None:
-            at = self._clock.now() + rules.retry_delay_s(cancelling.tries)
+            at = self._clock.now() + _retry_delay_s(cancelling.tries)
             if accepted or at > cancelling.until:
                 del self._pending_cancels[request_id]
             else:
@@ -199,10 +209,9 @@ class Owner:
         return self._take_actions()
 
     def text_answered(self, detokenizer: Process, *, answered: bool) -> list[Action]:
-        """Handle the outcome of fetching missing text from a detokenizer."""
         if self._gaps.resuming(detokenizer):
             self._gaps.end_resume(detokenizer, answered=answered)
-            pause_s = rules.RESUME_WAIT_S if answered else rules.RESUME_RETRY_S
+            pause_s = _RESUME_WAIT_S if answered else _RESUME_RETRY_S
             self._timers.set(("feed", detokenizer), self._clock.now() + pause_s)
         return self._take_actions()
 
@@ -266,7 +275,6 @@ class Owner:
         return self._take_actions()
 
     def tick(self) -> list[Action]:
-        """Do what is due by now."""
         now = self._clock.now()
         while (key := self._timers.pop_due(now)) is not None:
             match key:
@@ -289,7 +297,6 @@ class Owner:
         return self._take_actions()
 
     def final_open_list(self) -> OpenList:
-        """The full list, for the last message of a process."""
         return self._open_list.whole()
 
     # Submission.
@@ -307,7 +314,7 @@ class Owner:
             if now < quiet_until:
                 self._timers.set(("submit", request.id), quiet_until)
                 return
-            request.silence_s = min(2 * request.silence_s, rules.SILENCE_MAX_S)
+            request.silence_s = min(2 * request.silence_s, _SILENCE_MAX_S)
         if not request.submitting:
             self._submit(request)
 
@@ -317,29 +324,29 @@ class Owner:
         request.term = term
         if self._term is None:
             self._term = term  # until a heartbeat names the leader
-        pause_s = request.silence_s if term == self._term else rules.STALE_LEADER_S
+        pause_s = request.silence_s if term == self._term else _STALE_LEADER_S
         self._timers.set(("submit", request.id), self._clock.now() + pause_s)
 
     def _submit_soon(self, requests: Iterable[OwnedRequest]) -> None:
         """Submit these again one by one, regardless of progress since."""
         for number, request in enumerate(requests):
             request.tries = max(request.tries, 1)
-            self._timers.set(("submit", request.id), self._clock.now() + number * rules.PACE_S)
+            self._timers.set(("submit", request.id), self._clock.now() + number * _PACE_S)
 
     def _mark_accepted(self, request: OwnedRequest) -> None:
         """Record that a leader has the request: it replied so, or text arrived."""
         if not request.accepted:
             request.accepted = True
-            request.silence_s = rules.QUEUED_SILENCE_S
+            request.silence_s = _QUEUED_SILENCE_S
             self._actions.append(Deliver(request.id, Accepted()))
 
     def _retry(self, request: OwnedRequest, error: EngineError) -> None:
         now = self._clock.now()
-        if not request.accepted and now - request.opened_at >= rules.SUBMIT_TIMEOUT_S:
+        if not request.accepted and now - request.opened_at >= _SUBMIT_TIMEOUT_S:
             # It may still be queued if the reply was lost, so the leader is notified.
-            self._end_and_cancel(request, rules.no_scheduler_error(error))
+            self._end_and_cancel(request, _no_scheduler_error(error))
             return
-        least_s = rules.SILENCE_S if request.accepted else rules.retry_delay_s(request.tries)
+        least_s = _SILENCE_S if request.accepted else _retry_delay_s(request.tries)
         pause_s = max(least_s, error.retry_after_s or 0.0)
         request.tries += 1
         self._timers.set(("submit", request.id), now + pause_s)
@@ -373,7 +380,7 @@ class Owner:
             for event in request.apply(row):
                 self._actions.append(Deliver(request.id, event))
                 if isinstance(event, TextDelta):
-                    request.silence_s = rules.SILENCE_S
+                    request.silence_s = _SILENCE_S
                     request.unread.put(event)
         except Internal as error:
             self._end_and_cancel(request, error)
@@ -383,21 +390,19 @@ class Owner:
         elif request.unread.answer_bytes > self._limits.unread_bytes_max:
             self._end_slow_client(request)
         elif request.unread.has_prompt and not self._timers.armed(("unread", request.id)):
-            self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
+            self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
 
     def _check_unread(self, request: OwnedRequest) -> None:
-        """Check that the client reads its prompt's token outputs."""
         if request.unread.is_stalled(self._limits.unread_bytes_max):
             self._end_slow_client(request)
         elif request.unread.has_prompt:
-            self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
+            self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
 
     def _end_slow_client(self, request: OwnedRequest) -> None:
         bytes_max = self._limits.unread_bytes_max
-        self._end_and_cancel(request, rules.slow_client_error(request.unread.size_bytes, bytes_max))
+        self._end_and_cancel(request, _slow_client_error(request.unread.size_bytes, bytes_max))
 
     def _resume_if_needed(self, detokenizer: Process) -> None:
-        """Fetch missing text; check again when the fetch is done."""
         key: _ResumeTimer = ("feed", detokenizer)
         if not self._gaps.resuming(detokenizer) and not self._timers.armed(key):
             self._fetch_missing_text(detokenizer)
@@ -424,16 +429,13 @@ class Owner:
             deadline_unix_ms=request.submit.deadline_unix_ms,
         )
         left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
-        until = self._clock.now() + left_s + rules.TOMBSTONE_S
+        until = self._clock.now() + left_s + _TOMBSTONE_S
         self._pending_cancels[request.id] = _PendingCancel(message, until)
         self._end(request, error)
         self._actions.append(Cancel(message))
 
     def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
-        """Deliver the terminal event.
-
-        Processes that still work on it see it missing from the open list.
-        """
+        """Processes that still work on it see it missing from the open list."""
         del self._requests[request.id]
         self._timers.drop(("deadline", request.id))
         self._timers.drop(("submit", request.id))
@@ -450,3 +452,27 @@ class Owner:
         self._announce()
         actions, self._actions = self._actions, []
         return actions
+
+
+def _is_retryable(error: EngineError, *, accepted: bool) -> bool:
+    """Whether a submit that failed with this error may succeed later."""
+    if isinstance(error, Overloaded):
+        return accepted
+    return isinstance(error, DeadlineExceeded | Unavailable | WrongTerm)
+
+
+def _retry_delay_s(tries: int) -> float:
+    return _RETRY_S[min(tries, len(_RETRY_S) - 1)]
+
+
+def _no_scheduler_error(error: EngineError) -> Unavailable:
+    return Unavailable(
+        "no scheduler accepted the request", retry_after_s=error.retry_after_s or 1.0
+    )
+
+
+def _slow_client_error(unread_bytes: int, bytes_max: int) -> Cancelled:
+    return Cancelled(
+        f"the client left {unread_bytes} bytes unread; the limit is {bytes_max} bytes",
+        details={"unread_bytes": str(unread_bytes), "bytes_max": str(bytes_max)},
+    )

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.submit import OpenRequest
 
-_LISTS_VALID = 3
-"""A list this many intervals old is no longer valid."""
+_LISTS_VALID = 3  # A list this many intervals old is no longer valid
 
 
 class OpenListBuilder:
@@ -41,13 +40,11 @@ class OpenListBuilder:
         self._open[request.id] = self._changed[request.id] = request.open_list_entry()
 
     def close(self, request: OwnedRequest) -> None:
-        """Remove a request that has ended."""
         del self._open[request.id]
         self._changed.pop(request.id, None)
         self._closed.append(request.id)
 
     def changes(self) -> OpenList | None:
-        """Return the changes since the last list, if there are any."""
         if not self._changed and not self._closed:
             return None
         return self._list(self._changed.values(), tuple(self._closed), whole=False)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.gateway.owner.unread_bytes import UnreadBytes
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
@@ -38,7 +37,6 @@ class OwnedChoice:
 
     @property
     def started(self) -> bool:
-        """Whether any output was delivered."""
         return bool(self.bytes_shown) or self.finished or self.tokens_shown > self._first_token
 
     @property
@@ -52,18 +50,13 @@ class OwnedChoice:
         self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
 
     def is_contiguous(self, row: TextRow) -> bool:
-        """Whether no output is missing before a row."""
         token_offset = self.tokens_shown if row.details is None else row.details.offset
         self._bytes_known = max(self._bytes_known, row.text_offset)
         self._tokens_known = max(self._tokens_known, token_offset)
         return row.text_offset <= self.bytes_shown and token_offset <= self.tokens_shown
 
     def append_text(self, offset: int, text: str) -> str:
-        """Return the new part of `text`, which must join the delivered text.
-
-        Raises:
-            Internal: It does not join: two attempts were mixed.
-        """
+        """Return the new part of `text`, which must join the delivered text."""
         if offset < self.bytes_shown:
             text = _cut(text, self.bytes_shown - offset)
         self.bytes_shown += len(text) if text.isascii() else len(text.encode())
@@ -79,30 +72,19 @@ class OwnedChoice:
 
 
 class OwnedRequest:
-    """Follows one attempt at a time and never mixes two. Pure.
-
-    Attributes:
-        attempt: The attempt that is followed, if any text has arrived.
-        detokenizer: Incarnation of the detokenizer that sends it.
-        accepted: Whether a leader has, or had, the request.
-        term: Term of the leader that accepted it last.
-        submitting: Whether a submit is in flight.
-        tries: Consecutive submits that found no leader.
-        silence_s: How long a request may make no progress before it is submitted again.
-        unread: Bytes that the client has not read.
-    """
+    """Follows one attempt at a time and never mixes two. Pure."""
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
         self.submit = submit
         self.opened_at = now
         self.last_event_at = now
-        self.attempt: Attempt | None = None
-        self.detokenizer: Process | None = None
-        self.accepted = False
-        self.term: Term | None = None
-        self.submitting = False
-        self.tries = 0
-        self.silence_s = 0.0
+        self.attempt: Attempt | None = None  # the attempt that is followed
+        self.detokenizer: Process | None = None  # incarnation that sends it
+        self.accepted = False  # a leader has, or had, the request
+        self.term: Term | None = None  # of the leader that accepted it last
+        self.submitting = False  # a submit is in flight
+        self.tries = 0  # consecutive submits that found no leader
+        self.silence_s = 0.0  # without progress for so long, it is submitted again
         self.usage = Usage()
         self.unread = UnreadBytes()
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
@@ -110,7 +92,6 @@ class OwnedRequest:
 
     @property
     def id(self) -> RequestId:
-        """The cluster's request id."""
         return self.submit.request_id
 
     @property
@@ -120,7 +101,6 @@ class OwnedRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice is complete."""
         return all(choice.finished for choice in self._choices)
 
     @property
@@ -130,7 +110,6 @@ class OwnedRequest:
 
     @property
     def has_gap(self) -> bool:
-        """Whether output beyond a gap has arrived."""
         return any(choice.has_gap for choice in self._choices)
 
     def submission(self, now: float) -> SubmitRequest:
@@ -142,7 +121,6 @@ class OwnedRequest:
         )
 
     def open_list_entry(self) -> OpenRequest:
-        """The current entry of this request in an open list."""
         return OpenRequest(
             request_id=self.id,
             deadline_unix_ms=self.submit.deadline_unix_ms,
@@ -183,11 +161,6 @@ class OwnedRequest:
         return True
 
     def apply(self, row: TextRow) -> Iterator[TextDelta | Finished]:
-        """Apply a row of the followed attempt and yield the new events for the client.
-
-        Raises:
-            Internal: The row does not fit the request.
-        """
         if not 0 <= row.choice < len(self._choices):
             raise Internal(f"text of choice {row.choice}, which was not requested")
         choice = self._choices[row.choice]
@@ -214,12 +187,50 @@ class OwnedRequest:
             )
 
     def abort(self) -> Iterator[Finished]:
-        """Finish each running choice with `abort`."""
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 choice.finished = True
                 reason = FinishReason.ABORT
                 yield Finished(index, reason, None, choice.bytes_shown, choice.origins)
+
+
+class UnreadBytes:
+    """Bytes of text and token outputs. Pure.
+
+    Text arrives as it is generated, so a client with more than the limit unread is not reading.
+    Token outputs of a prompt arrive at once, faster than any client reads: for them it has some
+    seconds, extended as long as it keeps reading.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._prompt_bytes = 0
+        self._taken_bytes = 0
+
+    @property
+    def answer_bytes(self) -> int:
+        """Unread bytes other than token outputs of the prompt."""
+        return self.size_bytes - self._prompt_bytes
+
+    @property
+    def has_prompt(self) -> bool:
+        return self._prompt_bytes > 0
+
+    def put(self, delta: TextDelta) -> None:
+        self.size_bytes += delta.size_bytes
+        if delta.details is not None and delta.details.offset < 0:
+            self._prompt_bytes += delta.size_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """The client has read this many bytes, those of the prompt first."""
+        self.size_bytes -= size_bytes
+        self._prompt_bytes = max(0, self._prompt_bytes - size_bytes)
+        self._taken_bytes += size_bytes
+
+    def is_stalled(self, bytes_max: int) -> bool:
+        """Whether more than the limit is unread and no more than it was read since last checked."""
+        taken, self._taken_bytes = self._taken_bytes, 0
+        return self.size_bytes > bytes_max and taken <= bytes_max
 
 
 def is_failure(row: TextRow) -> bool:

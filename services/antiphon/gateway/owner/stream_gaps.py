@@ -24,11 +24,9 @@ class StreamGaps:
         self._resuming: set[Process] = set()
 
     def has_gap(self, sender: Process) -> bool:
-        """Whether a batch is missing that was not fetched yet."""
         return sender in self._incomplete
 
     def resuming(self, sender: Process) -> bool:
-        """Whether a fetch from the sender is in flight."""
         return sender in self._resuming
 
     def on_batch(self, sender: Process, seq: int) -> None:
@@ -42,7 +40,6 @@ class StreamGaps:
             self._incomplete.add(sender)
 
     def begin_resume(self, sender: Process) -> None:
-        """Record that all missing batches are being fetched."""
         self._incomplete.discard(sender)
         self._resuming.add(sender)
 
@@ -53,7 +50,6 @@ class StreamGaps:
             self._incomplete.add(sender)
 
     def forget(self, sender: Process) -> None:
-        """Remove an incarnation that has ended."""
         self._seqs.forget(sender)
         self._incomplete.discard(sender)
         self._resuming.discard(sender)

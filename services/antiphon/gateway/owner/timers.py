@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 
 
-_STALE_LEAST = 64
-"""Number of stale entries below which they are not swept."""
+_STALE_LEAST = 64  # number of stale entries below which they are not swept
 
 
 class Timers(Generic[K]):
@@ -25,7 +24,6 @@ class Timers(Generic[K]):
         self._count = 0  # breaks ties, so that keys are never compared
 
     def set(self, key: K, at: float) -> None:
-        """Set the time of `key`, replacing an earlier one."""
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
@@ -34,21 +32,17 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Remove `key`."""
         self._at.pop(key, None)
 
     def armed(self, key: K) -> bool:
-        """Whether `key` is set."""
         return key in self._at
 
     def next_at(self) -> float | None:
-        """The earliest time, if there is one."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> K | None:
-        """Remove and return one key whose time has come."""
         at = self.next_at()
         if at is None or at > now:
             return None

@@ -20,24 +20,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.event_sink import EventSink
-from antiphon.gateway.parsing.events import Collector, Event, Parsed
-from antiphon.gateway.parsing.incremental import IncrementalReader
+from antiphon.gateway.parsing.events import Collector, Event, EventSink, Parsed
+from antiphon.gateway.parsing.reader import Reader
 from antiphon.gateway.parsing.reasoning.format import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from antiphon.gateway.parsing.reader import Reader, Steps
+    from antiphon.gateway.parsing.reader import Steps
 
 _NO_OFFER = OfferedTools()
 
 
 class AnswerParser:
-    """Parses one output incrementally."""
-
     def __init__(
         self,
         *,
@@ -46,14 +43,6 @@ class AnswerParser:
         reasoning: ReasoningFormat | None = None,
         inside: bool = False,
     ) -> None:
-        """Create a parser.
-
-        Args:
-            tools: Tool call format; None if the output has no tool calls.
-            offer: Available tools.
-            reasoning: Reasoning format; None if the output has no reasoning.
-            inside: Whether the output starts in reasoning: see `ReasoningFormat.begins_inside`.
-        """
         channels = reasoning.channels if reasoning else None
         self._tools = tools or channels
         # If both are one format, its tool call reader emits the reasoning, too.
@@ -107,3 +96,31 @@ def parse(parser: AnswerParser, pieces: Sequence[str]) -> Parsed:
     for event in parser.end():
         collector.add(event)
     return collector.parsed()
+
+
+class IncrementalReader:
+    """Runs a reader on text that arrives in pieces."""
+
+    def __init__(self, read: Callable[[Reader], Steps[None]]) -> None:
+        self._reader = Reader()
+        self._steps = read(self._reader)
+        self._done = False
+
+    @property
+    def held(self) -> int:
+        return self._reader.held
+
+    def feed(self, text: str) -> None:
+        self._reader.push(text)
+        self._run()
+
+    def end(self) -> None:
+        self._reader.close()
+        self._run()
+        assert self._done, "a reader waits for text that will not arrive"
+        assert self._reader.ended, "a reader left text unread"
+
+    def _run(self) -> None:
+        if not self._done:
+            self._done = next(self._steps, self) is self
+            self._reader.flush()

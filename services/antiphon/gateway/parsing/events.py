@@ -1,19 +1,28 @@
-"""Parts of an output, in the order in which they were generated."""
+"""Parts of an output, in the order in which they were generated, and the sink of a format."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+from antiphon.gateway.parsing.reader import Emit, drop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.gateway.parsing.reader import Reader
+    from antiphon.gateway.parsing.tools.tool import OfferedTools
+    from antiphon.wire.schemas import Json
+
+_BETWEEN = " \t\r\n,;"  # characters that may separate two calls of one frame
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Text of the output."""
-
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Text of the model's reasoning."""
-
     text: str
 
 
@@ -46,8 +55,6 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class ParsedToolCall(msgspec.Struct, frozen=True):
-    """A complete call. `arguments` is JSON text if the model generated JSON."""
-
     index: int
     id: str
     name: str
@@ -56,16 +63,12 @@ class ParsedToolCall(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A complete output. `content` and `reasoning` are empty if there is none."""
-
     content: str = ""
     reasoning: str = ""
     calls: tuple[ParsedToolCall, ...] = ()
 
 
 class Collector:
-    """Collects the events of one output."""
-
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -74,7 +77,6 @@ class Collector:
         self._complete: list[bool] = []
 
     def add(self, event: Event) -> None:
-        """Add an event."""
         match event:
             case Content(text):
                 self._content.append(text)
@@ -90,7 +92,6 @@ class Collector:
                 self._complete[index] = complete
 
     def parsed(self) -> Parsed:
-        """Return the output so far."""
         rows = zip(self._begins, self._arguments, self._complete, strict=True)
         return Parsed(
             content="".join(self._content),
@@ -100,3 +101,93 @@ class Collector:
                 for begin, arguments, complete in rows
             ),
         )
+
+
+class EventSink:
+    """Collects the events of one output, and applies the rules of which calls count."""
+
+    def __init__(
+        self,
+        offer: OfferedTools,
+        call_id: Callable[[str, int], str],
+        *,
+        separate_reasoning: bool = True,
+    ) -> None:
+        self._offer = offer
+        self._call_id = call_id
+        self._separate_reasoning = separate_reasoning
+        self._events: list[Event] = []
+        self._calls = 0
+        self._open = False
+        self._offered: bool | None = None  # of the last call of this frame
+        self._shows_frame = True
+
+    def knows(self, name: str) -> bool:
+        return self._offer.schema(name) is not None
+
+    def schema(self, name: str) -> Json:
+        """The schema of a tool's arguments; empty if it is unknown."""
+        return self._offer.schema(name) or {}
+
+    def content(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text) if self._separate_reasoning else Content(text))
+
+    def begin(self, reader: Reader, name: str) -> Emit:
+        """Begin a call after its name; return the function that receives its arguments.
+
+        A call of an unavailable tool is content, as generated: what the reader has kept, and what
+        it reads until the call ends. A call beyond the limit is dropped.
+        """
+        assert not self._open, "one call at a time"
+        offer = self._offer
+        offered = self.knows(name)
+        after_offered, self._offered = self._offered, offered
+        if after_offered is None:
+            self._shows_frame = not offered
+        if not offered:
+            kept = reader.kept()
+            self.content(kept.lstrip(_BETWEEN) if after_offered else kept)
+            reader.show(self.content)
+            return drop
+        reader.forget()
+        if self._calls == offer.calls_max:
+            return drop
+        call_id = self._call_id(name, offer.calls_before + self._calls)
+        self._events.append(CallBegin(self._calls, call_id, name))
+        self._calls += 1
+        self._open = True
+        return self._add_arguments
+
+    def end(self, reader: Reader, *, complete: bool) -> None:
+        """End the call. Text after a complete call is held until its role is known."""
+        if self._open:
+            self._events.append(CallEnd(self._calls - 1, complete))
+            self._open = False
+        if complete:
+            reader.keep()
+
+    def settle(self, reader: Reader) -> bool:
+        """End a frame of calls; return whether the text before its end delimiter is content, too.
+
+        It is if the frame has no call, if its first call is of an unavailable tool, which makes the
+        frame content, or if it broke off in such a call.
+        """
+        shown = self._shows_frame or reader.shows
+        text = reader.kept()
+        if shown:
+            self.content(text)
+        self._shows_frame, self._offered = True, None
+        return shown
+
+    def drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(self._calls - 1, text))

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.tokenize import EncodeReply
 
-PATIENCE_S = 5.0
-"""How long the first request waits for a tokenizer to describe the template."""
+PATIENCE_S = 5.0  # how long the first request waits for a tokenizer to describe the template
 
 
 class Formats(NamedTuple):
@@ -39,21 +38,14 @@ async def formats_of(
     """Select the formats.
 
     A grammar form whose delimiters are special tokens of this model is removed, since grammars
-    cannot produce them.
-
-    Args:
-        config: The configuration.
-        card: Returns the model's metadata; called only if a format is detected from the template.
-        writes: Whether the tokenizers decode a delimiter as text; called only if that matters.
-
-    Raises:
-        EngineError: No tokenizer is available to describe the template.
+    cannot produce them: `writes` is whether the tokenizers decode a delimiter as text. `card`
+    describes the template; either is called only if it matters.
     """
-    gen_requests = (
+    detects = (
         config.tool_call_parser == ToolParser.AUTO
         or config.reasoning_parser == ReasoningParser.AUTO
     )
-    tools, reasoning = parsers_of(config, await card(PATIENCE_S) if gen_requests else None)
+    tools, reasoning = parsers_of(config, await card(PATIENCE_S) if detects else None)
     return Formats(
         tools=None if tools is None else await _formed(tool_format(tools), writes),
         reasoning=None if reasoning is None else reasoning_format(reasoning),
@@ -68,12 +60,7 @@ async def _formed(format_: ToolFormat, writes: Callable[[str], Awaitable[bool]])
 
 
 def parsers_of(config: GatewayConfig, shown: EncodeReply | None) -> tuple[str | None, str | None]:
-    """Names of the tool call and reasoning formats, as far as they are known.
-
-    Args:
-        config: The configuration.
-        shown: The tokenizers' description of the template, if it was requested.
-    """
+    """Names of the tool call and reasoning formats, as far as they are known."""
     tools: str | None = config.tool_call_parser
     reasoning: str | None = config.reasoning_parser
     if tools == ToolParser.AUTO:

@@ -10,13 +10,10 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reader import Emit, Steps, drop
-
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.reader import Reader
+    from antiphon.gateway.parsing.reader import Emit, Reader, Steps
 
-NAME_MAX = 256
-"""Maximum length of a tool name or key, in characters as written."""
+NAME_MAX = 256  # maximum length of a tool name or key, in characters as written
 
 _CLOSERS = {"{": "}", "[": "]"}
 _PLAIN = re.compile(r"[\s\w+\-.,:]*")
@@ -120,6 +117,3 @@ def _up_to(parts: list[str], most: int) -> Emit:
         left -= len(parts[-1])
 
     return collect
-
-
-__all__ = ["NAME_MAX", "arguments", "decoded", "drop", "string", "text", "value"]

@@ -15,19 +15,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Steps = Generator[None, None, T]
-"""Work that waits for text, and then returns a `T`."""
+Steps = Generator[None, None, T]  # work that waits for text, and then returns a `T`
 Emit = Callable[[str], None]
 
 TRIM_MAX = 16
 """Maximum white space dropped before a delimiter, and so the most that is held for one."""
 
-_WHITE = " \t\r\n"
-_SPACE = re.compile(r"[ \t\r\n]*")
+WHITE = re.compile(r"[ \t\r\n]*")
 
 
 def drop(_: str) -> None:
-    """Emit nothing."""
+    pass
 
 
 class Marks:
@@ -38,19 +36,12 @@ class Marks:
     """
 
     def __init__(self, *marks: str, trim: bool = False, trim_end: bool = False) -> None:
-        """Prepare the search.
-
-        Args:
-            marks: The strings.
-            trim: Whether white space before a match belongs to it.
-            trim_end: Whether the end of the text counts as a match for trimming.
-        """
         for mark in marks:
             inner = [other for other in marks if other != mark and other in mark[:-1]]
             assert not inner, f"{mark!r} contains {inner}"
         trim = trim or trim_end
-        self.trim = trim
-        self.trim_end = trim_end
+        self.trim = trim  # white space before a match belongs to it
+        self.trim_end = trim_end  # the end of the text counts as a match for trimming
         self._found = re.compile("|".join(map(re.escape, marks))) if marks else None
         partial = "|".join(_beginning(mark) for mark in marks if len(mark) > 1) or "(?!)"
         space = f"[ \\t\\r\\n]{{0,{TRIM_MAX}}}" if trim else ""
@@ -58,7 +49,6 @@ class Marks:
         self._held_max = max(map(len, marks), default=0) + (TRIM_MAX if trim else 0)
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
-        """Find the first match from a position."""
         return self._found.search(text, at) if self._found else None
 
     def held_from(self, text: str, at: int) -> int:
@@ -68,8 +58,7 @@ class Marks:
         return held.start()
 
 
-AFTER_CALLS = Marks(trim_end=True)
-"""No strings: only white space at the end is dropped."""
+AFTER_CALLS = Marks(trim_end=True)  # no strings: only white space at the end is dropped
 
 
 class Reader:
@@ -79,15 +68,13 @@ class Reader:
         self._text = ""
         self._at = 0
         self._ended = False
-        self.trimmed = ""
-        """White space dropped before the last match."""
+        self.trimmed = ""  # white space dropped before the last match
         self._kept: list[str] | None = None
         self._kept_from = 0
         self._show: Emit | None = None
 
     @property
     def held(self) -> int:
-        """Number of unread characters."""
         return len(self._text) - self._at
 
     @property
@@ -96,7 +83,6 @@ class Reader:
         return self._ended and self._at == len(self._text)
 
     def push(self, text: str) -> None:
-        """Add the next piece."""
         if self._kept is not None:
             self._kept.append(self._text[self._kept_from : self._at])
         self.flush()
@@ -105,7 +91,6 @@ class Reader:
         self._at = 0
 
     def close(self) -> None:
-        """Signal that no more text will arrive."""
         self._ended = True
 
     def keep(self, read: str = "") -> None:
@@ -133,20 +118,15 @@ class Reader:
 
     @property
     def shows(self) -> bool:
-        """Whether what is read is copied."""
         return self._show is not None
 
     def flush(self) -> None:
-        """Copy what was read, if copying is on."""
         if self._show is not None and self._at > self._kept_from:
             self._show(self._text[self._kept_from : self._at])
             self._kept_from = self._at
 
     def until(self, marks: Marks, emit: Emit) -> Steps[str | None]:
-        """Emit text up to a match and read the match.
-
-        Returns None if the text ended without one.
-        """
+        """Emit text up to a match and read the match; return None if the text ended without one."""
         while True:
             found = marks.search(self._text, self._at)
             if found is not None:
@@ -164,7 +144,6 @@ class Reader:
             yield
 
     def rest(self, emit: Emit) -> Steps[None]:
-        """Emit everything."""
         while not self._ended:
             self._emit_to(len(self._text), emit)
             yield
@@ -181,8 +160,7 @@ class Reader:
             yield
 
     def space(self) -> Steps[None]:
-        """Read white space."""
-        yield from self.run(_SPACE)
+        yield from self.run(WHITE)
 
     def word(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
         """Read up to `most` characters while they match; `pattern` is as in `run`."""
@@ -228,7 +206,7 @@ class Reader:
     def _trimmed(self, end: int) -> int:
         """Position of the end without trailing white space."""
         least = max(self._at, end - TRIM_MAX)
-        return least + len(self._text[least:end].rstrip(_WHITE))
+        return least + len(self._text[least:end].rstrip(" \t\r\n"))
 
     def _emit_to(self, end: int, emit: Emit) -> None:
         if end > self._at:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from antiphon.config.markdown import table
 from antiphon.config.sglang.arguments import values
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
+from antiphon.gateway.parsing.tools.objects import JSON_CALLS
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +77,6 @@ an object, whose structure is validated; type names from databases and programmi
 
 
 def page() -> str:
-    """The whole page."""
     tools = table(
         ("names", "example", "constrained in its own format", "call IDs"), map(_tool, TOOL_FORMATS)
     )
@@ -143,7 +143,6 @@ def _code(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page to a file, or to where it belongs."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     target.write_text(page())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.gateway import PreferredSampling
-from antiphon.gateway.parsing.reasoning.constraint import after_thinking
+from antiphon.gateway.parsing.grammars import after_thinking
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,

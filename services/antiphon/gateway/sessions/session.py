@@ -30,46 +30,27 @@ class SessionPosition:
 
 
 class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request of a session.
-
-    Attributes:
-        characters: Size of its new prompt part and its output.
-        above: The request it continued from.
-        owner: The gateway that runs it; None if it has ended.
-        until_unix_ms: When the owner ends it at the latest.
-    """
-
-    characters: int
-    above: str | None = None
-    owner: Process | None = None
-    until_unix_ms: int = 0
+    characters: int  # of its new prompt part and its output
+    above: str | None = None  # the request it continued from
+    owner: Process | None = None  # the gateway that runs it; None if it has ended
+    until_unix_ms: int = 0  # when the owner ends it at the latest
 
 
 class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The session of one client. `characters_max` 0 sets no limit.
-
-    Attributes:
-        idle_s: Idle timeout.
-        nodes: Accepted and ended requests, by name.
-        entering: Requests that are not accepted yet; they are not in the tree.
-        closed: Whether it was closed. The value remains so that concurrent changes see it.
-    """
-
-    characters_max: int
+    characters_max: int  # 0 sets no limit
     idle_s: float
     used_at_unix_ms: int
     nodes: dict[str, SessionNode] = msgspec.field(default_factory=dict[str, SessionNode])
+    # Requests that are not accepted yet are not in the tree.
     entering: dict[str, SessionNode] = msgspec.field(default_factory=dict[str, SessionNode])
-    closed: bool = False
+    closed: bool = False  # the value remains, so that concurrent changes see it
 
     @property
     def characters(self) -> int:
-        """Total size of its requests."""
         requests = (*self.nodes.values(), *self.entering.values())
         return sum(node.characters for node in requests)
 
     def is_expired(self, unix_ms: int) -> bool:
-        """Whether it was closed or its idle timeout has passed."""
         return self.closed or unix_ms - self.used_at_unix_ms > self.idle_s * 1000
 
     def close(self) -> Mapping[str, SessionNode]:
@@ -78,21 +59,12 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         return held
 
     def check_ended(self, rid: str) -> None:
-        """Check that a request can be continued.
-
-        Raises:
-            InvalidRequest: It is unknown, or has not ended.
-        """
         node = self.nodes.get(rid)
         if node is None or node.owner is not None:
             raise unknown_request(rid, "is unknown" if node is None else "has not ended")
 
     def begin(self, place: SessionPosition, rid: str, node: SessionNode) -> None:
-        """Reserve space for a request, until it is accepted or has ended.
-
-        Raises:
-            InvalidRequest: The session is full, or has a request with this name.
-        """
+        """Reserve space for a request, until it is accepted or has ended."""
         replaced = self._replaced(place)
         if rid in self.entering or rid in self.nodes.keys() - replaced:
             raise InvalidRequest(f"the session already has a request '{rid}'", param="rid")
@@ -116,8 +88,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     def end(self, rid: str, characters: int | None) -> Mapping[str, SessionNode]:
         """Record the end of a request, with its size, or without output to continue from.
 
-        Returns:
-            The requests removed with it.
+        Returns the requests removed with it.
         """
         if self.entering.pop(rid, None) is not None:
             return {}  # it was never accepted; another request of its name may be in the tree
@@ -161,6 +132,5 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def unknown_request(rid: str, state: str) -> InvalidRequest:
-    """Error for a request that cannot be continued."""
     text = f"request '{rid}' of the session {state}"
     return InvalidRequest(text, param="session_params.rid")

@@ -24,21 +24,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-IDLE_S = 3600.0
-"""Default idle timeout."""
-SWAPS_MAX = 32
-"""Maximum number of retries of a change while others change the same session."""
+IDLE_S = 3600.0  # default idle timeout
+SWAPS_MAX = 32  # maximum number of retries of a change while others change the same session
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """Tokens of an ended request; int32, little-endian.
+    """Tokens of an ended request; int32, little-endian."""
 
-    Attributes:
-        prompt_ids: Its prompt, earlier context included.
-        output_ids: Its output.
-    """
-
-    prompt_ids: bytes
+    prompt_ids: bytes  # earlier context included
     output_ids: bytes
 
 
@@ -46,7 +39,8 @@ class Sessions:
     """All sessions of the cluster; tenants cannot access each other's.
 
     A gateway that reads a session, changes it and finds that another has written meanwhile starts
-    over, so limits are checked against the current value.
+    over, so limits are checked against the current value. All methods raise `InvalidRequest` for a
+    session or request that is unknown or does not fit, and `Unavailable` if the store is.
     """
 
     def __init__(
@@ -54,23 +48,12 @@ class Sessions:
         store: SessionStore,
         process: Process,
         unix_ms: Callable[[], int],
-        abandoned: Callable[[Process, int], bool],
+        abandoned: Callable[[Process, int], bool],  # whether it is gone, or past this deadline
         abort: Abort,
         *,
         keep_s: float,
         timeout_s: float,
     ) -> None:
-        """Create without reading anything.
-
-        Args:
-            store: Storage of sessions.
-            process: This gateway.
-            unix_ms: Wall clock.
-            abandoned: Whether a gateway is gone, or its deadline has passed.
-            abort: Aborts a tenant's request by name at its gateway.
-            keep_s: How long values are stored.
-            timeout_s: Request timeout.
-        """
         self._store = store
         self._process = process
         self._unix_ms = unix_ms
@@ -82,12 +65,6 @@ class Sessions:
     async def open(
         self, tenant: TenantId, name: str | None, characters_max: int, idle_s: float | None
     ) -> str:
-        """Open a session and return its name.
-
-        Raises:
-            InvalidRequest: The name is taken, or the idle timeout exceeds the storage time.
-            Unavailable: It cannot be stored now.
-        """
         name = name or secrets.token_hex(16)
         if idle_s is not None and idle_s > self._keep_s:
             text = f"timeout: must be at most {self._keep_s:g} s (sessions.keep_s)"
@@ -105,12 +82,7 @@ class Sessions:
         raise InvalidRequest(f"session '{name}' is already open", param="session_id")
 
     async def close(self, tenant: TenantId, name: str) -> None:
-        """Close a session and abort its running requests.
-
-        Raises:
-            InvalidRequest: It does not exist.
-            Unavailable: It may still be stored.
-        """
+        """Close a session and abort its running requests."""
         # Also a swap: a request being accepted is in it, or sees that it is closed.
         held = await self._change(tenant, name, Session.close)
         if held is None:
@@ -118,12 +90,7 @@ class Sessions:
         await self._drop(tenant, name, held)
 
     async def previous_ids(self, tenant: TenantId, place: SessionPosition) -> tuple[int, ...]:
-        """Return the token ids that a new request continues from.
-
-        Raises:
-            InvalidRequest: The session or request does not exist, or has not ended.
-            Unavailable: It cannot be read now.
-        """
+        """Return the token ids that a new request continues from."""
         session, _ = await self._read(tenant, place.session)
         if session is None:
             raise _none(place.session, "session_params")
@@ -141,12 +108,7 @@ class Sessions:
     async def begin(
         self, tenant: TenantId, place: SessionPosition, rid: str, characters: int
     ) -> None:
-        """Reserve space for a request, until `end`.
-
-        Raises:
-            InvalidRequest: The session is closed or full, or has a request with this name.
-            Unavailable: It cannot be changed now.
-        """
+        """Reserve space for a request, until `end`."""
         node = SessionNode(
             characters=characters,
             owner=self._process,
@@ -161,11 +123,7 @@ class Sessions:
             raise _none(place.session, "session_params")
 
     async def accept(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
-        """Add a running request to the tree; drop the requests it replaces.
-
-        Raises:
-            Unavailable: It cannot be changed now.
-        """
+        """Add a running request to the tree; drop the requests it replaces."""
 
         def accept(session: Session) -> Mapping[str, SessionNode] | None:
             return session.accept(place, rid) if rid in session.entering else None
@@ -185,8 +143,7 @@ class Sessions:
     ) -> None:
         """Record the end of a request, with its prompt, output and text if it can be continued.
 
-        Raises:
-            Unavailable: It cannot be recorded now. It counts as ended after its deadline.
+        If that is unavailable, it counts as ended after its deadline.
         """
         if answer is not None:
             prompt_ids, output_ids, _ = answer
@@ -248,11 +205,7 @@ class Sessions:
         for rid, node in nodes.items():
             if node.owner is None:
                 await self._store.forget(tenant, name, rid)
-        await self._end_all(tenant, nodes)
-
-    async def _end_all(self, tenant: TenantId, nodes: Mapping[str, SessionNode]) -> None:
-        for rid, node in nodes.items():
-            if node.owner is not None:
+            else:
                 await self._abort(tenant, rid, node.owner)
 
 

@@ -49,11 +49,9 @@ class MemorySessionStore:
         self._values: OrderedDict[Key, tuple[bytes, int]] = OrderedDict()
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
-        """Return a value and its revision."""
         return self._values.get(key)
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
-        """Write a value unless its revision differs."""
         _, there = self._values.get(key, (b"", 0))
         if there != revision:
             return False
@@ -61,12 +59,10 @@ class MemorySessionStore:
         return True
 
     async def get(self, *key: str) -> bytes | None:
-        """Return a value."""
         value, _ = self._values.get(key, (None, 0))
         return value
 
     async def put(self, *key: str, value: bytes) -> None:
-        """Store a value, evicting others beyond the limit."""
         self._drop(key)
         self._revision += 1
         self._values[key] = (value, self._revision)
@@ -75,7 +71,6 @@ class MemorySessionStore:
             self._drop(next(iter(self._values)))
 
     async def forget(self, *key: str) -> bool:
-        """Delete a value and all below its key."""
         there = key in self._values
         for each in [each for each in self._values if each[: len(key)] == key]:
             self._drop(each)
@@ -87,7 +82,6 @@ class MemorySessionStore:
 
 
 def session_store(config: SessionsConfig, bus: Bus) -> SessionStore:
-    """Return the configured storage."""
     if not config.store:
         return MemorySessionStore(config.bytes_max)
     limits = StoreLimits(keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas)

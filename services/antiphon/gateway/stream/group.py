@@ -21,43 +21,34 @@ if TYPE_CHECKING:
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
-ChoiceEvent = TextDelta | Finished
-"""An event for the client."""
+ChoiceEvent = TextDelta | Finished  # an event for the client
 
 
 class CollectedChoice(msgspec.Struct):
-    """A choice of a non-streaming response."""
-
     deltas: list[TextDelta] = msgspec.field(default_factory=list[TextDelta])
     finished: Finished | None = None
 
     @property
     def text(self) -> str:
-        """The generated text."""
         return "".join(delta.text for delta in self.deltas)
 
     @property
     def details(self) -> TokenOutputsChunk | None:
-        """The token outputs."""
         return join_chunks(delta.details for delta in self.deltas)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Origins of its tokens."""
         if self.finished is not None:
             return self.finished.origins
         return self.deltas[-1].origins if self.deltas else ()
 
     @property
     def end(self) -> Finished:
-        """The finish event."""
         assert self.finished is not None, "every choice of a successful request has finished"
         return self.finished
 
 
 class CollectedResponse:
-    """The collected output for one prompt."""
-
     def __init__(self, stream: RequestStream) -> None:
         self.stream = stream
         self.choices = [CollectedChoice() for _ in range(stream.submit.choices)]
@@ -70,7 +61,6 @@ class CollectedResponse:
 
     @property
     def usage(self) -> Usage:
-        """Token usage, after the end."""
         assert self.stream.ended is not None
         return self.stream.ended.usage
 
@@ -81,7 +71,6 @@ class CollectedResponse:
         return names[-1] if names else None
 
     def add(self, event: StreamEvent) -> None:
-        """Add an event."""
         if isinstance(event, TextDelta):
             self.choices[event.choice].deltas.append(event)
         elif isinstance(event, Finished):
@@ -89,16 +78,12 @@ class CollectedResponse:
 
 
 class StreamGroup:
-    """Reads the streams of a client's prompts, indexed in their order.
-
-    Attributes:
-        error: Error of the first failed request, once read; it ends the group.
-        on_error: Called with the error first, to name the field as the API does.
-    """
+    """Reads the streams of a client's prompts, indexed in their order."""
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.streams = streams
-        self.error: EngineError | None = None
+        self.error: EngineError | None = None  # of the first request that failed; ends the group
+        # Names the field as the API does.
         self.on_error: Callable[[EngineError], None] = lambda _: None
         self._unended = len(streams)
         self._wakeup = Wakeup()
@@ -128,7 +113,6 @@ class StreamGroup:
             await self._wakeup.wait()
 
     def wake(self) -> None:
-        """Make `get` return without events."""
         self._woken = True
         self._wakeup.notify()
 

@@ -25,15 +25,11 @@ class Wakeup:
         self._reader: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
-        """Wake the reader, if it is waiting."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def wait(self) -> None:
-        """Wait for a notification.
-
-        Needs no timeout: the owner ends each request at its deadline.
-        """
+        """Needs no timeout: the owner ends each request at its deadline."""
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader
@@ -42,23 +38,7 @@ class Wakeup:
 
 
 class RequestStream:
-    """Event queue of a request. The owner bounds it: it ends a request whose text is not read.
-
-    Attributes:
-        trace: Span of the whole request, ended with it.
-        reservation: Quota of the tenant, held until the end.
-        name: The client's request id, unique among running requests.
-        api: API of the request.
-        received_at: Monotonic time of receipt, as are `submitted_at`, `accepted_at`,
-            `first_token_at`, `last_token_at` and `ended_at`.
-        wakeup: Notified on each event; the reader of several streams shares one.
-        starts_in_reasoning: Whether the output starts in reasoning.
-        truncated: Whether the prompt was truncated.
-        labels: Values of its custom metric labels.
-        ended: The terminal event.
-        finish_reason: Finish reason of the last choice.
-        on_end: Called on the terminal event, with or without a reader.
-    """
+    """Event queue of a request. The owner bounds it: it ends a request whose text is not read."""
 
     def __init__(
         self,
@@ -71,11 +51,11 @@ class RequestStream:
         submitted_at: float,
     ) -> None:
         self.submit = submit
-        self.trace = trace
-        self.reservation = reservation
-        self.name: tuple[TenantId, ClientKey] | None = None
+        self.trace = trace  # of the whole request, ended with it
+        self.reservation = reservation  # held until the end
+        self.name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
         self.api = api
-        self.received_at = received_at
+        self.received_at = received_at  # on the monotonic clock, as are the times below
         self.submitted_at = submitted_at
         self.accepted_at: float | None = None
         self.first_token_at: float | None = None
@@ -83,20 +63,18 @@ class RequestStream:
         self.ended_at: float | None = None
         self.ended: Ended | None = None
         self.finish_reason: FinishReason | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None  # called with or without a reader
         self.starts_in_reasoning = False
         self.truncated = False
-        self.labels: tuple[str, ...] = ()
-        self.wakeup = Wakeup()
+        self.labels: tuple[str, ...] = ()  # values of its custom metric labels
+        self.wakeup = Wakeup()  # shared by a reader of several streams
         self._events: list[StreamEvent] = []
 
     @property
     def has_events(self) -> bool:
-        """Whether there are unread events."""
         return bool(self._events)
 
     def put(self, event: StreamEvent, now: float) -> None:
-        """Add an event and wake the reader."""
         match event:
             case Accepted():
                 self.accepted_at = now
@@ -122,7 +100,6 @@ class RequestStream:
         return self.get_nowait()
 
     def get_nowait(self) -> list[StreamEvent]:
-        """Return the available events."""
         events, self._events = self._events, []
         return events
 

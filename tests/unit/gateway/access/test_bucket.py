@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.gateway.access.token_bucket import BucketCharge, RetryAfter, TokenBucket
+from antiphon.gateway.access.limits import BucketCharge, RetryAfter, TokenBucket
 
 BURST, RATE = 100.0, 3.0
 ROUNDING = 1e-6

@@ -16,8 +16,8 @@ from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, C
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

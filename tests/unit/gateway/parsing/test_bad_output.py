@@ -8,8 +8,8 @@ import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 OFFER = OfferedTools(
     schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}, "g": {}}
@@ -103,13 +103,11 @@ def test_null_arguments_are_none(arguments: str):
     assert calls(read("hermes", text)) == [("f", "{}", True)]
 
 
-def test_calls_of_unknown_tools_are_text_unless_they_are_asked_for():
+def test_calls_of_unknown_tools_are_text():
     text = '<tool_call>{"name": "h", "arguments": {"a": 1}}</tool_call>'
     assert read("hermes", text) == Parsed(content=text)
     assert read("hermes", f"So.\n{text}\n{text}").content == f"So.\n{text}\n{text}"
     assert read("hermes", text[:-15]).content == text[:-15]
-    forwarding = OfferedTools(schemas=OFFER.schemas, forward_unknown=True)
-    assert calls(read("hermes", text, forwarding)) == [("h", '{"a": 1}', True)]
 
 
 def test_text_after_a_call_is_content_and_white_space_around_calls_is_dropped():

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
-from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.objects import JSON_CALLS
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import GrammarKind

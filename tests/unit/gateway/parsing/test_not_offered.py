@@ -11,9 +11,9 @@ from tests.unit.gateway.parsing.test_work import feed, steps
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Content
-from antiphon.gateway.parsing.tools import cohere_command4, kimi_k3
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
+from antiphon.gateway.parsing.tools import kimi_k3, objects
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
-AROUND = (*cohere_command4.AROUND, *kimi_k3.AROUND)
+AROUND = (*objects.COMMAND4_AROUND, *kimi_k3.AROUND)
 PIECES = [pytest.param(size, id=name) for size, name in ((0, "whole"), (1, "letters"), (5, "5"))]
 OTHER, OFFERED = ("nope", {"at": "Rome", "days": 3}), ("f", {"at": "Oslo"})
 
@@ -105,11 +105,3 @@ def test_arguments_of_a_megabyte_pass_in_pieces_of_four(format_: ToolFormat):
 def test_a_broken_call_of_another_tool_is_content_with_its_frame():
     text = 'So. <tool_call>{"name": "nope", "arguments": {]}, so}</tool_call> Yes.'
     assert read(tool_format("hermes"), text, 1).content == text
-
-
-def test_forwarded_calls_of_other_tools_are_calls():
-    offer = OfferedTools(schemas=OFFER.schemas, forward_unknown=True)
-    for format_ in TOOL_FORMATS:
-        (text, *_) = written(format_, OTHER)
-        if format_.names[0] not in ("json", "pythonic"):  # there only what is offered is a call
-            assert [call.name for call in read(format_, text, 1, offer).calls] == ["nope"]

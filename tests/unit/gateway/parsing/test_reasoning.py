@@ -7,8 +7,8 @@ import pytest
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 from antiphon.wire.errors import InvalidRequest
 
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in REASONING_FORMATS]

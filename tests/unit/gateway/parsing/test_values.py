@@ -7,9 +7,9 @@ import json
 import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.schema import texts_of, types_of
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 from antiphon.gateway.parsing.tools.values import converted
 
 

@@ -11,8 +11,8 @@ from tests.unit.gateway.parsing.renderers import RENDERERS
 from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, Content, Reasoning
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,9 +14,8 @@ from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.http.core.tool_calls import to_json
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
-from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reader import Emit, Marks, Steps
+from antiphon.gateway.parsing.reader import WHITE, Emit, Marks, Steps
 from antiphon.wire.thinking import SPACE_MAX, ThinkingMarks
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
     from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
-_WHITE = re.compile(r"[ \t\r\n]*")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models delimits its reasoning.
+    """How a family of models delimits its reasoning."""
 
-    Attributes:
-        names: Names for `--reasoning-parser`; the first is the main one.
-        begin: Start delimiter.
-        end: End delimiter.
-        inside: Whether an output starts in reasoning if the prompt does not show it: the template
-            has written the start delimiter, or the model omits it.
-        switch: Template variable that turns reasoning on and off, if there is one.
-        special: Whether the delimiters are special tokens: see `ToolFormat.special`.
-        cuts: Other delimiters that end reasoning, if `channels` reads it.
-        around: Delimiters around the answer that follows; they are dropped.
-        shown: Reasoning stays in the content, with the start delimiter that the prompt has.
-        channels: The tool call format that reads reasoning, too, if both are one format.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # for `--reasoning-parser`; the first is the main one
     begin: str
     end: str
+    _: KW_ONLY
+    # Whether an output starts in reasoning if the prompt does not show it: the template has written
+    # the start delimiter, or the model omits it.
     inside: bool = False
-    switch: str | None = None
-    special: bool = False
-    cuts: tuple[str, ...] = ()
-    around: tuple[str, ...] = ()
-    shown: bool = False
-    channels: ToolFormat | None = None
+    switch: str | None = None  # template variable that turns reasoning on and off
+    special: bool = False  # the delimiters are special tokens: see `ToolFormat.special`
+    cuts: tuple[str, ...] = ()  # other delimiters that end reasoning, if `channels` reads it
+    around: tuple[str, ...] = ()  # around the answer that follows; they are dropped
+    shown: bool = False  # stays in the content, with the start delimiter that the prompt has
+    channels: ToolFormat | None = None  # reads reasoning, too, if both are one format
 
     def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
-        """Whether an output to this prompt starts in reasoning.
+        """Whether an output starts in reasoning.
 
-        Args:
-            prompt_end: The last characters of the rendered prompt, if known; they are
-                authoritative.
-            thinking: The request's value of the `switch`.
+        The last characters of the rendered prompt decide if they are known; otherwise `thinking`,
+        the request's value of the `switch`.
         """
         if prompt_end is not None:
             end = prompt_end.rstrip()
@@ -61,12 +45,6 @@ class ReasoningFormat:
         return self.inside and thinking is not False
 
     def marks(self, *, inside: bool, call_marks: tuple[str, ...]) -> ThinkingMarks:
-        """Delimiters by which reasoning tokens are counted.
-
-        Args:
-            inside: Whether the output starts in reasoning.
-            call_marks: Delimiters that start a tool call.
-        """
         return ThinkingMarks(
             begin=self.begin,
             end=self.end,
@@ -95,7 +73,7 @@ def thinking(
             rest(format_.begin)
         yield from reader.rest(rest)
         return
-    space = yield from reader.word(_WHITE, SPACE_MAX)
+    space = yield from reader.word(WHITE, SPACE_MAX)
     begun = yield from reader.starts(format_.begin, format_.end)
     if begun == format_.end:  # the model states that it does not reason
         yield from reader.space()

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.tools.format import ToolFormat
-from antiphon.gateway.parsing.tools.grammar import (
+from antiphon.gateway.parsing.grammars import (
     calls_list,
     calls_only,
     calls_or,
     calls_or_text,
     calls_within,
 )
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
-from antiphon.gateway.parsing.tools.registry import JSON_CALLS
-from antiphon.gateway.parsing.tools.tool import Tool
+from antiphon.gateway.parsing.tools.format import ToolFormat
+from antiphon.gateway.parsing.tools.objects import JSON_CALLS
+from antiphon.gateway.parsing.tools.tool import OfferedTools, Tool
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar
 
@@ -36,17 +35,12 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 
-_NAMES_SHOWN = 16
-"""Maximum number of tools listed in an error."""
+_NAMES_SHOWN = 16  # maximum number of tools listed in an error
 
 
 class Mode(Enum):
-    """Whether the model calls tools."""
-
-    AUTO = "auto"
-    """The model decides."""
-    REQUIRED = "required"
-    """At least one call."""
+    AUTO = "auto"  # the model decides
+    REQUIRED = "required"  # at least one call
     NONE = "none"
 
 
@@ -58,41 +52,20 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ToolPlan(msgspec.Struct, frozen=True):
-    """The resolved tools of a request.
+    """The resolved tools of a request."""
 
-    Attributes:
-        tools: Tools shown by the chat template.
-        format: Tool call format of the output; None if there are no calls.
-        grammar: Constraint of the output, or of the text after its reasoning.
-        calls_max: Maximum number of calls.
-    """
-
-    tools: tuple[Tool, ...] = ()
-    format: ToolFormat | None = None
-    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()  # that the chat template shows
+    format: ToolFormat | None = None  # of the output; None if there are no calls
+    grammar: Grammar | None = None  # of the output, or of the text after its reasoning
     calls_max: int | None = None
 
-    def offer(self, *, calls_before: int = 0, forward_unknown: bool = False) -> OfferedTools:
-        """Tools available to the parser of an output.
-
-        Args:
-            calls_before: Number of tool calls in the messages of the request.
-            forward_unknown: Whether to accept calls of unavailable tools.
-        """
-        return OfferedTools(
-            schemas={tool.name: tool.parameters for tool in self.tools},
-            calls_before=calls_before,
-            calls_max=self.calls_max,
-            forward_unknown=forward_unknown,
-        )
+    def offer(self, *, calls_before: int = 0) -> OfferedTools:
+        schemas: dict[str, Json] = {tool.name: tool.parameters for tool in self.tools}
+        return OfferedTools(schemas=schemas, calls_before=calls_before, calls_max=self.calls_max)
 
 
 def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choice") -> ToolChoice:
-    """Parse OpenAI's `tool_choice`; None means `auto` with tools and `none` without.
-
-    Raises:
-        InvalidRequest: It is malformed, there are no tools, or the named tool is not among them.
-    """
+    """Parse OpenAI's `tool_choice`; None means `auto` with tools and `none` without."""
     if choice is None:
         return ToolChoice(Mode.AUTO if tools else Mode.NONE)
     if isinstance(choice, str) and choice in {mode.value for mode in Mode}:
@@ -114,7 +87,6 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
 
 
 def not_offered(name: str, tools: Sequence[Tool]) -> str:
-    """Message for an unknown tool, with the available ones."""
     names = [repr(tool.name) for tool in tools[:_NAMES_SHOWN]]
     more = len(tools) - len(names)
     offered = f"available tools are {', '.join(names)}" if names else "no tools are available"
@@ -133,16 +105,8 @@ def plan_tools(
 ) -> ToolPlan:
     """Decide which tools the model sees, the output constraint, and how the output is parsed.
 
-    Args:
-        tools: Tools of the request.
-        choice: Its tool choice.
-        format_: The model's tool call format; None if unknown.
-        parallel: Whether several calls are allowed.
-        requires_strict: Whether strict tools must be enforced, or only where possible.
-        constraint: Output constraint of text. Ignored if the output must be a tool call.
-
-    Raises:
-        Unsupported: A tool is strict, calls are optional, and no grammar can constrain them.
+    The `constraint` of text is ignored if the output must be a tool call. With `requires_strict`,
+    strict tools that no grammar can enforce are refused.
     """
     if not tools or choice.mode is Mode.NONE:
         return ToolPlan(grammar=constraint)
@@ -152,17 +116,12 @@ def plan_tools(
         assert plan.grammar is not None, "a required call has a grammar"
         return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, constraint))
     if choice.mode is Mode.AUTO:
-        return ToolPlan(
-            tools,
-            format_,
-            _strict_grammar(tools, format_, requires_strict=requires_strict),
-            calls_max,
-        )
+        grammar = _strict_grammar(tools, format_, requires_strict=requires_strict)
+        return ToolPlan(tools, format_, grammar, calls_max)
     if choice.name is not None:
-        callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
-    else:
-        callable_ = tools
-    return _required(tools, format_, callable_, calls_max)
+        named = tuple(tool for tool in tools if tool.name == choice.name)
+        return _required(tools, format_, named, 1)
+    return _required(tools, format_, tools, calls_max)
 
 
 def _required(
@@ -180,7 +139,6 @@ def _required(
 def _strict_grammar(
     tools: tuple[Tool, ...], format_: ToolFormat | None, *, requires_strict: bool
 ) -> Grammar | None:
-    """Constraint for optional calls of strict tools, if any tool is strict."""
     strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
     if strict is None or format_ is None:
         return None
@@ -193,8 +151,7 @@ def _strict_grammar(
     at = f"tools[{strict}].function.strict"
     text = (
         f"{at}: no grammar can produce tool calls in the format {format_.names[0]}, so "
-        "their schema "
-        "cannot be enforced; omit strict, or set tool_choice to 'required'"
+        "their schema cannot be enforced; omit strict, or set tool_choice to 'required'"
     )
     raise Unsupported(text, param=at)
 

@@ -7,25 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from antiphon.gateway.parsing.event_sink import EventSink
+from antiphon.gateway.parsing.events import EventSink
 from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
 
-Read = Callable[[Reader, EventSink], Steps[None]]
-"""Reads an output to its end."""
+Read = Callable[[Reader, EventSink], Steps[None]]  # reads an output to its end
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class CallOutcome(Enum):
-    """Outcome of reading a call."""
-
-    NOTHING = 0
-    """No call: what was read is text."""
-    BROKEN = 1
-    """The call began, and is incomplete."""
+    NOTHING = 0  # no call: what was read is text
+    BROKEN = 1  # the call began, and is incomplete
     DONE = 2
-    ENDED = 3
-    """Complete, and the delimiter after it was read, too."""
+    ENDED = 3  # complete, and the delimiter after it was read, too
 
 
 Body = Callable[[Reader, EventSink], Steps[CallOutcome]]
@@ -36,30 +30,24 @@ Body = Callable[[Reader, EventSink], Steps[CallOutcome]]
 class CallGrammar:
     """How a grammar produces calls in this format.
 
-    A call is `begin`, the name, `middle`, the arguments and `end`; `separator` is between calls,
-    `before` and `after` around all of them.
-
-    Attributes:
-        trigger: Starts calls in free text, where no other text may start with it.
-        style: Format of the arguments: `json`, or the name of an XML notation.
-        marks: Parts that may be special tokens of a model: then no grammar can produce it.
-        excludes: Delimiters that the reader also recognizes; free text must not contain them.
+    A call is `begin`, the name, `middle`, the arguments and `end`; `separator` is between calls.
     """
 
-    trigger: str
+    trigger: str  # starts calls in free text, where no other text may start with it
     begin: str
     middle: str
     end: str
     separator: str = ""
-    before: str = ""
-    after: str = ""
-    style: str = "json"
-    marks: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
+    style: str = "json"  # of the arguments; otherwise the name of an XML notation
+    marks: tuple[str, ...] = ()  # if they are special tokens of a model, no grammar can produce it
+    excludes: tuple[str, ...] = ()  # that the reader also recognizes: free text must not have them
+
+
+CallId = Callable[[str, int], str]
+"""Creates an id from a name and the index of the call in the conversation."""
 
 
 def random_id(_name: str, _number: int) -> str:
-    """Return a unique id."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -70,28 +58,46 @@ def short_id(_name: str, _number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """Tool call format of a family of models.
+    """Tool call format of a family of models."""
 
-    Attributes:
-        names: Names for `--tool-call-parser`; the first is the main one.
-        example: An example call, for the docs.
-        read: Reads an output.
-        marks: Delimiters that start a call; they end reasoning, too. Empty if calls are recognized
-            at the start of the output only.
-        special: Whether the delimiters are special tokens of the model, which must be in the text:
-            such a request is sent with `skip_special_tokens` off.
-        form: How a grammar produces calls; None if it cannot, since it cannot produce special
-            tokens. See `formats_of` for models whose tokenizers have the delimiters as plain text.
-        call_id: Creates an id from a name and the index of the call in the conversation.
-    """
-
-    names: tuple[str, ...]
-    example: str
+    names: tuple[str, ...]  # for `--tool-call-parser`; the first is the main one
+    example: str  # for the docs
     read: Read
+    # Delimiters that start a call; they end reasoning, too. Empty if calls are recognized at the
+    # start of the output only.
     marks: tuple[str, ...] = ()
+    # The delimiters are special tokens of the model, which must be in the text: such a request is
+    # sent with `skip_special_tokens` off.
     special: bool = False
+    # None if no grammar can produce calls, since it cannot produce special tokens. See `formats_of`
+    # for models whose tokenizers have the delimiters as plain text.
     form: CallGrammar | None = None
-    call_id: Callable[[str, int], str] = random_id
+    call_id: CallId = random_id
+
+
+def framed_format(
+    names: tuple[str, ...],
+    begin: str,
+    end: str | None,
+    body: Body,
+    *,
+    example: str,
+    around: Sequence[str] = (),
+    section: tuple[str, str] | None = None,
+    special: bool = True,
+    form: CallGrammar | None = None,
+    call_id: CallId = random_id,
+) -> ToolFormat:
+    """Declare a format of text with calls between delimiters; see `framed`."""
+    return ToolFormat(
+        names=names,
+        example=example,
+        read=framed(begin, end, body, around=around, section=section),
+        marks=(section[0], begin) if section else (begin,),
+        special=special,
+        form=form,
+        call_id=call_id,
+    )
 
 
 def framed(
@@ -104,14 +110,9 @@ def framed(
 ) -> Read:
     """Create a reader of text with calls, each after a start delimiter.
 
-    Args:
-        begin: Start delimiter of each call.
-        end: End delimiter, if there is one. Everything between the call and it is dropped, and so
-            is the text after a malformed call up to the next delimiter.
-        body: Reads a call between them.
-        around: Delimiters around text; they are dropped.
-        section: Delimiters before the first call and after the last one. They are dropped, too,
-            unless the first call is of an unavailable tool.
+    Everything between a call and the end delimiter is dropped, and so is the text after a malformed
+    call up to the next delimiter. Also dropped are delimiters `around` text, and those of the
+    `section` of all calls, unless the first call is of an unavailable tool.
     """
     others = (*around, *(section or ()))
     begins = Marks(begin, *others, trim=True)

@@ -1,4 +1,4 @@
-"""GLM and similar formats: a name, then keys and values in elements."""
+"""GLM and Hunyuan: a name, then keys and values in elements."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Body, CallGrammar, CallOutcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import (
+    Body,
+    CallGrammar,
+    CallOutcome,
+    ToolFormat,
+    framed_format,
+)
 from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
     from antiphon.wire.schemas import Json
 
 _NAME = re.compile(r"[^<\n]*")
@@ -19,13 +25,8 @@ _VALUE_END = Marks("</arg_value>")
 _ELEMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
-def elements(end: str, *, after_name: str | None = None) -> Body:
-    """Create a reader of a name, then keys and values, up to the end delimiter.
-
-    Args:
-        end: The end delimiter.
-        after_name: What else may follow the name.
-    """
+def _elements(end: str, *, after_name: str | None = None) -> Body:
+    """Create a reader of a name, maybe `after_name`, then keys and values, up to the delimiter."""
 
     def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         yield from reader.space()
@@ -65,12 +66,12 @@ def _arguments(reader: Reader, emit: Emit, schema: Json, mark: str | None, end: 
 
 
 def _format(names: tuple[str, ...], begin: str, end: str) -> ToolFormat:
-    return ToolFormat(
-        names=names,
+    return framed_format(
+        names,
+        begin,
+        end,
+        _elements(end),
         example=f"{begin}f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n{end}",
-        read=framed(begin, end, elements(end)),
-        marks=(begin,),
-        special=True,
         form=CallGrammar(
             trigger=begin,
             begin=begin,
@@ -86,3 +87,14 @@ GLM = _format(
     ("glm45", "glm", "glm47", "ling3", "poolside_v1", "spark25"), "<tool_call>", "</tool_call>"
 )
 IQUEST = _format(("iquest_q1",), "<iquest_tool_call>", "</iquest_tool_call>")
+HUNYUAN = framed_format(
+    ("hunyuan",),
+    "<tool_call>",
+    "</tool_call>",
+    _elements("</tool_call>", after_name="<tool_sep>"),
+    section=("<tool_calls>", "</tool_calls>"),
+    example=(
+        "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+        "</tool_call>\n</tool_calls>"
+    ),
+)

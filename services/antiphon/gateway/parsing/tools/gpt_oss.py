@@ -13,7 +13,7 @@ from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
 from antiphon.gateway.parsing.tools.format import ToolFormat
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = Marks(_START, _CHANNEL, _MESSAGE)
@@ -63,7 +63,7 @@ def _message(reader: Reader, out: EventSink, head: str) -> Steps[str | None]:
     return (yield from reader.until(_ENDS, out.reasoning if thinks else out.content))
 
 
-FORMAT = ToolFormat(
+GPT_OSS = ToolFormat(
     names=("gpt-oss",),
     example=('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'),
     read=_read,

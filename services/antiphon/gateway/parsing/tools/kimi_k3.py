@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallOutcome, framed_format
 from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
     from antiphon.wire.schemas import Json
 
 _BEGIN, _END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
@@ -68,15 +68,16 @@ def _arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
             return False
 
 
-FORMAT = ToolFormat(
-    names=("kimi_k3",),
+KIMI_K3 = framed_format(
+    ("kimi_k3",),
+    _BEGIN,
+    _END,
+    _body,
     example=(
         '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
         '<|open|>argument key="a" type="integer"<|sep|>1<|close|>argument<|sep|>'
         "<|close|>call<|sep|><|close|>tools<|sep|>"
     ),
-    read=framed(_BEGIN, _END, _body, around=AROUND),
-    marks=(_BEGIN,),
-    special=True,
+    around=AROUND,
     call_id=lambda name, number: f"{name}:{number}",
 )

@@ -1,17 +1,23 @@
-"""Calls as JSON objects: name and arguments, in either order."""
+"""Formats whose calls are JSON objects: name and arguments, in either order."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
-from antiphon.gateway.parsing.reader import Emit, Steps, drop
-from antiphon.gateway.parsing.tools.format import CallOutcome
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Emit, Steps, drop
+from antiphon.gateway.parsing.tools.format import (
+    Body,
+    CallGrammar,
+    CallOutcome,
+    ToolFormat,
+    framed,
+    framed_format,
+)
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
     from antiphon.gateway.parsing.reader import Reader
-    from antiphon.gateway.parsing.tools.format import Body
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
@@ -135,3 +141,116 @@ class _Object:
             self._emit("{}")
         self._out.end(self._reader, complete=True)
         return CallOutcome.DONE
+
+
+HERMES = framed_format(
+    ("hermes", "qwen", "qwen25", "trinity"),
+    "<tool_call>",
+    "</tool_call>",
+    call,
+    example='<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    special=False,
+    form=CallGrammar(
+        trigger="<tool_call>",
+        begin='<tool_call>\n{"name": "',
+        middle='", "arguments": ',
+        end="}\n</tool_call>",
+        separator="\n",
+    ),
+)
+
+COMMAND4_AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+COMMAND4 = framed_format(
+    ("cohere_command4",),
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    calls,
+    example=(
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]'
+        "<|END_ACTION|>"
+    ),
+    around=COMMAND4_AROUND,
+)
+
+
+def _plugin(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    yield from reader.space()
+    if not (yield from reader.starts("<|plugin|>")):
+        return CallOutcome.NOTHING
+    return (yield from call(reader, out))
+
+
+INTERN = framed_format(
+    ("interns1",),
+    "<|action_start|>",
+    "<|action_end|>",
+    _plugin,
+    example='<|action_start|> <|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>',
+)
+
+
+def _whole_output(reader: Reader, out: EventSink) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(WHITE, TRIM_MAX)
+    outcome = yield from likely_calls(reader, out)
+    if out.settle(reader):
+        yield from reader.rest(out.content)
+    elif outcome is CallOutcome.BROKEN:
+        yield from reader.rest(drop)
+    else:
+        yield from reader.until(AFTER_CALLS, out.content)
+
+
+JSON_CALLS = ToolFormat(
+    names=("json",), example='[{"name": "f", "parameters": {"a": 1}}]', read=_whole_output
+)
+"""A list of calls, or one call. Used if calls are required and the model's format has no `form`."""
+
+
+def _row(one: Body) -> Body:
+    """Create a reader of calls separated by semicolons."""
+
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+        outcome = yield from one(reader, out)
+        while outcome is CallOutcome.DONE:
+            yield from reader.space()
+            if not (yield from reader.starts(";")):
+                return outcome
+            yield from reader.space()
+            if (yield from reader.peek()) != "{":
+                return outcome
+            outcome = yield from _next_in_row(reader, out)
+        return outcome
+
+    return body
+
+
+def _next_in_row(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    """Read a further call; anything else ends the row."""
+    outcome = yield from call(reader, out)
+    return CallOutcome.BROKEN if outcome is CallOutcome.NOTHING else outcome
+
+
+_PYTHON_TAG = "<|python_tag|>"
+_bare = _row(likely_call)
+_after_the_tag = framed(_PYTHON_TAG, None, _row(call))
+
+
+def _llama(reader: Reader, out: EventSink) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(WHITE, TRIM_MAX)
+    outcome = yield from _bare(reader, out)
+    if not out.settle(reader) and outcome is CallOutcome.BROKEN:
+        yield from reader.rest(drop)
+    yield from _after_the_tag(reader, out)
+
+
+LLAMA3 = ToolFormat(
+    names=("llama3",),
+    example=(
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    ),
+    read=_llama,
+    marks=(_PYTHON_TAG,),
+    special=True,
+)

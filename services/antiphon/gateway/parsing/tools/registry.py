@@ -5,26 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.tools import (
-    apertus,
-    cohere_command4,
-    deepseek,
-    deepseek_dsml,
-    dots,
     glm,
     gpt_oss,
-    hermes,
-    hunyuan,
-    interns1,
-    json_calls,
-    kimi_k2,
     kimi_k3,
-    llama3,
-    minicpm5,
-    minimax_m2,
-    mistral,
+    named_json,
+    objects,
     pythonic,
-    qwen3_coder,
-    step3,
+    tags,
 )
 from antiphon.wire.errors import InvalidRequest
 
@@ -32,44 +19,37 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    apertus.FORMAT,
-    cohere_command4.FORMAT,
-    deepseek.V3,
-    deepseek.V31,
-    deepseek_dsml.V32,
-    deepseek_dsml.V4,
-    deepseek_dsml.V41,
-    dots.FORMAT,
+    named_json.APERTUS,
+    objects.COMMAND4,
+    named_json.DEEPSEEK_V3,
+    named_json.DEEPSEEK_V31,
+    tags.DEEPSEEK_V32,
+    tags.DEEPSEEK_V4,
+    tags.DEEPSEEK_V41,
+    tags.DOTS,
     glm.GLM,
     glm.IQUEST,
-    gpt_oss.FORMAT,
-    hermes.FORMAT,
-    hunyuan.FORMAT,
-    interns1.FORMAT,
-    json_calls.FORMAT,
-    kimi_k2.FORMAT,
-    kimi_k3.FORMAT,
+    gpt_oss.GPT_OSS,
+    objects.HERMES,
+    glm.HUNYUAN,
+    objects.INTERN,
+    objects.JSON_CALLS,
+    named_json.KIMI_K2,
+    kimi_k3.KIMI_K3,
     pythonic.LFM2,
-    llama3.FORMAT,
-    minicpm5.FORMAT,
-    minimax_m2.FORMAT,
-    mistral.FORMAT,
+    objects.LLAMA3,
+    tags.MINICPM5,
+    tags.MINIMAX_M2,
+    named_json.MISTRAL,
     pythonic.PYTHONIC,
-    qwen3_coder.FORMAT,
-    step3.FORMAT,
+    tags.QWEN3_CODER,
+    tags.STEP3,
 )
-JSON_CALLS = json_calls.FORMAT
-"""Format of required calls if the model's own has no `form`."""
 
 _BY_NAME = {name: format_ for format_ in TOOL_FORMATS for name in format_.names}
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return a format by name.
-
-    Raises:
-        InvalidRequest: It is unknown; the message lists the known ones.
-    """
     if name not in _BY_NAME:
         known = ", ".join(sorted(_BY_NAME))
         message = f"unknown tool call parser {name!r}; available are {known}"

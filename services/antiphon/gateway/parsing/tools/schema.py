@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from antiphon.wire.schemas import Json
 
-DEPTH_MAX = 100
-"""Maximum nesting depth of schemas."""
+DEPTH_MAX = 100  # maximum nesting depth of schemas
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _TYPES_SHOWN = ", ".join(sorted(TYPES))

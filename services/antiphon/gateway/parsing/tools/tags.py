@@ -1,4 +1,6 @@
-"""Calls as elements, with an element for each argument."""
+"""Formats whose calls are elements, with an element for each argument."""
+
+# ruff: noqa: RUF001  # these bars are the letters of the marks
 
 from __future__ import annotations
 
@@ -9,42 +11,38 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Body, CallOutcome
+from antiphon.gateway.parsing.tools.format import (
+    Body,
+    CallGrammar,
+    CallOutcome,
+    ToolFormat,
+    framed_format,
+)
 from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.event_sink import EventSink
+    from antiphon.gateway.parsing.events import EventSink
     from antiphon.wire.schemas import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """How calls are written between their start and end delimiters.
+    """How calls are written between their start and end delimiters."""
 
-    Attributes:
-        call: Text before and after a name; empty before if the delimiter implies that a name
-            follows.
-        call_end: Text after the arguments.
-        argument: Text before and after the name of an argument, in all variants, each with whether
-            the value is a string, JSON, or depends on the schema.
-        argument_begin: Text before the name of an argument.
-        argument_end: Text after its value.
-        end: Delimiter after the calls; empty if each call ends by itself.
-        lines: Whether a value may be on lines of its own: then a line break after the opening
-            delimiter and one before the closing one are not part of it.
-    """
-
-    call: tuple[str, str]
+    call: tuple[str, str]  # around a name; the first is empty if the delimiter implies a name
     call_end: str
-    argument_begin: str
-    argument: tuple[tuple[str, bool | None], ...]
+    argument_begin: str  # before the name of an argument
+    # After its name, in all variants, each with whether the value is a string, JSON, or depends on
+    # the schema.
+    argument: tuple[tuple[str, bool | None], ...] = (('">', None),)
     argument_end: str
-    end: str | None
+    end: str | None  # delimiter after the calls; None if each call ends by itself
+    # A value may be on lines of its own: then a line break after the opening delimiter and one
+    # before the closing one are not part of it.
     lines: bool = True
 
 
-def tagged(tags: Tags) -> Body:
-    """Create a reader of one or more calls."""
+def _tagged(tags: Tags) -> Body:
     stops = re.escape(tags.call[1][0] + ">\n")
     name_letters = re.compile(f"[^{stops}]*")
     ends = (tags.end,) if tags.end else ()
@@ -95,3 +93,142 @@ def tagged(tags: Tags) -> Body:
                 return False
 
     return body
+
+
+def _invocations(
+    name: str,
+    begin: str,
+    end: str,
+    *,
+    mark: str = "",
+    typed: bool = False,
+    style: str | None = None,
+) -> ToolFormat:
+    """Declare a format of `invoke` and `parameter` elements.
+
+    `mark` precedes the name of each element. `typed` parameters declare whether they are strings.
+    """
+    invoke, invoke_end = f'<{mark}invoke name="', f"</{mark}invoke>"
+    parameter, parameter_end = f'<{mark}parameter name="', f"</{mark}parameter>"
+    values = (
+        (('" string="true">', True), ('" string="false">', False)) if typed else (('">', None),)
+    )
+    tags = Tags(
+        call=(invoke, '">'),
+        call_end=invoke_end,
+        argument_begin=parameter,
+        argument=values,
+        argument_end=parameter_end,
+        end=end,
+        lines=not typed,
+    )
+    form = CallGrammar(
+        trigger=begin,
+        begin=f"{begin}\n{invoke}",
+        middle='">\n',
+        end=f"{invoke_end}\n{end}",
+        separator="\n",
+        style=style or "",
+        marks=(begin, end, *filter(None, [mark.strip()])),
+    )
+    return framed_format(
+        (name,),
+        begin,
+        end,
+        _tagged(tags),
+        example=(
+            f'{begin}\n{invoke}f">\n{parameter}a{values[-1][0]}1{parameter_end}\n{invoke_end}\n{end}'
+        ),
+        form=form if style else None,
+    )
+
+
+def _dsml(name: str, section: str, style: str, space: str = "") -> ToolFormat:
+    """DeepSeek's format; `space` precedes the name of each element."""
+    mark = f"｜DSML｜{space}"
+    begin, end = f"<{mark}{section}>", f"</{mark}{section}>"
+    return _invocations(name, begin, end, mark=mark, typed=True, style=style)
+
+
+DOTS = _invocations("dots", "<dots_function_call>", "</dots_function_call>")
+MINIMAX_M2 = _invocations(
+    "minimax-m2", "<minimax:tool_call>", "</minimax:tool_call>", style="minimax_xml"
+)
+DEEPSEEK_V32 = _dsml("deepseekv32", "function_calls", "deepseek_xml")
+DEEPSEEK_V4 = _dsml("deepseekv4", "tool_calls", "deepseek_xml")
+DEEPSEEK_V41 = _dsml("deepseekv41", "calls", "deepseek_v4_1_xml", space=" ")
+
+MINICPM5 = framed_format(
+    ("minicpm5",),
+    '<function name="',
+    None,
+    _tagged(
+        Tags(
+            call=("", '">'),
+            call_end="</function>",
+            argument_begin='<param name="',
+            argument_end="</param>",
+            end=None,
+        )
+    ),
+    example='<function name="f"><param name="a">1</param></function>',
+)
+
+QWEN3_CODER = framed_format(
+    ("qwen3_coder", "mimo", "nanbeige", "step3p5"),
+    "<tool_call>",
+    "</tool_call>",
+    _tagged(
+        Tags(
+            call=("<function=", ">"),
+            call_end="</function>",
+            argument_begin="<parameter=",
+            argument=((">", None),),
+            argument_end="</parameter>",
+            end="</tool_call>",
+        )
+    ),
+    example="<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    special=False,
+    form=CallGrammar(
+        trigger="<tool_call>\n<function=",
+        begin="<tool_call>\n<function=",
+        middle=">\n",
+        end="\n</function>\n</tool_call>",
+        separator="\n",
+        style="qwen_xml",
+    ),
+)
+
+# Step 3: invocations in DeepSeek's frame, with other characters.
+
+_step_call = _tagged(
+    Tags(
+        call=('<steptml:invoke name="', '">'),
+        call_end="</steptml:invoke>",
+        argument_begin='<steptml:parameter name="',
+        argument_end="</steptml:parameter>",
+        end="<｜tool_call_end｜>",
+    )
+)
+
+
+def _step(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    yield from reader.space()
+    if not (yield from reader.starts("function<｜tool_sep｜>")):
+        return CallOutcome.NOTHING
+    return (yield from _step_call(reader, out))
+
+
+STEP3 = framed_format(
+    ("step3",),
+    "<｜tool_call_begin｜>",
+    "<｜tool_call_end｜>",
+    _step,
+    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    example=(
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'
+        '<steptml:parameter name="a">1</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+        "<｜tool_calls_end｜>"
+    ),
+)

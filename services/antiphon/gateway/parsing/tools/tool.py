@@ -1,8 +1,9 @@
-"""The validated tools of a request."""
+"""The validated tools of a request, and what an output may call of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,40 +15,37 @@ from antiphon.wire.schemas import Json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TOOLS_MAX = 512
-"""Maximum number of tools of one request."""
+TOOLS_MAX = 512  # maximum number of tools of one request
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NO_ARGUMENTS: dict[str, Json] = {"type": "object", "properties": {}}
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the model may call.
-
-    Attributes:
-        parameters: JSON schema of its arguments, which are an object.
-        strict: Whether the arguments must conform to it.
-        written: The tool as sent, without `strict`, for the chat template.
-    """
+    """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Json]
-    strict: bool
-    written: dict[str, Json]
+    parameters: dict[str, Json]  # schema of the arguments, which are an object
+    strict: bool  # the arguments must conform to it
+    written: dict[str, Json]  # as sent, without `strict`, for the chat template
+
+
+class OfferedTools(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools available to an output, and which of its calls count."""
+
+    schemas: Mapping[str, Json] = {}  # of the arguments of each tool
+    calls_before: int = 0  # in the conversation, from which some formats count
+    calls_max: int | None = None  # further calls are dropped
+
+    def schema(self, name: str) -> Json:
+        """The schema of a tool's arguments; None if it is unavailable."""
+        return (self.schemas[name] or {}) if name in self.schemas else None
 
 
 def read_tools(tools: Sequence[Json], *, param: str = "tools") -> tuple[Tool, ...]:
-    """Validate the tools of a request, in OpenAI's format.
+    """Validate the tools of a request, in OpenAI's format. Errors have the path in `param`.
 
     `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`
-
-    Args:
-        tools: Decoded JSON.
-        param: Name of the field, for errors.
-
-    Raises:
-        InvalidRequest: A tool is malformed, or two have the same name; `param` has the path.
-        Unsupported: A tool is not a function.
     """
     if len(tools) > TOOLS_MAX:
         raise InvalidRequest(
@@ -92,12 +90,7 @@ def _name(name: Json, at: str) -> str:
 
 
 def _parameters(tool: str, parameters: Json, at: str) -> dict[str, Json]:
-    """Validate the schema of a tool's arguments.
-
-    Raises:
-        InvalidRequest: It is invalid: the message has the path inside it, `param` that of the
-            schema.
-    """
+    """Validate the schema of a tool's arguments. The path inside it is only in the message."""
     try:
         return _schema(parameters, at)
     except InvalidRequest as error:

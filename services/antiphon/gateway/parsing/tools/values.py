@@ -25,8 +25,6 @@ _NULLS = frozenset({"null", "none"})
 
 
 class ArgumentsWriter:
-    """Writes an object, one argument after another."""
-
     def __init__(self, schema: Json, emit: Emit) -> None:
         self._schema = schema
         self._emit = emit
@@ -37,11 +35,7 @@ class ArgumentsWriter:
     ) -> Steps[bool]:
         """Read and emit a value up to one of the delimiters; return False if it is truncated.
 
-        Args:
-            reader: The source.
-            name: Name of the argument.
-            ends: Delimiters that end it.
-            text: Whether it is a string or JSON; None to use the schema.
+        `text` is whether it is a string or JSON; None to use the schema.
         """
         self._emit(f"{', ' if self._begun else '{'}{quoted(name)}: ")
         self._begun = True
@@ -57,7 +51,6 @@ class ArgumentsWriter:
         return True
 
     def close(self) -> None:
-        """End the object."""
         self._emit("}" if self._begun else "{}")
 
     def _string(self, reader: Reader, ends: Marks) -> Steps[bool]:
@@ -94,12 +87,10 @@ def converted(text: str, types: frozenset[str], texts: frozenset[str] = frozense
 
 
 def quoted(text: str) -> str:
-    """The text as a JSON string."""
     return f'"{escaped(text)}"'
 
 
 def escaped(text: str) -> str:
-    """The text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
