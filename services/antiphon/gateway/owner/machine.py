@@ -24,8 +24,7 @@ from antiphon.gateway.owner.actions import (
     Submit,
     TextDelta,
 )
-from antiphon.gateway.owner.open_list import OpenListBuilder
-from antiphon.gateway.owner.request import OwnedRequest, is_failure
+from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, is_failure
 from antiphon.gateway.owner.stream_gaps import StreamGaps
 from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Process

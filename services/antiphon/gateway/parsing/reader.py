@@ -42,14 +42,11 @@ class Marks:
         trim = trim or trim_end
         self.trim = trim  # white space before a match belongs to it
         self.trim_end = trim_end  # the end of the text counts as a match for trimming
-        self._found = re.compile("|".join(map(re.escape, marks))) if marks else None
+        self.found = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         partial = "|".join(_beginning(mark) for mark in marks if len(mark) > 1) or "(?!)"
         space = f"[ \\t\\r\\n]{{0,{TRIM_MAX}}}" if trim else ""
         self._held = re.compile(f"{space}(?:{partial})?\\Z")
         self._held_max = max(map(len, marks), default=0) + (TRIM_MAX if trim else 0)
-
-    def search(self, text: str, at: int) -> re.Match[str] | None:
-        return self._found.search(text, at) if self._found else None
 
     def held_from(self, text: str, at: int) -> int:
         """Position from which the text may be, or become, part of a match."""
@@ -128,7 +125,7 @@ class Reader:
     def until(self, marks: Marks, emit: Emit) -> Steps[str | None]:
         """Emit text up to a match and read the match; return None if the text ended without one."""
         while True:
-            found = marks.search(self._text, self._at)
+            found = marks.found.search(self._text, self._at)
             if found is not None:
                 end = found.start()
                 self._emit_to(self._trimmed(end) if marks.trim else end, emit)

@@ -37,14 +37,12 @@ def likely_call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     return (yield from _Object(reader, out, certain=False).read())
 
 
-def calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+def calls(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome]:
     """Read one call or a list of calls. If the first one is not a call, none is."""
-    return (yield from _calls(reader, out, call))
-
-
-def likely_calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read one call or a list of calls that may be content: see `likely_call`."""
-    return (yield from _calls(reader, out, likely_call))
+    yield from reader.space()
+    if not (yield from reader.starts("[")):
+        return (yield from one(reader, out))
+    return (yield from calls_in_list(reader, out, one))
 
 
 def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome]:
@@ -63,20 +61,13 @@ def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[Cal
         one = call  # a list whose first item is a call has only calls
 
 
-def _calls(reader: Reader, out: EventSink, one: Body) -> Steps[CallOutcome]:
-    yield from reader.space()
-    if not (yield from reader.starts("[")):
-        return (yield from one(reader, out))
-    return (yield from calls_in_list(reader, out, one))
-
-
 class _Object:
     def __init__(self, reader: Reader, out: EventSink, *, certain: bool) -> None:
         self._reader = reader
         self._out = out
         self._certain = certain
         self._emit: Emit | None = None
-        self._early: list[str] | None = None  # arguments that came before the name
+        self._early: list[str] = []  # arguments that came before the name
 
     def read(self) -> Steps[CallOutcome]:
         reader = self._reader
@@ -105,9 +96,7 @@ class _Object:
         if key in _NAMES and self._emit is None:
             return (yield from self._name())
         if is_arguments:
-            if self._emit is None:
-                self._early = []
-            emit = self._emit or self._collect
+            emit = self._emit or self._early.append
             return (yield from json_text.arguments(self._reader, emit))
         if not self._certain and self._emit is None and key not in _BESIDE:
             return False
@@ -119,12 +108,8 @@ class _Object:
             return False
         self._certain = self._certain or self._out.knows(name)
         self._emit = self._out.begin(self._reader, name)
-        self._emit("".join(self._early or ()))
+        self._emit("".join(self._early))
         return True
-
-    def _collect(self, part: str) -> None:
-        assert self._early is not None, "arguments were read"
-        self._early.append(part)
 
     def _broken(self) -> CallOutcome:
         if self._emit is None:
@@ -192,7 +177,7 @@ INTERN = framed_format(
 def _whole_output(reader: Reader, out: EventSink) -> Steps[None]:
     reader.keep()
     yield from reader.word(WHITE, TRIM_MAX)
-    outcome = yield from likely_calls(reader, out)
+    outcome = yield from calls(reader, out, likely_call)
     if out.settle(reader):
         yield from reader.rest(out.content)
     elif outcome is CallOutcome.BROKEN:

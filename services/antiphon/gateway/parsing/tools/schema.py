@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from antiphon.wire.schemas import Json
 
@@ -42,35 +42,52 @@ _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximu
 _TEXTS = frozenset({"pattern", "format", "title", "description", "$ref", "$id", "$anchor"})
 
 
-def check(schema: Json, at: str, depth: int = 0) -> None:
-    """Validate the form of a schema against Draft 2020-12.
-
-    Args:
-        schema: Decoded JSON.
-        at: Its path, for errors.
-        depth: Its nesting depth.
+def checked_schema(schema: Json, at: str, depth: int = 0) -> Json:
+    """Return the schema with JSON's names of types, if its form is that of Draft 2020-12.
 
     Raises:
-        InvalidRequest: It is invalid; `param` has the path.
+        InvalidRequest: It is not; `param` has the path of the error, which starts with `at`.
     """
     if isinstance(schema, bool):
-        return
+        return schema
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{at}: a schema must be an object, true or false", param=at)
     if depth > DEPTH_MAX:
         raise InvalidRequest(f"{at}: the schema is nested too deeply", param=at)
-    for word, value in schema.items():
-        place = f"{at}.{word}"
-        wrong = _wrong(word, value)
-        if wrong:
-            raise InvalidRequest(f"{place}: {wrong}", param=place)
-        for name, part in _inner(word, value):
-            check(part, f"{place}.{name}".rstrip("."), depth + 1)
+    return {word: _checked_value(word, schema[word], f"{at}.{word}", depth + 1) for word in schema}
 
 
-def normalised(schema: Json) -> Json:
-    """Return the schema with such type names replaced by JSON's."""
-    return _normalised(schema, depth=0)
+def _checked_value(word: str, value: Json, at: str, depth: int) -> Json:
+    if word == "type":
+        return _checked_type(value, at)
+    if word in _SINGLE:
+        return checked_schema(value, at, depth)
+    is_valid, wrong = _FORMS.get(word, (None, ""))
+    if is_valid is not None and not is_valid(value):
+        raise InvalidRequest(f"{at}: {wrong}", param=at)
+    if word in _MAPS and isinstance(value, dict):
+        return {name: checked_schema(value[name], f"{at}.{name}", depth) for name in value}
+    if word in _LISTS and isinstance(value, list):
+        return [checked_schema(part, f"{at}.{n}", depth) for n, part in enumerate(value)]
+    return value
+
+
+def _checked_type(value: Json, at: str) -> Json:
+    named = json_type(value)
+    for type_ in named if isinstance(named, list) and named else [named]:
+        if not isinstance(type_, str) or type_ not in TYPES:
+            text = f"{at}: {type_!r} is not a type; the types are {_TYPES_SHOWN}"
+            raise InvalidRequest(text, param=at)
+    return named
+
+
+def json_type(value: Json) -> Json:
+    """Replace names of types of databases and programming languages by JSON's."""
+    if isinstance(value, list):
+        return [json_type(part) for part in value]
+    if isinstance(value, str) and value not in TYPES:
+        return _ALIASES.get(value.lower(), value.lower() if value.lower() in TYPES else value)
+    return value
 
 
 def types_of(schema: Json) -> frozenset[str]:
@@ -118,28 +135,6 @@ def _member(value: Json, name: str) -> Json:
     return value.get(name) if isinstance(value, dict) else None
 
 
-def _wrong(word: str, value: Json) -> str | None:
-    if word == "type":
-        types = value if isinstance(value, list) and value else [value]
-        wrong = [type_ for type_ in types if not isinstance(type_, str) or type_ not in TYPES]
-        return f"{wrong[0]!r} is not a type; the types are {_TYPES_SHOWN}" if wrong else None
-    if word in _MAPS and not isinstance(value, dict):
-        return "must be an object"
-    if word in _LISTS and (not isinstance(value, list) or not value):
-        return "must be a list of schemas"
-    if word == "enum" and not isinstance(value, list):
-        return "must be a list"
-    if word == "required" and not _are_names(value):
-        return "must be a list of distinct names"
-    if word in _COUNTS and (not _is_number(value) or not isinstance(value, int) or value < 0):
-        return "must be a non-negative integer"
-    if word in _NUMBERS and not _is_number(value):
-        return "must be a number"
-    if word in _TEXTS and not isinstance(value, str):
-        return "must be a string"
-    return None
-
-
 def _are_names(value: Json) -> bool:
     if not isinstance(value, list):
         return False
@@ -151,35 +146,18 @@ def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _inner(word: str, value: Json) -> Iterator[tuple[str, Json]]:
-    if word in _MAPS and isinstance(value, dict):
-        yield from value.items()
-    elif word in _LISTS and isinstance(value, list):
-        yield from ((str(index), part) for index, part in enumerate(value))
-    elif word in _SINGLE:
-        yield "", value
+def _is_count(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _normalised(schema: Json, depth: int) -> Json:
-    if not isinstance(schema, dict) or depth > DEPTH_MAX:
-        return schema
-    made: dict[str, Json] = {}
-    for word, value in schema.items():
-        made[word] = value
-        if word == "type":
-            made[word] = _type(value)
-        elif word in _MAPS and isinstance(value, dict):
-            made[word] = {name: _normalised(part, depth + 1) for name, part in value.items()}
-        elif word in _LISTS and isinstance(value, list):
-            made[word] = [_normalised(part, depth + 1) for part in value]
-        elif word in _SINGLE:
-            made[word] = _normalised(value, depth + 1)
-    return made
-
-
-def _type(value: Json) -> Json:
-    if isinstance(value, list):
-        return [_type(part) for part in value]
-    if isinstance(value, str) and value not in TYPES:
-        return _ALIASES.get(value.lower(), value.lower() if value.lower() in TYPES else value)
-    return value
+_FORMS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    **dict.fromkeys(_MAPS, (lambda value: isinstance(value, dict), "must be an object")),
+    **dict.fromkeys(
+        _LISTS, (lambda value: isinstance(value, list) and bool(value), "must be a list of schemas")
+    ),
+    "enum": (lambda value: isinstance(value, list), "must be a list"),
+    "required": (_are_names, "must be a list of distinct names"),
+    **dict.fromkeys(_COUNTS, (_is_count, "must be a non-negative integer")),
+    **dict.fromkeys(_NUMBERS, (_is_number, "must be a number")),
+    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "must be a string")),
+}

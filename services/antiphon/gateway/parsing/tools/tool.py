@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.tools.schema import check, normalised
+from antiphon.gateway.parsing.tools.schema import checked_schema, json_type
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, Unsupported
 from antiphon.wire.schemas import Json
 
@@ -108,13 +108,12 @@ def _schema(parameters: Json, at: str) -> dict[str, Json]:
         raise InvalidRequest(
             f"{at}: parameters must be a JSON schema, which is an object", param=at
         )
-    schema = normalised(parameters)
-    assert isinstance(schema, dict), "an object stays an object"
-    if schema.setdefault("type", "object") != "object":
+    if json_type(parameters.get("type", "object")) != "object":
         message = f'{at}.type: must be "object"'
         raise InvalidRequest(message, param=f"{at}.type")
-    check(schema, at)
-    return schema
+    schema = checked_schema(parameters, at)
+    assert isinstance(schema, dict), "an object stays an object"
+    return {**schema, "type": "object"}
 
 
 def _written(function: dict[str, Json], at: str) -> dict[str, Json]:
