@@ -60,7 +60,6 @@ class Client:
         self.subscription: Subscription
 
     async def listen(self) -> None:
-        """Open the inbox."""
         self.subscription = await self.bus.listen(
             CLIENT_TEXT, self._hear, tenant="default", inbox="mine"
         )
@@ -68,17 +67,14 @@ class Client:
     async def ask(
         self, request: GenerateRequest, *, json: bool = False, inbox: str | None = INBOX
     ) -> None:
-        """Publish a request."""
         data = encode_json(request) if json else encode(request)
         self.bus.transport.publish(PREFIX + GENERATE.subject_for(model=MODEL), data, inbox)
 
     async def first(self, kind: type[M], count: int = 1) -> M:
-        """Wait for so many messages of a kind and return the last."""
         await until(lambda: len(self.all(kind)) >= count)
         return self.all(kind)[count - 1]
 
     def all(self, kind: type[M]) -> list[M]:
-        """Everything heard of a kind."""
         return [message for message in self.heard if isinstance(message, kind)]
 
     @property
@@ -91,7 +87,6 @@ class Client:
         return placed.decode()
 
     async def control(self, message: GenerateResume | GenerateCancel) -> None:
-        """Call the gateway."""
         done = await self.bus.call(GATEWAY_CONTROL, message, timeout_s=5.0, gateway=GATEWAY)
         assert done == GenerateDone(request_id=message.request_id)
 
@@ -106,6 +101,11 @@ async def visiting(at: House) -> AsyncGenerator[Client]:
         client = Client(bus)
         await client.listen()
         yield client
+
+
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "_PING_S", 0.05)
 
 
 @pytest.fixture
@@ -397,17 +397,13 @@ async def test_cancel_reaches_the_leader_and_ends_the_stream(at: House, client: 
     await until(lambda: at.cluster.cancelled == [accepted.request_id])
 
 
-async def test_client_that_vanishes_is_cancelled(
-    at: House, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generate, "_PING_S", 0.05)
+@pytest.mark.usefixtures("quick_pings")
+async def test_client_that_vanishes_is_cancelled(at: House, client: Client) -> None:
     await vanish(at, client)
 
 
-async def test_client_that_comes_back_in_time_keeps_its_request(
-    at: House, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generate, "_PING_S", 0.05)
+@pytest.mark.usefixtures("quick_pings")
+async def test_client_that_comes_back_in_time_keeps_its_request(at: House, client: Client) -> None:
     at.cluster.script = ("a", "b", "c", "d")
     at.cluster.hold_at = 2
     await client.ask(request())
@@ -424,8 +420,8 @@ async def test_client_that_comes_back_in_time_keeps_its_request(
     assert at.cluster.cancelled == []
 
 
-async def test_real_broker_tells_of_a_vanished_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_PING_S", 0.05)
+@pytest.mark.usefixtures("quick_pings")
+async def test_real_broker_tells_of_a_vanished_client() -> None:
     async with NatsServer() as server:
         link = BusConfig(url=server.url)
         async with (

@@ -71,21 +71,22 @@ async def answer(
     await kept.end(TENANT, place, rid, (ids[:-1], ids[-1:], text))
 
 
+async def complete(kept: Sessions, place: SessionPosition, rid: str, *ids: int) -> None:
+    await run(kept, place, rid)
+    await answer(kept, place, rid, *ids)
+
+
 async def test_a_session_is_the_same_at_every_gateway() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 0, None)
     with pytest.raises(InvalidRequest, match="already open"):
         await world.other.open(TENANT, name, 0, None)
-    await run(world.other, SessionPosition(name), "a")
-    await answer(world.other, SessionPosition(name), "a", 1, 2)
-    assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a")) == (1, 2)
-    assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a", offset=1)) == (1,)
-    assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a", offset=0)) == (1, 2)
-    assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a", offset=-1)) == (1,)
-    assert await world.mine.previous_ids(TENANT, SessionPosition(name, "a", offset=-9)) == ()
-    assert await world.mine.previous_ids(
-        TENANT, SessionPosition(name, "a", drop_previous_output=True)
-    ) == (1,)
+    await complete(world.other, SessionPosition(name), "a", 1, 2)
+    for offset, ids in ((None, (1, 2)), (1, (1,)), (0, (1, 2)), (-1, (1,)), (-9, ())):
+        place = SessionPosition(name, "a", offset=offset)
+        assert await world.mine.previous_ids(TENANT, place) == ids
+    without = SessionPosition(name, "a", drop_previous_output=True)
+    assert await world.mine.previous_ids(TENANT, without) == (1,)
     with pytest.raises(InvalidRequest, match="unknown session"):
         await world.mine.previous_ids(TenantId("another"), SessionPosition(name, "a"))
     await world.other.close(TENANT, name)
@@ -97,8 +98,7 @@ async def test_what_runs_below_a_replaced_request_is_aborted() -> None:
     world = World()
     kept = world.mine
     name = await kept.open(TENANT, None, 0, None)
-    await run(kept, SessionPosition(name), "a")
-    await answer(kept, SessionPosition(name), "a", 1, 2)
+    await complete(kept, SessionPosition(name), "a", 1, 2)
     below = SessionPosition(name, "a")
     await run(world.other, below, "b")
     with pytest.raises(InvalidRequest, match="has not ended"):
@@ -128,12 +128,10 @@ async def test_a_request_that_failed_is_no_place_to_go_on_from() -> None:
 async def test_a_session_that_rests_is_forgotten() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 0, 30.0)
-    await run(world.mine, SessionPosition(name), "a")
-    await answer(world.mine, SessionPosition(name), "a", 1, 2)
+    await complete(world.mine, SessionPosition(name), "a", 1, 2)
     for rid in ("b", "c"):
         world.clock.advance(29)
-        await run(world.mine, SessionPosition(name), rid)
-        await answer(world.mine, SessionPosition(name), rid, 1)
+        await complete(world.mine, SessionPosition(name), rid, 1)
     world.clock.advance(31)
     with pytest.raises(InvalidRequest, match="unknown session"):
         await world.other.previous_ids(TENANT, SessionPosition(name, "a"))
@@ -204,8 +202,7 @@ async def test_a_request_that_is_refused_replaces_nothing() -> None:
     world = World()
     kept = world.mine
     name = await kept.open(TENANT, None, 0, None)
-    await run(kept, SessionPosition(name), "a")
-    await answer(kept, SessionPosition(name), "a", 1, 2)
+    await complete(kept, SessionPosition(name), "a", 1, 2)
     anew = SessionPosition(name, replace=True)
     await kept.begin(TENANT, anew, "a", 1)
     with pytest.raises(InvalidRequest, match="has a request 'a'"):
@@ -249,8 +246,7 @@ async def test_two_gateways_change_a_session_at_the_same_time() -> None:
 async def test_what_a_lost_gateway_ran_is_no_part_of_a_session() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 5, None)
-    await run(world.mine, SessionPosition(name), "a")
-    await answer(world.mine, SessionPosition(name), "a", 1, 2)
+    await complete(world.mine, SessionPosition(name), "a", 1, 2)
     await run(world.other, SessionPosition(name, "a"), "b", 3)
     with pytest.raises(InvalidRequest, match="its capacity is 5"):
         await world.mine.begin(TENANT, SessionPosition(name, "a"), "c", 1)

@@ -7,6 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+import pytest
+
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+
+FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
+
 Arguments = Mapping[str, object]
 CallText = tuple[str, Arguments]
 Render = Callable[[str, Sequence[CallText]], str]

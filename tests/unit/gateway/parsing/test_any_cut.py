@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.gateway.parsing.renderers import CALLS_ALONE, RENDERERS, TYPED
+from tests.unit.gateway.parsing.renderers import CALLS_ALONE, FORMATS, RENDERERS, TYPED
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ SCHEMA: Json = {
     },
 }
 OFFER = OfferedTools(schemas={"get_weather": SCHEMA, "add-up.2": SCHEMA})
-FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 
 words = st.text(st.sampled_from("abcXYZ 012.,:;'\"\\/é世👋\n\t{}[]()_-="), max_size=12)
 scalars = st.none() | st.booleans() | st.integers(-999, 999) | words
@@ -91,7 +89,6 @@ def events(made: AnswerParser, pieces: Sequence[str]) -> list[Event]:
 
 
 def cut(text: str, places: list[int]) -> list[str]:
-    """The text, cut at these places."""
     at = sorted({place % (len(text) + 1) for place in places})
     return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
@@ -145,7 +142,6 @@ def test_no_cut_changes_anything(format_: ToolFormat, data: st.DataObject):
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_no_single_cut_changes_an_answer_with_everything(format_: ToolFormat):
-    """Every place of a text with thinking, content, two calls and text after them."""
     think = REASONING_FORMATS[-1]
     made = [("get_weather", {"city": 'a\\b"c</x>'}), ("nobody", {}), ("add-up.2", {"days": 2})]
     for render in RENDERERS[format_.names[0]]:

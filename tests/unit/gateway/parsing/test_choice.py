@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.gateway.parsing.renderers import FORMATS
 
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.objects import JSON_CALLS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
+    from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json
 
 HERMES = tool_format("hermes")
@@ -25,6 +28,8 @@ def function(name: Json = "f", **more: Json) -> Json:
 
 
 TOOLS = read_tools([function("f"), function("g")])
+MANY = read_tools([function(f"f{n}") for n in range(100)])
+NOT_A_CHOICE = "tool_choice must be 'auto', 'none', 'required'"
 
 
 @pytest.mark.parametrize(
@@ -37,52 +42,6 @@ TOOLS = read_tools([function("f"), function("g")])
         (function("two words"), "tools[0].function.name", "a name must have 1 to 128"),
         (function("x" * 129), "tools[0].function.name", "a name must have 1 to 128"),
         (function(description=3), "tools[0].function.description", "must be a string"),
-        (
-            function(parameters=[]),
-            "tools[0].function.parameters",
-            "a JSON schema, which is an object",
-        ),
-        (
-            function(parameters={"type": "array"}),
-            "tools[0].function.parameters",
-            r'parameters\.type: must be "object"',
-        ),
-        (
-            function(parameters={"properties": []}),
-            "tools[0].function.parameters",
-            r"parameters\.properties: must be an object",
-        ),
-        (
-            function(parameters={"properties": {"a": {"type": "strnig"}}}),
-            "tools[0].function.parameters",
-            r"parameters\.properties\.a\.type: 'strnig' is not a type; the types are array, "
-            "boolean, integer, null, number, object, string; the schema of function 'f' is invalid",
-        ),
-        (
-            function(parameters={"properties": {"a": {"anyOf": [3]}}}),
-            "tools[0].function.parameters",
-            r"parameters\.properties\.a\.anyOf\.0: a schema must be an object",
-        ),
-        (
-            function(parameters={"required": ["a", "a"]}),
-            "tools[0].function.parameters",
-            r"parameters\.required: must be a list of distinct names",
-        ),
-        (
-            function(parameters={"properties": {"a": {"minLength": -1}}}),
-            "tools[0].function.parameters",
-            r"parameters\.properties\.a\.minLength: must be a non-negative integer",
-        ),
-        (
-            function(parameters={"properties": {"a": {"maximum": True}}}),
-            "tools[0].function.parameters",
-            r"parameters\.properties\.a\.maximum: must be a number",
-        ),
-        (
-            function(parameters={"properties": {"a": {"pattern": 1}}}),
-            "tools[0].function.parameters",
-            r"parameters\.properties\.a\.pattern: must be a string",
-        ),
     ],
 )
 def test_a_tool_that_is_none_is_refused_by_its_place(tool: Json, param: str, message: str):
@@ -90,6 +49,37 @@ def test_a_tool_that_is_none_is_refused_by_its_place(tool: Json, param: str, mes
         read_tools([tool])
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ([], ": parameters must be a JSON schema, which is an object"),
+        ({"type": "array"}, r'\.type: must be "object"'),
+        ({"properties": []}, r"\.properties: must be an object"),
+        (
+            {"properties": {"a": {"type": "strnig"}}},
+            r"\.properties\.a\.type: 'strnig' is not a type; the types are array, boolean, "
+            "integer, null, number, object, string; the schema of function 'f' is invalid",
+        ),
+        (
+            {"properties": {"a": {"anyOf": [3]}}},
+            r"\.properties\.a\.anyOf\.0: a schema must be an object",
+        ),
+        ({"required": ["a", "a"]}, r"\.required: must be a list of distinct names"),
+        (
+            {"properties": {"a": {"minLength": -1}}},
+            r"\.properties\.a\.minLength: must be a non-negative integer",
+        ),
+        ({"properties": {"a": {"maximum": True}}}, r"\.properties\.a\.maximum: must be a number"),
+        ({"properties": {"a": {"pattern": 1}}}, r"\.properties\.a\.pattern: must be a string"),
+    ],
+)
+def test_invalid_schema_is_refused_by_the_path_inside_it(parameters: Json, message: str):
+    at = "tools[0].function.parameters"
+    with pytest.raises(InvalidRequest, match=re.escape(at) + message) as caught:
+        read_tools([function(parameters=parameters)])
+    assert caught.value.param == at
 
 
 def test_two_tools_of_one_name_are_refused():
@@ -148,35 +138,22 @@ def test_without_tools_there_is_no_choice(choice: Json):
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("choice", "tools", "message"),
     [
-        ("any", "tool_choice must be 'auto', 'none', 'required'"),
-        (3, "tool_choice must be 'auto', 'none', 'required'"),
-        ({"type": "function"}, "tool_choice must be 'auto', 'none', 'required'"),
-        ({"type": "custom", "name": "f"}, "tool_choice must be 'auto', 'none', 'required'"),
-        (function("h"), "unknown tool 'h'; available tools are 'f', 'g'"),
+        ("any", TOOLS, NOT_A_CHOICE),
+        (3, TOOLS, NOT_A_CHOICE),
+        ({"type": "function"}, TOOLS, NOT_A_CHOICE),
+        ({"type": "custom", "name": "f"}, TOOLS, NOT_A_CHOICE),
+        (function("h"), TOOLS, "unknown tool 'h'; available tools are 'f', 'g'"),
+        (function("h"), MANY, r"available tools are 'f0', .*'f15' and 84 more$"),
+        (function("h"), (), "unknown tool 'h'; no tools are available"),
+        ("required", (), "requires tools"),
     ],
 )
-def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
+def test_a_choice_that_is_none_is_refused(choice: Json, tools: tuple[Tool, ...], message: str):
     with pytest.raises(InvalidRequest, match=message) as caught:
-        read_choice(choice, TOOLS)
+        read_choice(choice, tools)
     assert caught.value.param == "tool_choice"
-
-
-def test_required_without_tools_is_refused():
-    with pytest.raises(InvalidRequest, match="requires tools"):
-        read_choice("required", ())
-
-
-def test_unknown_choice_among_many_tools_names_the_first_of_them():
-    many = read_tools([function(f"f{n}") for n in range(100)])
-    with pytest.raises(InvalidRequest, match=r"available tools are 'f0', .*'f15' and 84 more$"):
-        read_choice(function("h"), many)
-
-
-def test_choice_of_a_tool_without_tools_is_refused():
-    with pytest.raises(InvalidRequest, match="unknown tool 'h'; no tools are available"):
-        read_choice(function("h"), ())
 
 
 def test_auto_parses_and_holds_nothing():
@@ -194,7 +171,7 @@ def test_a_strict_tool_is_held_in_auto_where_a_grammar_can_write_it():
     assert plan_tools(strict, ToolChoice(Mode.AUTO), JSON_CALLS, parallel=True).grammar is not None
 
 
-@pytest.mark.parametrize("format_", TOOL_FORMATS, ids=lambda format_: format_.names[0])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_a_strict_tool_is_held_or_refused_in_auto(format_: ToolFormat):
     strict = read_tools([function("loose"), function("f", strict=True)])
     held = format_.form is not None or format_ is JSON_CALLS
@@ -218,7 +195,7 @@ def test_none_shows_no_tools_and_parses_nothing():
     assert (plan.tools, plan.format, plan.grammar) == ((), None, None)
 
 
-@pytest.mark.parametrize("format_", TOOL_FORMATS, ids=lambda f: f.names[0])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_required_is_held_in_the_format_if_a_grammar_can_write_it_and_else_as_json(format_):
     plan = plan_tools(TOOLS, ToolChoice(Mode.REQUIRED), format_, parallel=True)
     assert plan.grammar is not None

@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.gateway.parsing.renderers import RENDERERS
+from tests.unit.gateway.parsing.renderers import FORMATS, RENDERERS
 from tests.unit.gateway.parsing.test_work import feed, steps
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Content
 from antiphon.gateway.parsing.tools import kimi_k3, objects
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})
-FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 AROUND = (*objects.COMMAND4_AROUND, *kimi_k3.AROUND)
 PIECES = [pytest.param(size, id=name) for size, name in ((0, "whole"), (1, "letters"), (5, "5"))]
 OTHER, OFFERED = ("nope", {"at": "Rome", "days": 3}), ("f", {"at": "Oslo"})
@@ -34,9 +33,9 @@ def written(format_: ToolFormat, *calls: tuple[str, dict[str, object]]) -> list[
     return texts
 
 
-def read(format_: ToolFormat, text: str, size: int = 0, offer: OfferedTools = OFFER) -> Parsed:
+def read(format_: ToolFormat, text: str, size: int) -> Parsed:
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
-    return parse(AnswerParser(tools=format_, offer=offer), pieces)
+    return parse(AnswerParser(tools=format_, offer=OFFER), pieces)
 
 
 @pytest.mark.parametrize("size", PIECES)

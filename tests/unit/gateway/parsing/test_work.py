@@ -6,12 +6,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.gateway.parsing.renderers import RENDERERS
+from tests.unit.gateway.parsing.renderers import FORMATS, RENDERERS
 
 from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, Content, Reasoning
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}})
-FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 
 
 def feed(made: AnswerParser, text: str, size: int) -> int:
@@ -69,14 +68,12 @@ def texts(format_: ToolFormat, size: int) -> Iterable[str]:
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_work_grows_as_the_text_does(format_: ToolFormat):
-    """Twice the text is twice the steps, and no step handles more than what is held and a piece."""
     for short, long in zip(texts(format_, 2000), texts(format_, 4000), strict=True):
         assert steps(format_, long) < 2.2 * steps(format_, short) + 1000
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_megabyte_never_waits(format_: ToolFormat):
-    """What is held stays small, however long the answer: so each step is short, too."""
     for text in texts(format_, 100_000):
         made = AnswerParser(tools=format_, offer=OFFER, reasoning=reasoning_format("qwen3"))
         assert feed(made, text, 4) < 128
