@@ -13,13 +13,9 @@ from tests.support.clock import ManualClock
 from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
-    Announce,
-    Cancel,
     Deliver,
     Ended,
-    FetchText,
     Finished,
-    Submit,
     TextDelta,
 )
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
@@ -28,7 +24,7 @@ from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
@@ -211,13 +207,13 @@ class World:
             match action:
                 case Deliver():
                     self._deliver(action)
-                case Announce():
-                    self.lists.append(action.message)
-                case Submit():
-                    self._call(action.message.request_id, self._submitted(action.message))
-                case Cancel():
-                    self._cancel(action.message.request_id)
-                case FetchText():
+                case OpenList():
+                    self.lists.append(action)
+                case SubmitRequest():
+                    self._call(action.request_id, self._submitted(action))
+                case CancelRequest():
+                    self._cancel(action.request_id)
+                case ResumeText():
                     self._ask(action)
 
     def _deliver(self, action: Deliver) -> None:
@@ -261,16 +257,16 @@ class World:
             lambda: self.do(self.owner.cancel_answered(request_id, accepted=accepted)),
         )
 
-    def _ask(self, action: FetchText) -> None:
+    def _ask(self, message: ResumeText) -> None:
         self.asks += 1
         answered = (
-            action.detokenizer == self.detokenizer.process and self.random.random() >= self.loss
+            message.detokenizer == self.detokenizer.process and self.random.random() >= self.loss
         )
         if answered:
-            self.say(self.detokenizer.again(action.message))
+            self.say(self.detokenizer.again(message))
         self.later(
             0.001 if answered else CALL_S,
-            lambda: self.do(self.owner.text_answered(action.detokenizer, answered=answered)),
+            lambda: self.do(self.owner.text_answered(message.detokenizer, answered=answered)),
         )
 
 

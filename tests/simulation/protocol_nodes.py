@@ -12,7 +12,7 @@ from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.unfolding import READS
-from antiphon.gateway.owner.actions import Announce, Cancel, Deliver, FetchText, Submit, TextDelta
+from antiphon.gateway.owner.actions import Deliver, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
@@ -254,14 +254,14 @@ class GatewayNode(Node):
                     self._deliver(request_id, event)
                     if isinstance(event, TextDelta):
                         self.owner.mark_consumed(request_id, event.size_bytes)
-                case Announce(message):
-                    self.say(OPEN, message, model=MODEL)
-                case Submit(message):
-                    self._submit(message)
-                case Cancel(message):
-                    self._cancel(message)
-                case FetchText(detokenizer, message):
-                    self._ask(detokenizer, message)
+                case OpenList():
+                    self.say(OPEN, action, model=MODEL)
+                case SubmitRequest():
+                    self._submit(action)
+                case CancelRequest():
+                    self._cancel(action)
+                case ResumeText():
+                    self._ask(action)
 
     def _submit(self, message: SubmitRequest) -> None:
         def answer(reply: SubmitAccepted | EngineError) -> None:
@@ -276,7 +276,9 @@ class GatewayNode(Node):
 
         self.network.call(self, CANCEL, message, answer, model=MODEL)
 
-    def _ask(self, detokenizer: Process, message: ResumeText) -> None:
+    def _ask(self, message: ResumeText) -> None:
+        detokenizer = message.detokenizer
+
         def answer(reply: TextResumed | EngineError) -> None:
             answered = isinstance(reply, TextResumed)
             self._act(self.owner.text_answered(detokenizer, answered=answered))

@@ -19,12 +19,8 @@ from tests.simulation.owner_world import (
 
 from antiphon.gateway.owner.actions import (
     Action,
-    Announce,
-    Cancel,
     Deliver,
     Ended,
-    FetchText,
-    Submit,
     TextDelta,
 )
 from antiphon.wire.base import Attempt
@@ -39,8 +35,8 @@ from antiphon.wire.errors import (
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import RequestId
 from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.submit import SubmitAccepted
-from antiphon.wire.text import TextBatch, TextRow
+from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +109,7 @@ def test_resubmitting_names_the_attempt_that_was_shown() -> None:
     world.clock.advance(SECOND_S)
     newer = msgspec.structs.replace(world.term, number=2)
     world.owner.leader_changed(newer)
-    submits = [a.message for a in world.owner.tick() if isinstance(a, Submit)]
+    submits = [a for a in world.owner.tick() if isinstance(a, SubmitRequest)]
     assert [s.attempt_floor for s in submits] == [attempt(world, 1)]
 
 
@@ -289,7 +285,7 @@ def test_row_beyond_the_text_is_dropped_and_asked_for() -> None:
     )
     batch = TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=2, rows=(row,))
     actions = world.owner.text_arrived(batch)
-    asked = [action.message for action in actions if isinstance(action, FetchText)]
+    asked = [action for action in actions if isinstance(action, ResumeText)]
     assert [place.text_offset for place in asked[0].places] == [2]
     assert not any(isinstance(a, Deliver) and isinstance(a.event, TextDelta) for a in actions)
 
@@ -301,7 +297,7 @@ def test_lost_tail_shows_in_the_heartbeats() -> None:
     # The first one may have overtaken the batch that it counts.
     assert world.owner.detokenizer_heartbeat(sender, streams) == []
     actions = world.owner.detokenizer_heartbeat(sender, streams)
-    assert [type(action) for action in actions] == [FetchText]
+    assert [type(action) for action in actions] == [ResumeText]
 
 
 def test_end_is_announced_at_once() -> None:
@@ -322,7 +318,7 @@ def test_dead_detokenizer_ends_what_it_was_saying_and_nothing_else() -> None:
 def test_open_list_goes_before_the_submit() -> None:
     world = World(0)
     kinds = [type(action) for action in world.owner.open(submission("r", world.clock))]
-    assert kinds == [Announce, Submit]
+    assert kinds == [OpenList, SubmitRequest]
 
 
 def busy(world: World, requests: int, leaving: float = 0.2) -> World:
@@ -429,7 +425,7 @@ def resubmitted(world: World, for_s: float) -> list[RequestId]:
     found: list[RequestId] = []
     while (at := world.owner.wake_at()) <= until:
         world.clock.advance(max(0.0, at - world.clock.now()))
-        found += [a.message.request_id for a in world.owner.tick() if isinstance(a, Submit)]
+        found += [a.request_id for a in world.owner.tick() if isinstance(a, SubmitRequest)]
     world.clock.advance(until - world.clock.now())
     return found
 
@@ -441,4 +437,4 @@ def ended_in(actions: Sequence[Action]) -> Ended:
 
 
 def cancels(actions: Sequence[Action]) -> list[RequestId]:
-    return [a.message.request_id for a in actions if isinstance(a, Cancel)]
+    return [a.request_id for a in actions if isinstance(a, CancelRequest)]

@@ -63,8 +63,6 @@ _PING_S = 0.5
 
 
 class NatsGenerationEndpoints:
-    """All requests received over NATS, including recently ended ones."""
-
     def __init__(
         self,
         runtime: Runtime,
@@ -141,7 +139,6 @@ class NatsGenerationEndpoints:
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, earlier: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
-        """Reply to a retry as to the first try, and resend the output, maybe to a new inbox."""
         await earlier.opened.wait()  # ends with the first try, at its deadline at the latest
         if earlier.refusal is not None:
             raise earlier.refusal
@@ -152,7 +149,6 @@ class NatsGenerationEndpoints:
     async def _open(
         self, generation: NatsGeneration, gen_request: GenerationRequest
     ) -> list[StreamEvent]:
-        """Open the request and wait until the leader has it; return the events so far."""
         stream = await self._submission.submit(gen_request, self._submission.token_output_budget())
         try:
             events = await stream.get()

@@ -25,8 +25,6 @@ _PIECE_BYTES_MAX = 128 * 1024
 
 
 class NatsGeneration:
-    """Keeps the output of a request until some time after its end. No bus and no clock."""
-
     def __init__(
         self, request: GenerateRequest, tenant: TenantId, digest: bytes, delivery: Delivery
     ) -> None:

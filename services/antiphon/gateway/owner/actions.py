@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.wire.base import FinishReason, Process, Usage
+from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
@@ -45,8 +45,6 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The terminal event of a request: success, or the error that ended it."""
-
     usage: Usage
     error: EngineError | None = None
 
@@ -59,29 +57,10 @@ class Deliver(msgspec.Struct, frozen=True):
     event: StreamEvent
 
 
-class Submit(msgspec.Struct, frozen=True):
-    """Call the leader; the reply, or a timeout, goes to `Owner.submit_answered`."""
+Action = Deliver | SubmitRequest | CancelRequest | OpenList | ResumeText
+"""An event for a client's stream, in order, or a message.
 
-    message: SubmitRequest
-
-
-class Cancel(msgspec.Struct, frozen=True):
-    """Call the leader; the reply, or a timeout, goes to `Owner.cancel_answered`."""
-
-    message: CancelRequest
-
-
-class Announce(msgspec.Struct, frozen=True):
-    """Publish an open list. A lost one is made up for by the next full list."""
-
-    message: OpenList
-
-
-class FetchText(msgspec.Struct, frozen=True):
-    """Fetch missing text from a detokenizer; the outcome goes to `Owner.text_answered`."""
-
-    detokenizer: Process
-    message: ResumeText
-
-
-Action = Deliver | Submit | Cancel | Announce | FetchText
+A submit or a cancel is a call of the leader: its reply, or a timeout, goes to `submit_answered` or
+`cancel_answered` of the owner, and the outcome of fetching missing text from a detokenizer to
+`text_answered`. An open list is published; the next full list makes up for a lost one.
+"""

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bus.errors import BusDown
 from antiphon.gateway.owner.actions import (
-    Announce,
-    Cancel,
     Deliver,
     Ended,
-    FetchText,
-    Submit,
     TextDelta,
 )
 from antiphon.service.dropped_messages import UnknownSender
@@ -22,6 +18,8 @@ from antiphon.service.tasks import isolated
 from antiphon.wire.base import Message, Role
 from antiphon.wire.errors import EngineError, Internal
 from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
+from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
+from antiphon.wire.text import ResumeText
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.routes import RequestRoute
-    from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
-    from antiphon.wire.text import ResumeText, TextBatch
+    from antiphon.wire.text import TextBatch
 
 M = TypeVar("M")
 Q = TypeVar("Q", bound=Message)
@@ -152,14 +149,14 @@ class OwnerDriver:
         match action:
             case Deliver():
                 self._deliver(action)
-            case Announce():
-                self._announce(action.message)
-            case Submit():
-                self._start(self._submit, action.message)
-            case Cancel():
-                self._start(self._cancel, action.message)
-            case FetchText():
-                self._start(self._fetch_text, action.message)
+            case OpenList():
+                self._announce(action)
+            case SubmitRequest():
+                self._start(self._submit, action)
+            case CancelRequest():
+                self._start(self._cancel, action)
+            case ResumeText():
+                self._start(self._fetch_text, action)
 
     def _start(self, work: Callable[[M], Coroutine[None, None, None]], message: M) -> None:
         self._runtime.group.create_task(isolated(work, message))

@@ -16,12 +16,8 @@ import msgspec
 from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
-    Announce,
-    Cancel,
     Deliver,
     Ended,
-    FetchText,
-    Submit,
     TextDelta,
 )
 from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, is_failure
@@ -224,7 +220,6 @@ class Owner:
         return self._take_actions()
 
     def detokenizer_died(self, detokenizer: Process) -> list[Action]:
-        """End the requests whose text a dead detokenizer was producing: it is lost."""
         self._gaps.forget(detokenizer)
         self._timers.drop(("feed", detokenizer))
         for request in list(self._requests.values()):
@@ -236,11 +231,6 @@ class Owner:
         return self._take_actions()
 
     def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
-        """End what the leader has given up, unless a later attempt is already followed.
-
-        A request that the leader had accepted and lost is submitted again. `offset_ms` converts the
-        leader's times to this process's clock.
-        """
         stale = self._term is not None and batch.leader < self._term
         if batch.gateway != self._process or stale:
             return []
@@ -279,11 +269,11 @@ class Owner:
             match key:
                 case ("list",):
                     self._timers.set(_LIST_TIMER, now + self._limits.open_list_s)
-                    self._actions.append(Announce(self._open_list.whole()))
+                    self._actions.append(self._open_list.whole())
                 case ("feed", detokenizer):
                     self._fetch_missing_text(detokenizer)
                 case ("cancel", request_id):
-                    self._actions.append(Cancel(self._pending_cancels[request_id].message))
+                    self._actions.append(self._pending_cancels[request_id].message)
                 case ("submit", request_id):
                     self._submit_due(self._requests[request_id])
                 case ("deadline", request_id):
@@ -303,7 +293,7 @@ class Owner:
     def _submit(self, request: OwnedRequest) -> None:
         request.submitting = True
         self._timers.drop(("submit", request.id))
-        self._actions.append(Submit(request.submission(self._clock.now())))
+        self._actions.append(request.submission(self._clock.now()))
 
     def _submit_due(self, request: OwnedRequest) -> None:
         """Submit again: no leader was found, or the request made no progress for long."""
@@ -416,7 +406,7 @@ class Owner:
             gateway=self._process,
             places=tuple(place for request in affected for place in request.resume_offsets()),
         )
-        self._actions.append(FetchText(detokenizer, message))
+        self._actions.append(message)
 
     # Ending.
 
@@ -431,7 +421,7 @@ class Owner:
         until = self._clock.now() + left_s + _TOMBSTONE_S
         self._pending_cancels[request.id] = _PendingCancel(message, until)
         self._end(request, error)
-        self._actions.append(Cancel(message))
+        self._actions.append(message)
 
     def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
         """Processes that still work on it see it missing from the open list."""
@@ -445,7 +435,7 @@ class Owner:
     def _announce(self) -> None:
         changes = self._open_list.changes()
         if changes is not None:
-            self._actions.append(Announce(changes))
+            self._actions.append(changes)
 
     def _take_actions(self) -> list[Action]:
         self._announce()

@@ -67,7 +67,6 @@ class OwnedChoice:
         return text
 
     def append_outputs(self, piece: TokenOutputsChunk | None) -> TokenOutputsChunk | None:
-        """Return the new part of a piece of token outputs that joins the delivered ones, if any."""
         if piece is None or piece.end <= self.tokens_shown:
             return None
         piece = piece.beyond(self.tokens_shown)
@@ -109,7 +108,6 @@ class OwnedRequest:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a leader has the request as far as known, and no submit is due or in flight."""
         return self.accepted and not self.submitting and not self.tries
 
     @property
@@ -132,7 +130,6 @@ class OwnedRequest:
         )
 
     def resume_offsets(self) -> Iterator[ChoiceCursor]:
-        """Delivered length of each choice, from which the detokenizer resumes."""
         for index, choice in enumerate(self._choices):
             yield ChoiceCursor(
                 request_id=self.id,
@@ -226,7 +223,6 @@ class UnreadBytes:
             self._prompt_bytes += delta.size_bytes
 
     def take(self, size_bytes: int) -> None:
-        """The client has read this many bytes, those of the prompt first."""
         self.size_bytes -= size_bytes
         self._prompt_bytes = max(0, self._prompt_bytes - size_bytes)
         self._taken_bytes += size_bytes
@@ -269,7 +265,6 @@ class OpenListBuilder:
         return self._list(self._changed.values(), tuple(self._closed), whole=False)
 
     def whole(self) -> OpenList:
-        """Return all open requests; includes all changes so far."""
         return self._list(self._open.values(), (), whole=True)
 
     def _list(

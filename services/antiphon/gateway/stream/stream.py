@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Wakeup:
-    """Wakes the reader of one or more streams."""
-
     def __init__(self) -> None:
         self._reader: asyncio.Future[None] | None = None
 
@@ -94,7 +92,6 @@ class RequestStream:
         self.wakeup.notify()
 
     async def get(self) -> list[StreamEvent]:
-        """Wait for events and return all available ones in order. The last event is `Ended`."""
         while not self._events:
             await self.wakeup.wait()
         return self.get_nowait()
