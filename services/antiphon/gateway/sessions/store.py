@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from antiphon.bus.store import KeyValueStore, StoreLimits
 from antiphon.wire.buckets import SESSIONS
@@ -15,38 +14,14 @@ if TYPE_CHECKING:
 Key = tuple[str, ...]
 
 
-class SessionStore(Protocol):
-    """Values by key. All methods raise `Unavailable` if the storage cannot be reached."""
-
-    async def read(self, *key: str) -> tuple[bytes, int] | None:
-        """Return a value and its revision for `swap`, or None."""
-        ...
-
-    async def swap(self, *key: str, value: bytes, revision: int) -> bool:
-        """Write a value if it has not changed since that revision; 0 if it must not exist."""
-        ...
-
-    async def get(self, *key: str) -> bytes | None:
-        """Return a value, or None."""
-        ...
-
-    async def put(self, *key: str, value: bytes) -> None:
-        """Store a value of any size."""
-        ...
-
-    async def forget(self, *key: str) -> bool:
-        """Delete a value and all below its key; return whether it existed."""
-        ...
-
-
 class MemorySessionStore:
-    """A `SessionStore` in this process's memory. Evicts the oldest values beyond `bytes_max`."""
+    """A `KeyValueStore` in this process's memory. Evicts the oldest values beyond `bytes_max`."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._revision = 0
-        self._values: OrderedDict[Key, tuple[bytes, int]] = OrderedDict()
+        self._values: dict[Key, tuple[bytes, int]] = {}  # the oldest first
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
         return self._values.get(key)
@@ -79,6 +54,9 @@ class MemorySessionStore:
     def _drop(self, key: Key) -> None:
         value, _ = self._values.pop(key, (b"", 0))
         self._bytes -= len(value)
+
+
+SessionStore = KeyValueStore | MemorySessionStore
 
 
 def session_store(config: SessionsConfig, bus: Bus) -> SessionStore:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
-from antiphon.gateway.stream.stream import Wakeup
 from antiphon.wire.token_outputs import join_chunks
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class StreamGroup:
         # Names the field as the API does.
         self.on_error: Callable[[EngineError], None] = lambda _: None
         self._unended = len(streams)
-        self._wakeup = Wakeup()
+        self._wakeup = asyncio.Event()
         self._woken = False
         for stream in streams:
             stream.wakeup = self._wakeup
@@ -110,11 +110,12 @@ class StreamGroup:
             nudged, self._woken = self._woken, False
             if taken or nudged or self.ended or self.error is not None:
                 return taken
+            self._wakeup.clear()
             await self._wakeup.wait()
 
     def wake(self) -> None:
         self._woken = True
-        self._wakeup.notify()
+        self._wakeup.set()
 
     def _drain(self, stream: RequestStream) -> list[ChoiceEvent]:
         events = stream.get_nowait()

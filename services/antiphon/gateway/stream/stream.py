@@ -18,23 +18,6 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 
-class Wakeup:
-    def __init__(self) -> None:
-        self._reader: asyncio.Future[None] | None = None
-
-    def notify(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def wait(self) -> None:
-        """Needs no timeout: the owner ends each request at its deadline."""
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-
 class RequestStream:
     """Event queue of a request. The owner bounds it: it ends a request whose text is not read."""
 
@@ -65,7 +48,7 @@ class RequestStream:
         self.starts_in_reasoning = False
         self.truncated = False
         self.labels: tuple[str, ...] = ()  # values of its custom metric labels
-        self.wakeup = Wakeup()  # shared by a reader of several streams
+        self.wakeup = asyncio.Event()  # shared by a reader of several streams
         self._events: list[StreamEvent] = []
 
     @property
@@ -89,11 +72,12 @@ class RequestStream:
                 if self.on_end is not None:
                     self.on_end()
         self._events.append(event)
-        self.wakeup.notify()
+        self.wakeup.set()
 
     async def get(self) -> list[StreamEvent]:
         while not self._events:
-            await self.wakeup.wait()
+            self.wakeup.clear()
+            await self.wakeup.wait()  # at most to the request's deadline, when its owner ends it
         return self.get_nowait()
 
     def get_nowait(self) -> list[StreamEvent]:
