@@ -20,8 +20,7 @@ from antiphon.gateway.owner.actions import (
     Ended,
     TextDelta,
 )
-from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, is_failure
-from antiphon.gateway.owner.stream_gaps import StreamGaps
+from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
 from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Process
 from antiphon.wire.errors import (

@@ -1,4 +1,4 @@
-"""Open requests as their owner sees them: the attempts they follow, their text, and their list."""
+"""Open requests as their owner sees them: their attempts, their text and its gaps, their list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.service.sequence import Arrival, SeqReceiver
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Attempt, Process, Term
-    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.heartbeat import StreamSeq
+    from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.submit import SubmitRequest
     from antiphon.wire.text import Origin, TextRow
     from antiphon.wire.token_outputs import TokenOutputsChunk
@@ -283,6 +285,47 @@ class OpenListBuilder:
         self._changed.clear()
         self._closed.clear()
         return message
+
+
+class StreamGaps:
+    """Missing text of detokenizers, by sequence numbers, until it has been fetched. Pure."""
+
+    def __init__(self, receiver: InstanceId) -> None:
+        self._receiver = receiver
+        self._seqs = SeqReceiver()
+        self._incomplete: set[Process] = set()
+        self._resuming: set[Process] = set()
+
+    def has_gap(self, sender: Process) -> bool:
+        return sender in self._incomplete
+
+    def resuming(self, sender: Process) -> bool:
+        return sender in self._resuming
+
+    def on_batch(self, sender: Process, seq: int) -> None:
+        """Record a batch. A late or repeated one is no loss: text is placed by offset."""
+        if self._seqs.accept(sender, seq) is Arrival.GAP:
+            self._incomplete.add(sender)
+
+    def on_heartbeat(self, sender: Process, streams: Iterable[StreamSeq]) -> None:
+        """Record the sent count of a heartbeat: the loss of the last batch shows only there."""
+        if self._seqs.tail_lost(sender, self._receiver, streams):
+            self._incomplete.add(sender)
+
+    def begin_resume(self, sender: Process) -> None:
+        self._incomplete.discard(sender)
+        self._resuming.add(sender)
+
+    def end_resume(self, sender: Process, *, answered: bool) -> None:
+        """Record the outcome of a fetch; after a failure the loss remains."""
+        self._resuming.discard(sender)
+        if not answered:
+            self._incomplete.add(sender)
+
+    def forget(self, sender: Process) -> None:
+        self._seqs.forget(sender)
+        self._incomplete.discard(sender)
+        self._resuming.discard(sender)
 
 
 def is_failure(row: TextRow) -> bool:
