@@ -17,7 +17,7 @@ from tests.unit.gateway.test_stored_responses import joining
 from antiphon.config.gateway import SessionsConfig
 from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.service import GatewayService
-from antiphon.gateway.sessions.session import SessionPosition
+from antiphon.gateway.sessions.session import SessionParams
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import session_store
 from antiphon.service.clock import SystemClock
@@ -130,8 +130,8 @@ async def test_what_a_dead_gateway_ran_is_forgotten(
             keep_s=60.0,
             timeout_s=60.0,
         )
-        await dying.begin(DEFAULT_TENANT, SessionPosition("s", "1"), "2", 20)
-        await dying.accept(DEFAULT_TENANT, SessionPosition("s", "1"), "2")
+        await dying.begin(DEFAULT_TENANT, SessionParams("s", "1"), "2", 20)
+        await dying.accept(DEFAULT_TENANT, SessionParams("s", "1"), "2")
     assert await two.say(1, "c" * 20, "s", name="3", rid="1") == 400, "there is no room"
     assert await two.say(1, "c", "s", name="3", rid="2") == 400, "it has not ended"
     monkeypatch.setattr(owners, "SETTLE_S", 0.0)

@@ -6,10 +6,10 @@ the size and owner of each; their tokens are stored separately, per request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.wire.base import Process
 from antiphon.wire.errors import InvalidRequest
@@ -18,15 +18,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class SessionPosition:
-    """Position of a request in a session, as sent by the client."""
+class SessionParams(msgspec.Struct, frozen=True):
+    """Position of a request in a session."""
 
-    session: str
-    rid: str | None = None
-    offset: int | None = None
-    replace: bool = False
-    drop_previous_output: bool = False
+    id: Annotated[str, Meta(description="Session id.")]
+    rid: Annotated[
+        str | None,
+        Meta(
+            description="Request to continue from. If unset, the request starts from an "
+            "empty context."
+        ),
+    ] = None
+    offset: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+        Meta(
+            description="Number of tokens of the earlier context to keep. 0 or unset "
+            "keeps all of it; a negative value drops that many from the end."
+        ),
+    ] = None
+    replace: Annotated[
+        bool | None,
+        Meta(
+            description="Whether to abort and discard other requests that continue from "
+            "the same one."
+        ),
+    ] = None
+    drop_previous_output: Annotated[
+        bool | None, Meta(description="Whether to drop the output of the request continued from.")
+    ] = None
 
 
 class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -63,7 +82,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         if node is None or node.owner is not None:
             raise unknown_request(rid, "is unknown" if node is None else "has not ended")
 
-    def begin(self, place: SessionPosition, rid: str, node: SessionNode) -> None:
+    def begin(self, place: SessionParams, rid: str, node: SessionNode) -> None:
         """Reserve space for a request, until it is accepted or has ended."""
         replaced = self._replaced(place)
         if rid in self.entering or rid in self.nodes.keys() - replaced:
@@ -76,7 +95,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         node.above = place.rid
         self.entering[rid] = node
 
-    def accept(self, place: SessionPosition, rid: str) -> Mapping[str, SessionNode]:
+    def accept(self, place: SessionParams, rid: str) -> Mapping[str, SessionNode]:
         """Add a running request to the tree; return the requests it replaces."""
         dropped = self._drop(self._replaced(place))
         node = self.entering.pop(rid)
@@ -106,7 +125,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
                 if node.owner is not None and abandoned(node.owner, node.until_unix_ms):
                     del requests[rid]
 
-    def _replaced(self, place: SessionPosition) -> set[str]:
+    def _replaced(self, place: SessionParams) -> set[str]:
         """Return the requests that one at this position replaces, and all below them."""
         if not place.replace:
             return set()

@@ -15,7 +15,7 @@ from antiphon.wire.errors import InvalidRequest, Unavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from antiphon.gateway.sessions.session import SessionPosition
+    from antiphon.gateway.sessions.session import SessionParams
     from antiphon.gateway.sessions.store import SessionStore
     from antiphon.wire.base import Process
     from antiphon.wire.ids import TenantId
@@ -89,15 +89,15 @@ class Sessions:
             raise _none(name, "session_id")
         await self._drop(tenant, name, held)
 
-    async def previous_ids(self, tenant: TenantId, place: SessionPosition) -> tuple[int, ...]:
+    async def previous_ids(self, tenant: TenantId, place: SessionParams) -> tuple[int, ...]:
         """Return the token ids that a new request continues from."""
-        session, _ = await self._read(tenant, place.session)
+        session, _ = await self._read(tenant, place.id)
         if session is None:
-            raise _none(place.session, "session_params")
+            raise _none(place.id, "session_params")
         if place.rid is None:
             return ()
         session.check_ended(place.rid)
-        value = await self._store.get(tenant, place.session, place.rid)
+        value = await self._store.get(tenant, place.id, place.rid)
         if value is None:
             raise unknown_request(place.rid, "is no longer stored")
         turn = msgspec.msgpack.decode(value, type=StoredTurn)
@@ -106,7 +106,7 @@ class Sessions:
         return tuple(kept[: place.offset] if place.offset else kept)
 
     async def begin(
-        self, tenant: TenantId, place: SessionPosition, rid: str, characters: int
+        self, tenant: TenantId, place: SessionParams, rid: str, characters: int
     ) -> None:
         """Reserve space for a request, until `end`."""
         node = SessionNode(
@@ -119,25 +119,25 @@ class Sessions:
             session.begin(place, rid, node)
             return True
 
-        if await self._change(tenant, place.session, begin) is None:
-            raise _none(place.session, "session_params")
+        if await self._change(tenant, place.id, begin) is None:
+            raise _none(place.id, "session_params")
 
-    async def accept(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
+    async def accept(self, tenant: TenantId, place: SessionParams, rid: str) -> None:
         """Add a running request to the tree; drop the requests it replaces."""
 
         def accept(session: Session) -> Mapping[str, SessionNode] | None:
             return session.accept(place, rid) if rid in session.entering else None
 
-        dropped = await self._change(tenant, place.session, accept)
+        dropped = await self._change(tenant, place.id, accept)
         if dropped is None:  # the session was closed meanwhile
             await self._abort(tenant, rid, self._process)
             return
-        await self._drop(tenant, place.session, dropped)
+        await self._drop(tenant, place.id, dropped)
 
     async def end(
         self,
         tenant: TenantId,
-        place: SessionPosition,
+        place: SessionParams,
         rid: str,
         answer: tuple[tuple[int, ...], tuple[int, ...], str] | None,
     ) -> None:
@@ -149,21 +149,21 @@ class Sessions:
             prompt_ids, output_ids, _ = answer
             turn = StoredTurn(pack_ids(prompt_ids), pack_ids(output_ids))
             value = msgspec.msgpack.encode(turn)
-            await self._store.put(tenant, place.session, rid, value=value)
+            await self._store.put(tenant, place.id, rid, value=value)
 
         def end(session: Session) -> Mapping[str, SessionNode] | None:
             if rid not in session.entering and rid not in session.nodes:
                 return None
             return session.end(rid, None if answer is None else len(answer[2]))
 
-        dropped = await self._change(tenant, place.session, end)
+        dropped = await self._change(tenant, place.id, end)
         if dropped is None and answer is not None:
             # It was closed or replaced meanwhile, so its tokens belong to no request.
-            await self._store.forget(tenant, place.session, rid)
+            await self._store.forget(tenant, place.id, rid)
         # Another request may have its name by now: only requests that continued from it are
         # aborted.
         below = {name: node for name, node in (dropped or {}).items() if name != rid}
-        await self._drop(tenant, place.session, below)
+        await self._drop(tenant, place.id, below)
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
         """Read an open session, and the revision of its value."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import EngineError
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.sessions.session import SessionParams
     from antiphon.gateway.sessions.sessions import Sessions
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
@@ -35,36 +34,6 @@ if TYPE_CHECKING:
     ]
 
 log = logging.getLogger(__name__)
-
-
-class SessionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a request in a session."""
-
-    id: Annotated[str, Meta(description="Session id.")]
-    rid: Annotated[
-        str | None,
-        Meta(
-            description="Request to continue from. If unset, the request starts from an "
-            "empty context."
-        ),
-    ] = None
-    offset: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
-        Meta(
-            description="Number of tokens of the earlier context to keep. 0 or unset "
-            "keeps all of it; a negative value drops that many from the end."
-        ),
-    ] = None
-    replace: Annotated[
-        bool | None,
-        Meta(
-            description="Whether to abort and discard other requests that continue from "
-            "the same one."
-        ),
-    ] = None
-    drop_previous_output: Annotated[
-        bool | None, Meta(description="Whether to drop the output of the request continued from.")
-    ] = None
 
 
 class SessionRequests:
@@ -86,7 +55,7 @@ class SessionRequests:
         self,
         request: web.Request,
         gen_request: GenerationRequest,
-        params: SessionParams,
+        place: SessionParams,
         make_writer: SessionWriterFactory,
         *,
         streamed: bool,
@@ -96,7 +65,7 @@ class SessionRequests:
         Args:
             request: The client's request.
             gen_request: The new part of the prompt.
-            params: Position in the session.
+            place: Position in the session.
             make_writer: Creates the response writer for the whole prompt; its outputs store the
                 result.
             streamed: Whether to stream.
@@ -104,13 +73,6 @@ class SessionRequests:
         Raises:
             EngineError: The position is invalid, or the request failed before any output.
         """
-        place = SessionPosition(
-            params.id,
-            params.rid,
-            params.offset,
-            bool(params.replace),
-            bool(params.drop_previous_output),
-        )
         tenant, sessions = tenant_of(request), self._sessions
         before = await sessions.previous_ids(tenant, place)
         characters = await self._characters(gen_request)
@@ -140,7 +102,7 @@ class SessionRequests:
             if not persisted:
                 await self._end_without_output(tenant, place, rid)
 
-    async def _end_without_output(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
+    async def _end_without_output(self, tenant: TenantId, place: SessionParams, rid: str) -> None:
         """End a request that was interrupted, which no request can continue."""
         try:
             await self._sessions.end(tenant, place, rid, None)

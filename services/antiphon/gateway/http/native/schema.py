@@ -17,8 +17,8 @@ from antiphon.gateway.http.core.sampling import (
     TokensMax,
     doc,
 )
-from antiphon.gateway.http.core.session_requests import SessionParams
 from antiphon.gateway.http.core.unsupported import COMMON, EMBEDDING, NOTHING
+from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TopLogprobs

@@ -21,7 +21,7 @@ from antiphon.gateway.http.core.sampling import (
     TokensMax,
     doc,
 )
-from antiphon.gateway.http.core.session_requests import SessionParams
+from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Priority, Seed
