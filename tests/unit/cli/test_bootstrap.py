@@ -214,19 +214,14 @@ def put_program(folder: Path, name: str) -> None:
     (folder / name).touch(mode=0o755)
 
 
-@pytest.mark.parametrize("folder", [".", "sbin"])
+@pytest.mark.parametrize("folder", [".", "sbin", None], ids=["PATH", "sbin", "named"])
 def test_a_nats_server_that_is_there_is_found(
-    folder: str, bare: Path, programs: FakePrograms
+    folder: str | None, bare: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_program(bare / folder, "nats-server")
-    bootstrap.find_nats()
-    assert programs.commands == []
-
-
-def test_a_nats_server_that_is_named_is_believed(
-    bare: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ANTIPHON_NATS_SERVER", "/opt/nats-server")
+    if folder is None:
+        monkeypatch.setenv("ANTIPHON_NATS_SERVER", "/opt/nats-server")
+    else:
+        put_program(bare / folder, "nats-server")
     bootstrap.find_nats()
     assert programs.commands == []
 

@@ -29,11 +29,6 @@ def test_every_command_can_be_loaded(name: str) -> None:
     assert callable(COMMANDS[name].load())
 
 
-def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out.strip() == metadata.version("antiphon")
-
-
 def test_models_are_listed_with_size_licence_and_source(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.config.test_card import CONFIG as BASE
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
@@ -17,15 +18,8 @@ from antiphon.model_card.gguf_header import read_gguf
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONFIG: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
+CONFIG = {name: BASE[name] for name in BASE if name not in ("torch_dtype", "eos_token_id")} | {
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
     "dtype": "bfloat16",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }

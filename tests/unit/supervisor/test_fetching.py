@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from tests.arguments import settings_of
 from tests.unit.service.fake_hub import FakeHub
 
 from antiphon.config.errors import ConfigError
@@ -25,27 +26,22 @@ REPO = "owner/small"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
 
 
-def settings(cache: Path, *, offline: bool = False) -> Settings:
-    base = Settings()
-    return replace(
-        base,
-        model=replace(base.model, path=REPO),
-        load=replace(base.load, download_folder=str(cache), offline=offline),
-    )
+def settings(cache: Path, *further: str, model: str = REPO) -> Settings:
+    return settings_of("--model-path", model, "--download-dir", str(cache), *further)
 
 
 def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     with FakeHub(REPO, FILES).serving() as hub:
         fetch(REPO, settings(tmp_path).load, weights=True, endpoint=hub.url)
-    found = fetch_models(settings(tmp_path, offline=True), console)
-    assert found == settings(tmp_path, offline=True)
+    found = fetch_models(settings(tmp_path, "--load-offline"), console)
+    assert found == settings(tmp_path, "--load-offline")
     assert "looking for owner/small" in console.export_text()
 
 
 def test_a_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"owner/small: not completely in the cache"):
-        fetch_models(settings(tmp_path, offline=True), Console(quiet=True))
+        fetch_models(settings(tmp_path, "--load-offline"), Console(quiet=True))
 
 
 def test_a_model_on_this_machine_needs_no_fetching() -> None:
@@ -53,8 +49,7 @@ def test_a_model_on_this_machine_needs_no_fetching() -> None:
 
 
 def test_a_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
-    base = settings(tmp_path, offline=True)
-    named = replace(base, model=replace(base.model, path="smollm2"))
+    named = settings(tmp_path, "--load-offline", model="smollm2")
     with pytest.raises(ConfigError, match=r"smollm2: missing from .*load\.offline is set"):
         fetch_models(named, Console(quiet=True))
 

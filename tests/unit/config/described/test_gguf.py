@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.arguments import settings_of
 from tests.unit.config.described.gguf_files import SHAPE, byte_level, pieces, write
 from transformers import AutoTokenizer
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.config.settings import Settings
 from antiphon.model_card.card import read_card
 from antiphon.model_card.converted.folder import gguf_folder
 from antiphon.model_card.files import find_files
@@ -71,8 +71,7 @@ def test_config_says_what_the_settings_say(tmp_path: Path) -> None:
 
 def test_a_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", tokenizer=byte_level())
-    base = Settings()
-    settings = _replaced(base, file, tmp_path / "cache")
+    settings = settings_of("--model-path", str(file), "--download-dir", str(tmp_path / "cache"))
     card = read_card(model_files(settings))
     assert (card.vocabulary_size, card.eos_ids, card.dtype) == (261, (259,), Dtype.FLOAT32)
     folder = tokenizer_folder(settings)
@@ -82,16 +81,6 @@ def test_a_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
     turns = (ChatMessage(role="user", content="hi"),)
     assert template.render(turns, continue_final=False) == "<|im_start|><user>hi"
     assert read_vocabulary(folder).tokens[257] == b" he"
-
-
-def _replaced(settings: Settings, file: Path, cache: Path) -> Settings:
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    return replace(
-        settings,
-        model=replace(settings.model, path=str(file)),
-        load=replace(settings.load, download_folder=str(cache)),
-    )
 
 
 def test_a_folder_is_made_once_and_another_file_gets_its_own(tmp_path: Path) -> None:
@@ -194,22 +183,21 @@ def llama3_factors(factor: float) -> np.ndarray:
 
 
 def test_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
-    tensors = {"rope_freqs.weight": llama3_factors(32.0)}
-    file = write(tmp_path / "a.gguf", tokenizer=byte_level(), tensors=tensors)
-    assert config_of(file, tmp_path)["rope_scaling"] == {
+    def scaled(factors: np.ndarray) -> dict[str, Any]:
+        tensors = {"rope_freqs.weight": factors}
+        return config_of(write(file, tokenizer=byte_level(), tensors=tensors), tmp_path)
+
+    file = tmp_path / "a.gguf"
+    assert scaled(llama3_factors(32.0))["rope_scaling"] == {
         "rope_type": "llama3",
         "factor": 32.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    tensors = {"rope_freqs.weight": np.ones(8, np.float32)}
-    plain = write(tmp_path / "c.gguf", tokenizer=byte_level(), tensors=tensors)
-    assert "rope_scaling" not in config_of(plain, tmp_path)
-    tensors = {"rope_freqs.weight": llama3_factors(32.0) * 1.1}
-    other = write(tmp_path / "b.gguf", tokenizer=byte_level(), tensors=tensors)
+    assert "rope_scaling" not in scaled(np.ones(8, np.float32))
     with pytest.raises(ConfigError, match="is not the scaling of Llama 3"):
-        config_of(other, tmp_path)
+        scaled(llama3_factors(32.0) * 1.1)
 
 
 @pytest.mark.parametrize(

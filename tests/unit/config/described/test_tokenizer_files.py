@@ -9,13 +9,12 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from msgspec.structs import replace
+from tests.arguments import settings_of
 from tests.unit.config.described.gguf_files import gguf_letters
 from transformers.utils import sentencepiece_model_pb2_new as pb2
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
-from antiphon.config.settings import Settings
 from antiphon.model_card.converted.folder import tokenizer_files_folder
 from antiphon.model_card.served_model import tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
@@ -52,8 +51,12 @@ def write_model(folder: Path, kind: str, **trainer: object) -> list[str]:
     return texts
 
 
-def tokenizer_of(folder: Path, cache: Path) -> Tokenizer:
-    made = tokenizer_files_folder(folder, cache)
+def converted(folder: Path) -> Path | None:
+    return tokenizer_files_folder(folder, folder / "cache")
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    made = converted(folder)
     assert made is not None
     return open_tokenizer(made)
 
@@ -97,7 +100,7 @@ def spelled(text: str) -> str:
 
 def test_pairs_are_merged_as_sentence_piece_merges_them(tmp_path: Path) -> None:
     write_model(tmp_path, "bpe")
-    tokenizer = tokenizer_of(tmp_path, tmp_path / "cache")
+    tokenizer = tokenizer_of(tmp_path)
     ranks = {word: index for index, word in enumerate(WORDS)}
     for text in texts():
         tokens = tokenizer.encode(text, add_special_tokens=False).tokens
@@ -107,7 +110,7 @@ def test_pairs_are_merged_as_sentence_piece_merges_them(tmp_path: Path) -> None:
 
 def test_a_text_is_cut_the_likeliest_way(tmp_path: Path) -> None:
     names = write_model(tmp_path, "unigram")
-    tokenizer = tokenizer_of(tmp_path, tmp_path / "cache")
+    tokenizer = tokenizer_of(tmp_path)
     model = json.loads(tokenizer.to_str())["model"]
     scores = {text: score for text, score in model["vocab"] if text in (*WORDS, *LETTERS)}
     assert [text for text, _ in model["vocab"]] == names
@@ -123,13 +126,13 @@ def test_what_is_no_piece_becomes_bytes_and_special_tokens_stay_whole(
     tmp_path: Path, kind: str
 ) -> None:
     write_model(tmp_path, kind)
-    tokenizer = tokenizer_of(tmp_path, tmp_path / "cache")
+    tokenizer = tokenizer_of(tmp_path)
     encoding = tokenizer.encode("é</s><own>h")
     assert encoding.tokens[0] == "<s>"
     assert [token for token in encoding.tokens if token.startswith("<0x")] == ["<0xC3>", "<0xA9>"]
     assert "<own>" in encoding.tokens
     assert tokenizer.decode(encoding.ids).startswith("é<own>")
-    tokens = read_vocabulary(tokenizer_files_folder(tmp_path, tmp_path / "cache") or tmp_path)
+    tokens = read_vocabulary(converted(tmp_path) or tmp_path)
     assert b" hello" in tokens.tokens
 
 
@@ -137,12 +140,8 @@ def test_a_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
     write_model(tmp_path, "bpe")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x", "eos_token": "<own>"}')
-    base = Settings()
-    settings = replace(
-        base,
-        model=replace(base.model, path=str(tmp_path)),
-        load=replace(base.load, download_folder=str(tmp_path / "cache")),
-    )
+    cache = str(tmp_path / "cache")
+    settings = settings_of("--model-path", str(tmp_path), "--download-dir", cache)
     folder = tokenizer_folder(settings)
     assert folder.parent.parent == tmp_path / "cache"
     assert vocabulary.read_model_tokenizer(folder).template is not None
@@ -165,13 +164,13 @@ def test_a_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        tokenizer_files_folder(tmp_path, tmp_path / "cache")
+        converted(tmp_path)
 
 
 def test_pieces_of_another_kind_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "word")
     with pytest.raises(ConfigError, match="type 3; only unigram and BPE"):
-        tokenizer_files_folder(tmp_path, tmp_path / "cache")
+        converted(tmp_path)
 
 
 def test_random_bytes_are_refused_and_never_read_for_long(tmp_path: Path) -> None:
@@ -179,7 +178,7 @@ def test_random_bytes_are_refused_and_never_read_for_long(tmp_path: Path) -> Non
     for _ in range(500):
         (tmp_path / "tokenizer.model").write_bytes(rng.randbytes(rng.randrange(200)))
         with pytest.raises(ConfigError):
-            tokenizer_files_folder(tmp_path, tmp_path / "cache")
+            converted(tmp_path)
 
 
 def write_tekken(folder: Path, words: Sequence[bytes], *, names: bool) -> None:
@@ -208,7 +207,7 @@ def write_tekken(folder: Path, words: Sequence[bytes], *, names: bool) -> None:
 def test_tekken_cuts_by_rank_behind_its_special_tokens(tmp_path: Path, names: bool) -> None:
     words = [b"he", b"ll", b" he", "é".encode(), b"hello", b"never"]
     write_tekken(tmp_path, words, names=names)
-    tokenizer = tokenizer_of(tmp_path, tmp_path / "cache")
+    tokenizer = tokenizer_of(tmp_path)
     assert tokenizer.get_vocab_size() == 20 + 256 + len(words) - 1
     ids = tokenizer.encode("hello hello é</s>1").ids
     spaced = [20 + 256 + 2, 20 + 256 + 1, 20 + ord("o")]
@@ -223,7 +222,7 @@ def test_tekken_cuts_by_rank_behind_its_special_tokens(tmp_path: Path, names: bo
 def test_tekken_that_is_broken_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tekken.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tekken\.json"):
-        tokenizer_files_folder(tmp_path, tmp_path / "cache")
+        converted(tmp_path)
 
 
 def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
