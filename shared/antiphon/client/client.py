@@ -221,11 +221,7 @@ def _request(
 
 
 def _checked(fields: Mapping[str, object], kind: type[M]) -> M:
-    """Convert the fields to a request.
-
-    Raises:
-        InvalidRequest: A field is out of bounds.
-    """
+    """Convert the fields to a request; `InvalidRequest` for one that is out of bounds."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
+from antiphon.client.stream import NO_RESPONDERS_TIMEOUT_S, now
 from antiphon.wire.base import Usage
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.routes import EMBED
@@ -27,8 +28,6 @@ CALLS_MAX = 4
 SILENCE_S = 60.0
 """Time after which a call is repeated: its reply may have been lost."""
 PAUSE_S = 0.2
-NO_RESPONDERS_TIMEOUT_S = 6.0
-"""How long to retry without responders: gateways need a while to reconnect to a broker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,8 @@ class EmbedResult:
 
 
 async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) -> EmbedResult:
-    """Send the requests and join their replies.
-
-    Raises:
-        EngineError: Error of the first failed call; the others are cancelled.
-    """
-    deadline = _now() + timeout_s
+    """Send the requests and join their replies; the first error cancels the other calls."""
+    deadline = now() + timeout_s
     slots = asyncio.Semaphore(CALLS_MAX)
 
     async def one(request: EmbedRequest) -> EmbedReply:
@@ -72,7 +67,7 @@ async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) ->
 async def _call(bus: Bus, request: EmbedRequest, deadline: float) -> EmbedReply:
     """Retry until there is a reply: repeating an embedding request is harmless."""
     tries, no_responders_since = 0, None
-    while (left_s := deadline - _now()) > 0:
+    while (left_s := deadline - now()) > 0:
         tries += 1
         attempt = msgspec.structs.replace(request, timeout_s=left_s)
         try:
@@ -80,16 +75,12 @@ async def _call(bus: Bus, request: EmbedRequest, deadline: float) -> EmbedReply:
                 EMBED, attempt, timeout_s=min(left_s, SILENCE_S), model=request.model
             )
         except NoResponders:
-            no_responders_since = _now() if no_responders_since is None else no_responders_since
-            if tries == 1 or _now() - no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
+            no_responders_since = now() if no_responders_since is None else no_responders_since
+            if tries == 1 or now() - no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
                 raise
         except (ReplyLost, BusDown):
             no_responders_since = None
         except DeadlineExceeded:
             continue
-        await asyncio.sleep(min(PAUSE_S, max(0.0, deadline - _now())))
+        await asyncio.sleep(min(PAUSE_S, max(0.0, deadline - now())))
     raise DeadlineExceeded("no embeddings were received before the timeout")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -76,14 +76,11 @@ class Completion:
 
 
 class GenerationStream:
-    """One request on its own inbox.
+    """One request on its own inbox; `end` is its end, once received.
 
     The first `GenerateAccepted` determines the request id. A retry may reach another gateway, which
     does not know the first try and starts a second request: that one is cancelled, and its text is
     ignored.
-
-    Attributes:
-        end: The end of the request, once received.
     """
 
     def __init__(self, bus: Bus, tenant: TenantId, request: GenerateRequest) -> None:
@@ -102,7 +99,7 @@ class GenerationStream:
 
     async def chunks(self, timeout_s: float) -> AsyncGenerator[CompletionChunk]:
         """Yield text until the request has ended or failed. Leaving early cancels it."""
-        deadline = _now() + timeout_s
+        deadline = now() + timeout_s
         subscription = await self._bus.transport.subscribe(self._inbox, self._receive)
         try:
             await self._retry()
@@ -126,7 +123,7 @@ class GenerationStream:
             async with asyncio.timeout_at(min(deadline, self._retry_at)):
                 return await self._events.get()
         except TimeoutError:
-            if _now() >= deadline:
+            if now() >= deadline:
                 raise DeadlineExceeded("the request did not end before the timeout") from None
         await self._retry()
         return None
@@ -188,7 +185,7 @@ class GenerationStream:
         return whole[0] if whole else None
 
     def _mark_progress(self) -> None:
-        self._retry_at = _now() + SILENCE_S
+        self._retry_at = now() + SILENCE_S
         self._no_responders_since = None
 
     async def _resume_once(self) -> None:
@@ -198,7 +195,7 @@ class GenerationStream:
 
     async def _retry(self) -> None:
         """Submit with the same key, or resume if the request was accepted."""
-        self._retry_at = _now() + SILENCE_S
+        self._retry_at = now() + SILENCE_S
         if self._accepted is None:
             await self._submit()
         else:
@@ -231,9 +228,9 @@ class GenerationStream:
     def _on_no_responders(self, error: NoResponders) -> None:
         """Raise the error: at once on the first try, else after a timeout."""
         if self._no_responders_since is None:
-            self._no_responders_since = _now()
+            self._no_responders_since = now()
         first = self._accepted is None and self._tries == 1
-        if first or _now() - self._no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
+        if first or now() - self._no_responders_since >= NO_RESPONDERS_TIMEOUT_S:
             raise error
 
     async def _cancel(self, accepted: GenerateAccepted) -> None:
@@ -308,5 +305,6 @@ class TextAssembler:
         return msgspec.structs.replace(piece, text_offset=text_offset, text=text, details=details)
 
 
-def _now() -> float:
+def now() -> float:
+    """The time of the running loop, in seconds."""
     return asyncio.get_running_loop().time()

@@ -143,12 +143,8 @@ class SessionsConfig(Config):
     """Number of replicas of each session in a NATS cluster."""
 
 
-BYTES_MAX = 8 * 1024
-"""Maximum length of the JSON."""
-KEYS_MAX = 64
-"""Maximum number of variables."""
-DEPTH_MAX = 16
-"""Maximum nesting depth of their values."""
+TEMPLATE_BYTES_MAX, TEMPLATE_KEYS_MAX, TEMPLATE_DEPTH_MAX = 8 * 1024, 64, 16
+"""Limits of default template arguments: length of the JSON, variables, nesting of their values."""
 _OF_REQUESTS = ("messages", "tools", "add_generation_prompt")
 """Variables that every request sets, so that a default would never be used."""
 _KINDS = {"list": "a list", "str": "a string", "bool": "a boolean", "NoneType": "null"}
@@ -157,8 +153,8 @@ _KINDS = {"list": "a list", "str": "a string", "bool": "a boolean", "NoneType": 
 def read_template_kwargs(text: str) -> dict[str, object]:
     """Parse the JSON of default template arguments; `ValueError` says what is wrong with it."""
     size = len(text.encode())
-    if size > BYTES_MAX:
-        raise ValueError(f"the JSON has {size} bytes; the limit is {BYTES_MAX} bytes")
+    if size > TEMPLATE_BYTES_MAX:
+        raise ValueError(f"the JSON has {size} bytes; the limit is {TEMPLATE_BYTES_MAX} bytes")
     try:
         found: object = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -167,14 +163,16 @@ def read_template_kwargs(text: str) -> dict[str, object]:
         kind = _KINDS.get(type(found).__name__, "a number")
         raise ValueError(f"expected a JSON object, such as {{}}, got {kind}")  # noqa: TRY004
     kwargs = cast("dict[str, object]", found)
-    if len(kwargs) > KEYS_MAX:
-        raise ValueError(f"the object has {len(kwargs)} keys; the limit is {KEYS_MAX} keys")
+    if len(kwargs) > TEMPLATE_KEYS_MAX:
+        raise ValueError(
+            f"the object has {len(kwargs)} keys; the limit is {TEMPLATE_KEYS_MAX} keys"
+        )
     for name in _OF_REQUESTS:
         if name in kwargs:
             raise ValueError(f"{name!r} comes from each request and cannot have a default")
     for name, value in kwargs.items():
-        if not _is_shallow(value, DEPTH_MAX):
-            raise ValueError(f"{name!r} is nested deeper than {DEPTH_MAX} levels")
+        if not _is_shallow(value, TEMPLATE_DEPTH_MAX):
+            raise ValueError(f"{name!r} is nested deeper than {TEMPLATE_DEPTH_MAX} levels")
     return kwargs
 
 

@@ -64,6 +64,10 @@ class _Method(msgspec.Struct):
 Names = list[str] | None
 
 
+class _Unconverted(msgspec.Struct, kw_only=True):
+    modules_to_not_convert: Names = None
+
+
 def _uniform(
     method: QuantizationMethod,
     scheme: QuantizationScheme,
@@ -84,10 +88,9 @@ def _uniform(
     )
 
 
-class _Fp8(msgspec.Struct):
+class _Fp8(_Unconverted):
     activation_scheme: str = "dynamic"
     weight_block_size: tuple[int, int] | None = None
-    modules_to_not_convert: Names = None
     ignored_layers: Names = None
 
 
@@ -106,9 +109,8 @@ def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
     )
 
 
-class _W8a8(msgspec.Struct):
+class _W8a8(_Unconverted):
     ignore: Names = None
-    modules_to_not_convert: Names = None
 
 
 def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
@@ -117,12 +119,11 @@ def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
     return msgspec.structs.replace(W8A8_INT8, plain=plain)
 
 
-class _Awq(msgspec.Struct):
+class _Awq(_Unconverted):
     bits: int = 4
     group_size: int = 128
     version: str = "gemm"
     zero_point: bool = True
-    modules_to_not_convert: Names = None
 
 
 def _awq(raw: msgspec.Raw) -> QuantizationConfig:
@@ -135,13 +136,12 @@ def _awq(raw: msgspec.Raw) -> QuantizationConfig:
     return _uniform(QuantizationMethod.AWQ, scheme, parsed.modules_to_not_convert)
 
 
-class _Gptq(msgspec.Struct):
+class _Gptq(_Unconverted):
     bits: int
     group_size: int = 128
     desc_act: bool = False
     checkpoint_format: str = "gptq"
     lm_head: bool = False
-    modules_to_not_convert: Names = None
     modules_in_block_to_quantize: list[list[str] | str] | None = None
     dynamic: Mapping[str, msgspec.Raw] | None = None
 
@@ -205,12 +205,8 @@ def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
     return _uniform(QuantizationMethod.BITSANDBYTES, scheme, skipped, ignored=(".weight_format",))
 
 
-class _Mxfp4(msgspec.Struct):
-    modules_to_not_convert: Names = None
-
-
 def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
-    plain = _decode(raw, _Mxfp4).modules_to_not_convert
+    plain = _decode(raw, _Unconverted).modules_to_not_convert
     return _uniform(QuantizationMethod.MXFP4, Mxfp4(weight="_blocks", count=2), plain)
 
 
@@ -223,9 +219,8 @@ class _TorchaoData(msgspec.Struct):
     granularity: _Typed | None = None
 
 
-class _Torchao(msgspec.Struct):
+class _Torchao(_Unconverted):
     quant_type: Mapping[str, _Typed]
-    modules_to_not_convert: Names = None
 
 
 def _torchao(raw: msgspec.Raw) -> QuantizationConfig:

@@ -138,10 +138,7 @@ def memory_budget(
 def state_count(
     settings: Settings, state_bytes: int, memory: MemoryBudget, pool: ResolvedValue[int]
 ) -> ResolvedValue[int]:
-    """Divide the pool between pages and states, those of running requests and checkpoints.
-
-    `state_bytes` is the size of one state in all layers; 0: the model has none.
-    """
+    """Divide the pool between pages and states; a state of 0 bytes means that there are none."""
     if not state_bytes:
         return ResolvedValue(0, "the model has no recurrent layers")
     cache = settings.cache
@@ -213,10 +210,7 @@ def _requested_pages(
 
 
 def pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:
-    """Bytes for the pool: a share of the remaining memory, or the rest of a share of all memory.
-
-    The latter may exceed the available memory.
-    """
+    """Bytes for the pool: a share of the remaining memory, or the rest of a share of all of it."""
     cache = settings.cache
     if cache.static_ratio is not None:
         share = int(memory.free * cache.static_ratio) - memory.weights

@@ -31,14 +31,7 @@ from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        Awaitable,
-        Callable,
-        Collection,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -129,10 +122,8 @@ class ServiceStack:
         nats_port = self._settings.supervisor.nats_port
         if nats_port and not self._settings.bus.url and not is_free("127.0.0.1", nats_port):
             raise CannotServe(f"port {nats_port} is in use; choose another with --nats-port")
-        drain_s, stop_s = (
-            self._settings.service.drain_timeout_s,
-            self._settings.supervisor.stop_timeout_s,
-        )
+        drain_s = self._settings.service.drain_timeout_s
+        stop_s = self._settings.supervisor.stop_timeout_s
         if stop_s <= drain_s:
             raise ConfigError(
                 f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
@@ -327,11 +318,9 @@ class ServiceStack:
 def _with_port(settings: Settings) -> Settings:
     """Choose the gateway's port if it is 0, since it must be announced."""
     gateway = settings.gateway
-    return (
-        settings
-        if gateway.port
-        else replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
-    )
+    if gateway.port:
+        return settings
+    return replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
 
 
 def _ports(readiness: Readiness) -> str:
@@ -390,12 +379,9 @@ def _share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, s
 
 def _count(settings: Settings, role: Role) -> int:
     supervisor = settings.supervisor
-    match role:
-        case Role.WORKER:
-            return supervisor.workers
-        case Role.TOKENIZER:
-            return supervisor.tokenizers
-        case Role.DETOKENIZER:
-            return supervisor.detokenizers
-        case _:
-            return 1
+    counts = {
+        Role.WORKER: supervisor.workers,
+        Role.TOKENIZER: supervisor.tokenizers,
+        Role.DETOKENIZER: supervisor.detokenizers,
+    }
+    return counts.get(role, 1)

@@ -7,16 +7,18 @@ import json
 import pytest
 from tests.arguments import settings_of
 
+from antiphon.config import gateway
 from antiphon.config.errors import ConfigError
-from antiphon.config.gateway import BYTES_MAX, DEPTH_MAX, KEYS_MAX, read_template_kwargs
 
+BYTES_MAX, KEYS_MAX = gateway.TEMPLATE_BYTES_MAX, gateway.TEMPLATE_KEYS_MAX
+DEPTH_MAX = gateway.TEMPLATE_DEPTH_MAX
 DEEP: object = 1
 for _ in range(DEPTH_MAX + 1):
     DEEP = [DEEP]
 
 
 def test_object_is_read() -> None:
-    assert read_template_kwargs('{"a": {"b": [1]}}') == {"a": {"b": [1]}}
+    assert gateway.read_template_kwargs('{"a": {"b": [1]}}') == {"a": {"b": [1]}}
 
 
 @pytest.mark.parametrize(
