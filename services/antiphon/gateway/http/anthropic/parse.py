@@ -21,7 +21,9 @@ from antiphon.gateway.http.anthropic.schema import (
 from antiphon.gateway.http.core.fields import decode, model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import single_grammar
+from antiphon.gateway.http.core.thinking_budget import FORMAT_UNKNOWN
 from antiphon.gateway.http.core.tool_calls import (
+    template_options,
     template_tools,
     to_json,
     tool_plan,
@@ -59,8 +61,6 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=InvalidRequest)
 
-_SWITCHES = ("enable_thinking", "thinking")
-"""Names of the template variable that turns reasoning on and off."""
 _BETWEEN = "\n"
 """Separates the texts of blocks that are joined."""
 
@@ -133,7 +133,10 @@ def _prompt(
         model=model_of(body.model),
         messages=turns,
         continue_final_message=continued,
-        template=TemplateParams(options=_options(body, enabled), tools=template_tools(plan)),
+        template=TemplateParams(
+            options=template_options(enabled, body.output_config and body.output_config.effort),
+            tools=template_tools(plan),
+        ),
         reasoning=None if reasoning is None else ReasoningParams(format=reasoning, enabled=enabled),
         model_defaults=True,
     )
@@ -170,15 +173,6 @@ def ignored_field_warnings(body: PromptBody) -> list[str]:
     ]
 
 
-def _options(body: PromptBody, enabled: bool | None) -> str | None:
-    options: dict[str, object] = {}
-    if body.output_config and body.output_config.effort:
-        options["reasoning_effort"] = body.output_config.effort
-    if enabled is not None:
-        options |= dict.fromkeys(_SWITCHES, enabled)
-    return msgspec.json.encode(options).decode() if options else None
-
-
 def _reasoning_enabled(
     thinking: ThinkingBody | None, reasoning: ReasoningFormat | None
 ) -> bool | None:
@@ -188,11 +182,7 @@ def _reasoning_enabled(
         text = "thinking cannot be enabled when the final assistant message is continued"
         raise Unsupported(text, param="thinking.type")
     if thinking.type == "enabled" and reasoning is None:
-        text = (
-            "the reasoning format of this model is unknown; set gateway.reasoning_parser "
-            "(--reasoning-parser)"
-        )
-        raise Unsupported(text, param="thinking.type")
+        raise Unsupported(FORMAT_UNKNOWN, param="thinking.type")
     return thinking.type == "enabled"
 
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 
+FORMAT_UNKNOWN = (
+    "the reasoning format of this model is unknown; set gateway.reasoning_parser "
+    "(--reasoning-parser)"
+)
+
 
 async def with_thinking_budget(
     gen_request: GenerationRequest,
@@ -41,11 +46,7 @@ async def with_thinking_budget(
         text = "cannot be combined with the thinking_budget logits processor"
         raise InvalidRequest(f"{param}: {text}", param=param)
     if marks is None:
-        text = (
-            "the reasoning format of this model is unknown; set gateway.reasoning_parser "
-            "(--reasoning-parser)"
-        )
-        raise Unsupported(f"{param}: {text}", param=param)
+        raise Unsupported(f"{param}: {FORMAT_UNKNOWN}", param=param)
     begin_id = await tokenizers.token_id_of(marks.begin)
     end_id = await tokenizers.token_id_of(marks.end)
     if begin_id is None or end_id is None:

@@ -74,6 +74,14 @@ def template_tools(plan: ToolPlan) -> str | None:
     return msgspec.json.encode(tools).decode() if tools else None
 
 
+def template_options(thinking: bool | None, effort: str | None) -> str | None:
+    """Return the chat template variables for reasoning, whose names vary by model, as JSON."""
+    options: dict[str, object] = {"reasoning_effort": effort} if effort else {}
+    if thinking is not None:
+        options |= {"enable_thinking": thinking, "thinking": thinking}
+    return msgspec.json.encode(options).decode() if options else None
+
+
 def with_tool_constraints(
     gen_request: GenerationRequest, plan: ToolPlan, format_: ReasoningFormat | None
 ) -> GenerationRequest:

@@ -9,7 +9,9 @@ import msgspec
 from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import as_tuple
+from antiphon.gateway.http.core.thinking_budget import FORMAT_UNKNOWN
 from antiphon.gateway.http.core.tool_calls import (
+    template_options,
     template_tools,
     to_json,
     tool_plan,
@@ -124,11 +126,7 @@ def _chat(
 ) -> ParsedOllamaRequest:
     reasoning = formats.reasoning
     if body.think and reasoning is None:
-        text = (
-            "think: the reasoning format of this model is unknown; set "
-            "gateway.reasoning_parser (--reasoning-parser)"
-        )
-        raise Unsupported(text, param="think")
+        raise Unsupported(f"think: {FORMAT_UNKNOWN}", param="think")
     gen_request = _with_common_fields(gen_request, body)
     offered = read_tools(cast("list[JsonValue]", to_json(tools, "tools")))
     plan = tool_plan(
@@ -138,15 +136,16 @@ def _chat(
         parallel=True,
         constraint=gen_request.sampling.grammar,
     )
-    switches = _switches(body.think)
+    thinking = None if body.think is None else bool(body.think)
     gen_request = msgspec.structs.replace(
         gen_request,
         template=TemplateParams(
-            options=_template_options(body.think, switches), tools=template_tools(plan)
+            options=template_options(thinking, body.think if isinstance(body.think, str) else None),
+            tools=template_tools(plan),
         ),
         reasoning=None
         if reasoning is None
-        else ReasoningParams(format=reasoning, enabled=switches.get(reasoning.switch or "")),
+        else ReasoningParams(format=reasoning, enabled=thinking if reasoning.switch else None),
     )
     return ParsedOllamaRequest(
         gen_request=with_tool_constraints(gen_request, plan, reasoning),
@@ -209,17 +208,6 @@ def _grammar(format_: str | Json | None) -> Grammar | None:
         schema = msgspec.json.encode(format_).decode()
         return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
     return Grammar(kind=GrammarKind.JSON_OBJECT) if format_ else None
-
-
-def _switches(think: bool | str | None) -> dict[str, bool]:
-    """Return the template variables that turn reasoning on and off, whose names vary by model."""
-    return {} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
-
-
-def _template_options(think: bool | str | None, switches: dict[str, bool]) -> str | None:
-    effort = {"reasoning_effort": think} if isinstance(think, str) else {}
-    options = effort | switches
-    return msgspec.json.encode(options).decode() if options else None
 
 
 def _message(turn: OllamaTurn, at: str) -> ChatMessage:
