@@ -11,11 +11,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from antiphon.config.metrics import label_names, label_values
 from antiphon.telemetry.catalog import FAMILIES, Kind, Merge, Side
@@ -241,9 +237,7 @@ def _merge(total: Total, family: MetricSpec, series: MetricSeries) -> None:
     total.parts += 1
 
 
-def _by_family(
-    sums: dict[SeriesKey, Total],
-) -> Iterator[FamilyTotal]:
+def _by_family(sums: dict[SeriesKey, Total]) -> Iterator[FamilyTotal]:
     """Group series by metric. Of several sets of histogram bounds the most common one is used."""
     found: dict[str, dict[tuple[float, ...], list[Total]]] = {}
     for (name, _, _, bounds), total in sums.items():

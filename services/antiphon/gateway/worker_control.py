@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
-    from antiphon.wire.command import (
-        ContinueWorker,
-        ControlDone,
-        PauseWorker,
-        SetWeightVersion,
-    )
+    from antiphon.wire.command import ContinueWorker, ControlDone, PauseWorker, SetWeightVersion
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, TenantId
 

@@ -31,10 +31,7 @@ from antiphon.gateway.http.core.tool_calls import (
 )
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.gateway.requests.generation_request import (
-    GenerationRequest,
-    ReasoningParams,
-)
+from antiphon.gateway.requests.generation_request import GenerationRequest, ReasoningParams
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind

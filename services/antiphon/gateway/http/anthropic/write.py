@@ -34,13 +34,7 @@ from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.sse import named_event
 from antiphon.gateway.http.core.writer import ResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.gateway.parsing.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    Reasoning,
-)
+from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 

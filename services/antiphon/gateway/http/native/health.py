@@ -11,10 +11,7 @@ import msgspec
 
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.requests.generation_request import (
-    PROBE_API,
-    GenerationRequest,
-)
+from antiphon.gateway.requests.generation_request import PROBE_API, GenerationRequest
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error

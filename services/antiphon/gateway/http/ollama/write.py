@@ -137,9 +137,7 @@ class OllamaChatResponseWriter(OllamaResponseWriter):
     @staticmethod
     def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
         message = OllamaMessage(
-            content=piece.content,
-            thinking=piece.thinking or UNSET,
-            tool_calls=piece.calls or UNSET,
+            content=piece.content, thinking=piece.thinking or UNSET, tool_calls=piece.calls or UNSET
         )
         return OllamaChatReply(model=model, created_at=now(), done=done, message=message)
 
