@@ -1,0 +1,35 @@
+"""What clients depend on stays: recorded requests get the recorded status, error and shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.system import recorded
+from tests.system.stack import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ARGUMENTS = ("--tool-call-parser", "json", "--reasoning-parser", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(*ARGUMENTS) as stack:
+        yield stack.url
+
+
+def test_recorded_requests_get_their_recorded_answers(url: str) -> None:
+    exchanges = recorded.load()
+    assert len(exchanges) >= 300
+    played = recorded.play(url, [exchange["send"] for exchange in exchanges])
+    assert [pair for pair in zip(played, exchanges, strict=True) if pair[0] != pair[1]] == []
+
+
+def test_shapes_leave_out_values_but_not_names_types_and_order() -> None:
+    finished = {"finish_reason": "stop", "text": "a", "logprob": -0.5}
+    assert recorded.shape(finished) == "{finish_reason: 'stop', logprob: number, text: str}"
+    assert recorded.shape([1, "a", 2, None]) == "[null|number|str]"
+    assert recorded.shape({"finish_reason": "length"}) != recorded.shape({"finish_reason": "stop"})
+    assert recorded.shape({"top_logprobs": {"b": 1.0}}) == "{top_logprobs: {text: number}}"
