@@ -7,9 +7,10 @@ SERVICE ?= gateway
 PKG ?= gateway
 # The slowest tests of a run; what takes under a second is not listed.
 DURATIONS := --durations=15 --durations-min=1
+CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-tools run chat fmt lint types arch tidy check test test-unit test-kernels test-faults test-long eval train \
+.PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
   bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site up down image
 
 help:  ## Print this list
@@ -27,10 +28,15 @@ chat: setup  ## Talk to a running server in the terminal
 fmt: setup  ## Format, and fix what the linter can fix
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CPP)
 
 lint: setup  ## Style and form
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+lint-cpp: setup  ## clang-tidy over the C++ kernels, a minute or two; writes compile_commands.json
+	$(BIN)/python -m tests.support.cpp --tidy
 
 types: setup  ## Types, strict
 	$(BIN)/pyright

@@ -6,6 +6,13 @@
 // the dot products of AVX-512, which add the products of a step in another order.
 // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 
+#pragma once
+
+#include "gemm.h"
+#include "simd.h"
+
+namespace ISA_NS {
+
 #if ANTIPHON_AMX
 
 static constexpr int AMX_ROWS = 16;
@@ -78,3 +85,5 @@ INLINE bool uses_amx(const PackedLinear &) { return false; }
 template <class T> static constexpr bool USES_AMX = false;
 
 #endif
+
+}  // namespace ISA_NS

@@ -3,6 +3,16 @@
 // What is laid out for registers is what a tile holds: pairs of dimensions by keys, and pairs of
 // keys by dimensions. One query alone is computed so too, and has the same bits.
 
+#pragma once
+
+#include "amx.h"
+#include "attention_block.h"
+#include "fp8.h"
+#include "layout.h"
+#include "simd.h"
+
+namespace ISA_NS {
+
 #if ANTIPHON_AMX
 
 // Put a task's queries side by side, head by head, as squares read them.
@@ -108,8 +118,8 @@ INLINE void ready_sums(
 
 // Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
 static void attend_amx(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    int64_t last, const KeyBlock &block, AttentionScratch<bf16> &room, AmxTiles &squares) {
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first, int64_t last,
+    const KeyBlock &block, AttentionScratch<bf16> &room, AmxTiles &squares) {
     const int64_t steps = ceil_div(block.until, STEP), pairs = ceil_div(block.until, 2);
     std::memset(
         room.values + pairs * room.width, 0,
@@ -141,3 +151,5 @@ static void attend_amx(
 }
 
 #endif
+
+}  // namespace ISA_NS

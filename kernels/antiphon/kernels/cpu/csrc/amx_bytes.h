@@ -6,6 +6,17 @@
 // has made, whatever they are. Sums of whole numbers are exact, so a row has the same bits in any
 // order.
 
+#pragma once
+
+#include "amx.h"
+#include "amx_linear.h"
+#include "gemm.h"
+#include "simd.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace ISA_NS {
+
 #if ANTIPHON_AMX
 
 static constexpr int BYTES_STEP = 64;
@@ -17,11 +28,11 @@ struct BytePlanes {
     int64_t stride;
 };
 
-INLINE void split_to_bytes(const bf16 *x, int64_t inputs, int8_t *upper, int8_t *lower, float *scale) {
+INLINE void split_to_bytes(
+    const bf16 *x, int64_t inputs, int8_t *upper, int8_t *lower, float *scale) {
     F32 top = zeros();
-    by_vectors(inputs, [&](int64_t i, auto part) {
-        top = magnitude_max(top, load_part(x + i, part));
-    });
+    by_vectors(
+        inputs, [&](int64_t i, auto part) { top = magnitude_max(top, load_part(x + i, part)); });
     *scale = max_magnitude(top) / 32512.0f;
     // So small a row is zero; a NaN or infinity is in its scale, and so in all that comes of it.
     const F32 inverse = splat(*scale > 1e-30f ? 1.0f / *scale : 0.0f);
@@ -57,7 +68,8 @@ class ByteTiles {
     static constexpr int64_t ASKS = 4;
 
     ByteTiles(
-        const PackedLinear &linear, const BytePlanes &planes, void *y, Epilogue epilogue, PrefetchRange prefetch)
+        const PackedLinear &linear, const BytePlanes &planes, void *y, Epilogue epilogue,
+        PrefetchRange prefetch)
         : linear_(linear), planes_(planes), y_(y), epilogue_(epilogue), prefetch_(prefetch) {}
 
     // Up to SQUARE rows of the planes, from `row` on, the `first + row`-th of y, by a panel.
@@ -191,3 +203,5 @@ static void int8_linear_amx(
     PrefetchRange) {}
 
 #endif
+
+}  // namespace ISA_NS

@@ -1,5 +1,14 @@
 // A packed linear on AMX: tiles of 32 rows by a panel, four squares of sums.
 
+#pragma once
+
+#include "amx.h"
+#include "gemm.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 #if ANTIPHON_AMX
 
 // Load a tile, whose number must be a literal.
@@ -23,14 +32,14 @@ class SquareTiles {
 
     // Up to SQUARE_ROWS rows, the `row`-th of y and on, by a panel.
     template <Resident RESIDENT>
-    void multiply(
-        const bf16 *x, int64_t row, int64_t height, int64_t panel, const bf16 *weights) {
+    void multiply(const bf16 *x, int64_t row, int64_t height, int64_t panel, const bf16 *weights) {
         const int64_t upper = height < AMX_ROWS ? height : AMX_ROWS, lower = height - upper;
         squares_.shape(upper, lower);
         if (lower) multiply<RESIDENT, true>(x, height, weights);
         else multiply<RESIDENT, false>(x, height, weights);
         finish();
-        pending_ = {finish_of<bf16>(linear_, panel, epilogue_), panel, row, height, sums_[side_][0]};
+        pending_ = {
+            finish_of<bf16>(linear_, panel, epilogue_), panel, row, height, sums_[side_][0]};
         side_ ^= 1;
     }
 
@@ -179,3 +188,5 @@ static void linear_amx(
     PrefetchRange) {}
 
 #endif
+
+}  // namespace ISA_NS

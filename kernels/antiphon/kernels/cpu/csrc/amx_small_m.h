@@ -5,6 +5,19 @@
 // A decode step reads more than it computes, so pages are gone through once and as they lie, all
 // heads of one before the next, and the memory is asked for each a few pages before.
 
+#pragma once
+
+#include "amx.h"
+#include "amx_attention.h"
+#include "attention.h"
+#include "attention_block.h"
+#include "fp8.h"
+#include "layout.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 #if ANTIPHON_AMX
 
 // Queries of a head are the columns of one tile.
@@ -15,17 +28,17 @@ INLINE bool is_small_m(const AttentionCall &call, const AttentionTask &task) {
 
 // What such a task works in, cut from the thread's scratch memory.
 struct SmallMScratch {
-    int64_t queries, columns;  // of a head; in whole fours, as scores are turned
-    int64_t words, width;      // of a head, in whole steps; of a row of sums, in whole vectors
-    uint32_t *queries_transposed;           // (heads, words, SQUARE) queries, turned
-    float *squares;            // (2, heads, SQUARE keys, SQUARE queries) scores of two squares
-    float *scores;             // (heads, columns, KEYS)
-    bf16 *shares;              // (heads, queries, KEYS)
-    bf16 *copies;              // (SQUARE, 2 * words) keys that cannot be read in place
-    uint32_t *values;          // (2, SQUARE pairs of keys, width) of two steps
-    bf16 *zero_row;             // (2 * words,) zeros, read instead of keys that are out of range
-    float *sums;               // (heads, queries, width)
-    float *top, *mass;         // (heads, queries) running maximum and sum
+    int64_t queries, columns;      // of a head; in whole fours, as scores are turned
+    int64_t words, width;          // of a head, in whole steps; of a row of sums, in whole vectors
+    uint32_t *queries_transposed;  // (heads, words, SQUARE) queries, turned
+    float *squares;                // (2, heads, SQUARE keys, SQUARE queries) scores of two squares
+    float *scores;                 // (heads, columns, KEYS)
+    bf16 *shares;                  // (heads, queries, KEYS)
+    bf16 *copies;                  // (SQUARE, 2 * words) keys that cannot be read in place
+    uint32_t *values;              // (2, SQUARE pairs of keys, width) of two steps
+    bf16 *zero_row;                // (2 * words,) zeros, read instead of keys that are out of range
+    float *sums;                   // (heads, queries, width)
+    float *top, *mass;             // (heads, queries) running maximum and sum
     int64_t offsets[2][KEYS];  // of a block's tokens in the cache, in values; -1: not to be read
 
     SmallMScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task) {
@@ -201,8 +214,7 @@ template <class K> class SmallMAttention {
             call_, task_, 0, static_cast<int>(room_.queries), block,
             room_.scores + head * room_.columns * KEYS, room_.top + row, room_.mass + row, shares,
             kept);
-        ready_sums(
-            room_.sums + row * room_.width, room_.width, shares, room_.queries, block, kept);
+        ready_sums(room_.sums + row * room_.width, room_.width, shares, room_.queries, block, kept);
     }
 
     // A head's values of a step, in pairs of keys.
@@ -220,8 +232,8 @@ template <class K> class SmallMAttention {
     void mix(int64_t i) const {
         const int64_t row = i % task_.heads * room_.queries, step = i / task_.heads;
         mix_amx(
-            room_.sums + row * room_.width, room_.width,
-            room_.shares + row * KEYS + step * STEP, values_of(i), 1);
+            room_.sums + row * room_.width, room_.width, room_.shares + row * KEYS + step * STEP,
+            values_of(i), 1);
     }
 
     const AttentionCall &call_;
@@ -254,3 +266,5 @@ INLINE bool is_small_m(const AttentionCall &, const AttentionTask &) { return fa
 static void attend_small_m(const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
 
 #endif
+
+}  // namespace ISA_NS

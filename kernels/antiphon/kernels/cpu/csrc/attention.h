@@ -1,5 +1,16 @@
 // A task of attention: its queries go through the blocks of their keys (attention_block.h).
 
+#pragma once
+
+#include "amx.h"
+#include "amx_attention.h"
+#include "attention_block.h"
+#include "layout.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 template <class T, int R = TILE_QUERIES>
 INLINE void attend_tile_of(
     int64_t queries, const AttentionCall &call, const AttentionTask &task, int64_t head,
@@ -14,8 +25,8 @@ INLINE void attend_tile_of(
 // Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
 template <class T>
 INLINE void attend_in_tiles(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    int64_t last, const KeyBlock &block, AttentionScratch<T> &room) {
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first, int64_t last,
+    const KeyBlock &block, AttentionScratch<T> &room) {
     const int64_t tiles = ceil_div(last - first, TILE_QUERIES);
     for (int64_t i = 0; i < tiles; ++i) {
         // Tiles of like height: 7 queries are 4 and 3.
@@ -71,8 +82,7 @@ template <class T>
 INLINE void next_token_offsets(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
     const KeyBlock &next, int64_t (&offsets)[KEYS]) {
-    const bool alike =
-        following && following->head == task.head && following->heads == task.heads;
+    const bool alike = following && following->head == task.head && following->heads == task.heads;
     if (next.until <= 0 && alike)
         token_offsets(call, following->row, first_block<T>(call, *following), offsets);
     else token_offsets(call, task.row, next, offsets);
@@ -144,11 +154,12 @@ static void attend(
                 transpose_block<T, decltype(kept)>(call, task.head + head, block, offsets, room);
             });
             if constexpr (USES_AMX<T>)
-                attend_amx(
-                    call, task, head, first * group, last * group, block, room, squares);
+                attend_amx(call, task, head, first * group, last * group, block, room, squares);
             else attend_in_tiles(call, task, head, first * group, last * group, block, room);
         }
     };
     through_blocks<T>(call, task, following, room.offsets, meet);
     write_out<T>(call, task, room.sums, room.width, room.mass);
 }
+
+}  // namespace ISA_NS

@@ -11,6 +11,17 @@
 //
 // Source of the online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.
 
+#pragma once
+
+#include "amx.h"
+#include "fp8.h"
+#include "gemm.h"
+#include "layout.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 // On squares a block is twice as long: sums are taken up and put down once a block.
 static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
 template <class T> static constexpr int BLOCK_KEYS = USES_AMX<T> ? KEYS : 64;
@@ -92,14 +103,14 @@ class TokenPrefetcher {
 
 // What one task works in, cut from the thread's scratch memory.
 template <class T> struct AttentionScratch {
-    int64_t words, width;  // words of a head; columns of a row of sums, whole vectors
-    uint32_t *keys;        // (words, KEYS)
-    uint32_t *values;      // (KEYS / WORD_VALUES, width)
-    float *sums;           // (queries of all heads, width)
-    float *top, *mass;     // (queries of all heads,) running maximum and sum
-    T *zero_row;            // (H, D) zeros, read instead of keys that are out of range
-    uint32_t *queries_transposed;       // (queries of all heads, square_words) for squares alone
-    int64_t square_words;  // words of a head, whole steps of a square
+    int64_t words, width;          // words of a head; columns of a row of sums, whole vectors
+    uint32_t *keys;                // (words, KEYS)
+    uint32_t *values;              // (KEYS / WORD_VALUES, width)
+    float *sums;                   // (queries of all heads, width)
+    float *top, *mass;             // (queries of all heads,) running maximum and sum
+    T *zero_row;                   // (H, D) zeros, read instead of keys that are out of range
+    uint32_t *queries_transposed;  // (queries of all heads, square_words) for squares alone
+    int64_t square_words;          // words of a head, whole steps of a square
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
     // Offsets of a block's tokens in the cache, in values; -1 for those that must not be read.
@@ -108,9 +119,9 @@ template <class T> struct AttentionScratch {
     int64_t lines_ahead;  // that are asked for at a time
 
     AttentionScratch(
-        Scratch &scratch, const AttentionCall &call, const AttentionTask &task, const TokenPrefetcher &ahead)
-        : ahead(ahead),
-          lines_ahead(ceil_div(ahead.lines(2 * KEYS), AHEAD_STEPS * task.heads)) {
+        Scratch &scratch, const AttentionCall &call, const AttentionTask &task,
+        const TokenPrefetcher &ahead)
+        : ahead(ahead), lines_ahead(ceil_div(ahead.lines(2 * KEYS), AHEAD_STEPS * task.heads)) {
         const CacheShape &shape = call.shape;
         const int64_t queries = task.heads * task.queries * shape.queries_per_head;
         words = shape.head_size / WORD_VALUES<T>;
@@ -118,7 +129,11 @@ template <class T> struct AttentionScratch {
         const int64_t padded = ceil_div(queries, LANES) * LANES;
         square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
         const int64_t sizes[] = {
-            square_words * KEYS, KEYS / WORD_VALUES<T> * width, padded * width, padded, padded,
+            square_words * KEYS,
+            KEYS / WORD_VALUES<T> * width,
+            padded * width,
+            padded,
+            padded,
             ceil_div(shape.heads * words, LANES) * LANES,
             USES_AMX<T> ? padded * square_words : 0};
         int64_t total = 0;
@@ -154,8 +169,8 @@ INLINE void token_offsets(
     int64_t page = (block.begin + block.from) / size;
     int64_t inside = (block.begin + block.from) % size;
     for (int i = block.from; i < block.until; ++page, inside = 0)
-        for (int64_t at = (table[page] * size + inside) * token;
-             inside < size && i < block.until; ++i, ++inside, at += token)
+        for (int64_t at = (table[page] * size + inside) * token; inside < size && i < block.until;
+             ++i, ++inside, at += token)
             offsets[i] = at;
     for (int i = block.until < 0 ? 0 : block.until; i < KEYS; ++i) offsets[i] = -1;
 }
@@ -166,7 +181,8 @@ INLINE void transpose_block(
     const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
     AttentionScratch<T> &room) {
     const int64_t size = call.shape.head_size;
-    const K *zero_row = reinterpret_cast<const K *>(room.zero_row);  // zeros are zeros in each format
+    const K *zero_row =
+        reinterpret_cast<const K *>(room.zero_row);  // zeros are zeros in each format
     const auto find = [&](const void *cache, int key) {
         const K *base = static_cast<const K *>(cache) + head * size;
         return offsets[key] < 0 ? zero_row : base + offsets[key];
@@ -220,10 +236,10 @@ template <class Body> INLINE void in_tiles(int64_t vectors, Body &&body) {
 INLINE F32 unseen_outside(int from, int until) {
     static constexpr float INF = __builtin_inff();
     static constexpr float EDGES[3 * LANES] = {
-        -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF,
-        -INF, 0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,
-        0,    0,    -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF,
-        -INF, -INF, -INF};
+        -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF,
+        -INF, -INF, -INF, -INF, 0,    0,    0,    0,    0,    0,    0,    0,
+        0,    0,    0,    0,    0,    0,    0,    0,    -INF, -INF, -INF, -INF,
+        -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF};
     const auto clamp = [](int x) { return x < 0 ? 0 : x > LANES ? LANES : x; };
     return add(load(EDGES + LANES - clamp(from)), load(EDGES + 2 * LANES - clamp(until)));
 }
@@ -339,3 +355,5 @@ static void attend_tile(
             for (int i = 0; i < count; ++i) store(sums + r * room.width + i * LANES, acc[r][i]);
     });
 }
+
+}  // namespace ISA_NS

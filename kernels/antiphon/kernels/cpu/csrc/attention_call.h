@@ -1,5 +1,13 @@
 // Which way a task of attention is computed, and the tasks of a call.
 
+#pragma once
+
+#include "amx_small_m.h"
+#include "attention.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 // Compute one of a call's tasks; they may be computed in any order, by any thread, of which there
 // are so many.
 static void attention_task(
@@ -19,3 +27,5 @@ static void attention_call(
         team.run(count, [&](int64_t i) { attention_task(call, tasks, count, i, team.threads()); });
     });
 }
+
+}  // namespace ISA_NS

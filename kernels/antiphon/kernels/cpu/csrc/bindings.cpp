@@ -17,20 +17,19 @@ namespace {
 bool has_tiles() {
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool granted = __builtin_cpu_supports("amx-tile") &&
-                                __builtin_cpu_supports("amx-bf16") &&
-                                __builtin_cpu_supports("amx-int8") &&
-                                syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+        __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+        syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
     return granted;
 }
 
 bool runs(const Table &table) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("bmi2");
+        __builtin_cpu_supports("bmi2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512dq");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
-                      __builtin_cpu_supports("avx512vnni");
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq");
+    const bool bf16 =
+        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (&table == &table_amx) return bf16 && has_tiles();
     if (&table == &table_avx512bf16) return bf16;
     return &table == &table_avx512 ? avx512 : avx2;

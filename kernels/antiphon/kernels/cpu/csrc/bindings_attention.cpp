@@ -80,8 +80,7 @@ at::Tensor silu_mul(const at::Tensor &gate_up) {
     at::Tensor out = at::empty({rows.size(0), width}, rows.options());
     const int team = threads();
     const KernelTimer computing;
-    kernels().gate(
-        dtype, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
+    kernels().gate(dtype, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
     return out;
 }
 
@@ -95,8 +94,7 @@ Optional finite_rows(const at::Tensor &x) {
     const int team = threads();
     {
         const KernelTimer computing;
-        kernels().finite(
-            dtype, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
+        kernels().finite(dtype, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
     }
     if (all_true(finite)) return std::nullopt;
     return finite;
@@ -110,8 +108,8 @@ at::Tensor argmax(const at::Tensor &x) {
     const int team = threads();
     const KernelTimer computing;
     kernels().argmax(
-        rows.const_data_ptr<float>(), rows.size(0), rows.size(1),
-        found.mutable_data_ptr<int64_t>(), team);
+        rows.const_data_ptr<float>(), rows.size(0), rows.size(1), found.mutable_data_ptr<int64_t>(),
+        team);
     return found;
 }
 
@@ -179,8 +177,8 @@ at::Tensor qk_norm_rope_store(
 }
 
 at::Tensor paged_attention(
-    const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, const AttentionMetadata &rows,
-    double scale, const Scales &scales) {
+    const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values,
+    const AttentionMetadata &rows, double scale, const Scales &scales) {
     const at::Tensor queries = q.contiguous();
     const auto [found, cache] = cache_of(keys, values, scales, queries);
     const CacheShape shape = rows.shape_in(found.dtype, found.format, found.pages);
@@ -216,8 +214,8 @@ void bind_attention(py::module_ &module) {
     py::class_<AttentionMetadata, std::shared_ptr<AttentionMetadata>>(module, "AttentionMetadata")
         .def(
             py::init<
-                int64_t, int64_t, int64_t, int64_t, int64_t, AttentionMetadata::Ints, AttentionMetadata::Ints,
-                const AttentionMetadata::Ints &>(),
+                int64_t, int64_t, int64_t, int64_t, int64_t, AttentionMetadata::Ints,
+                AttentionMetadata::Ints, const AttentionMetadata::Ints &>(),
             py::kw_only(), py::arg("page_tokens"), py::arg("heads"), py::arg("queries_per_head"),
             py::arg("head_size"), py::arg("window"), py::arg("tables"), py::arg("query_len"),
             py::arg("kv_len"));

@@ -33,9 +33,7 @@ Shape shape_of(Weights weights) {
 Linear::Linear(
     Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
     std::optional<at::Tensor> scales, std::optional<at::Tensor> bias)
-    : panels_(std::move(panels)),
-      scales_(std::move(scales)),
-      bias_(std::move(bias)) {
+    : panels_(std::move(panels)), scales_(std::move(scales)), bias_(std::move(bias)) {
     TORCH_CHECK(inputs > 0 && outputs > 0, "a linear has inputs and outputs");
     TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
     TORCH_CHECK(outputs <= INT32_MAX, "so many outputs have no numbers");
@@ -53,8 +51,9 @@ Linear::Linear(
         "panels do not fit the shape");
     const auto check = [&](const std::optional<at::Tensor> &tensor, at::ScalarType wanted) {
         TORCH_CHECK(
-            !tensor || (tensor->is_cpu() && tensor->is_contiguous() &&
-                        tensor->scalar_type() == wanted && tensor->numel() == padded),
+            !tensor ||
+                (tensor->is_cpu() && tensor->is_contiguous() && tensor->scalar_type() == wanted &&
+                 tensor->numel() == padded),
             "scales, sums and bias are padded to whole panels");
     };
     check(scales_, at::kFloat);
@@ -81,8 +80,7 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
     TORCH_CHECK(
         epilogue != Epilogue::silu_mul || packed_.halves, "silu_mul is of a linear in halves");
     const at::Tensor rows = x.contiguous();
-    const int64_t columns =
-        epilogue == Epilogue::silu_mul ? packed_.outputs / 2 : packed_.outputs;
+    const int64_t columns = epilogue == Epilogue::silu_mul ? packed_.outputs / 2 : packed_.outputs;
     const auto kept = epilogue == Epilogue::widen ? at::kFloat : type;
     at::Tensor y = at::empty({rows.size(0), columns}, x.options().dtype(kept));
     if (rows.size(0) > 0) {
@@ -121,9 +119,8 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
         .lanes = lanes,
         .width = width,
         .panels = static_cast<char *>(panels_.mutable_data_ptr()) + panel * bytes +
-                  lane * shape.group * number_bytes,
-        .scales =
-            scales_ ? scales_->mutable_data_ptr<float>() + panel * PANEL + lane : nullptr,
+            lane * shape.group * number_bytes,
+        .scales = scales_ ? scales_->mutable_data_ptr<float>() + panel * PANEL + lane : nullptr,
     };
     // Others read meanwhile what comes next: a team that waits for their core is slower than none.
     const int team = std::max(threads() - 1, 1);
@@ -163,15 +160,21 @@ void bind_linear(py::module_ &module) {
             py::kw_only(), py::arg("weights"), py::arg("dtype"), py::arg("halves"),
             py::arg("inputs"), py::arg("outputs"), py::arg("panels"), py::arg("scales"),
             py::arg("bias"))
-        .def("multiply", [](const Linear &self, const at::Tensor &x) {
-            return self.forward(x, Epilogue::store);
-        })
-        .def("multiply_wide", [](const Linear &self, const at::Tensor &x) {
-            return self.forward(x, Epilogue::widen);
-        })
-        .def("multiply_gated", [](const Linear &self, const at::Tensor &x) {
-            return self.forward(x, Epilogue::silu_mul);
-        })
+        .def(
+            "multiply",
+            [](const Linear &self, const at::Tensor &x) {
+                return self.forward(x, Epilogue::store);
+            })
+        .def(
+            "multiply_wide",
+            [](const Linear &self, const at::Tensor &x) {
+                return self.forward(x, Epilogue::widen);
+            })
+        .def(
+            "multiply_gated",
+            [](const Linear &self, const at::Tensor &x) {
+                return self.forward(x, Epilogue::silu_mul);
+            })
         .def("rows", &Linear::rows)
         .def(
             "write", &Linear::write, py::arg("rows"), py::kw_only(), py::arg("panel"),

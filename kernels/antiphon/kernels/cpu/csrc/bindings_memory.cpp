@@ -20,8 +20,7 @@ size_t rounded_up(size_t size, size_t unit) { return (size + unit - 1) / unit * 
 class Mapping {
   public:
     explicit Mapping(size_t size) : size_(rounded_up(size, HUGE_PAGE) + HUGE_PAGE) {
-        start_ = mmap(
-            nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        start_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (start_ == MAP_FAILED) throw std::bad_alloc();
         next_ = rounded_up(reinterpret_cast<size_t>(start_), HUGE_PAGE);
         madvise(reinterpret_cast<void *>(next_), size_ - HUGE_PAGE, MADV_HUGEPAGE);

@@ -158,8 +158,7 @@ class Stack {
         can_decode_next_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
-                residual.is_contiguous() &&
-                residual.scalar_type() == final_norm_.scalar_type(),
+                residual.is_contiguous() && residual.scalar_type() == final_norm_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
         take(residual.size(0), cos, sin, positions, std::move(rows));
         make_room(nullptr);
@@ -204,9 +203,12 @@ class Stack {
     // The pass before one token further, if that was one of `score` or of this, with a token a row
     // and logits of all: ids (T,) and a table a cache group, after which others may follow -> as
     // `score`. Nothing where there is no such pass, or a position lies beyond cos and sin.
-    std::optional<Scores> decode_next(py::handle tokens, const py::tuple &tables, bool argmax_only) {
+    std::optional<Scores> decode_next(
+        py::handle tokens, const py::tuple &tables, bool argmax_only) {
         const Ints ids = ints_of(tokens);
-        if (!can_decode_next_ || ids.size() != call_.tokens || position_max_ + 1 >= known_positions_) return std::nullopt;
+        if (!can_decode_next_ || ids.size() != call_.tokens ||
+            position_max_ + 1 >= known_positions_)
+            return std::nullopt;
         can_decode_next_ = false;  // until all has gone well
         check_ids(ids);
         TORCH_CHECK(tables.size() >= rows_.size(), "a table a cache group");
@@ -233,9 +235,10 @@ class Stack {
         if (shapes_.size() <= index) shapes_.resize(index + 1);
         std::optional<CacheShape> &noted = shapes_[index];
         TORCH_CHECK(
-            !noted || (noted->format == shape.format && noted->pages == shape.pages &&
-                       noted->page_tokens == shape.page_tokens && noted->heads == shape.heads &&
-                       noted->head_size == shape.head_size),
+            !noted ||
+                (noted->format == shape.format && noted->pages == shape.pages &&
+                 noted->page_tokens == shape.page_tokens && noted->heads == shape.heads &&
+                 noted->head_size == shape.head_size),
             "layers of a cache group keep the same");
         noted = shape;
         head_size_ = layers_.empty() ? shape.head_size : std::min(head_size_, shape.head_size);
@@ -260,7 +263,8 @@ class Stack {
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t position = positions.data()[i];
             TORCH_CHECK_INDEX(
-                0 <= position && position < known_positions_, "position ", position, " of ", known_positions_);
+                0 <= position && position < known_positions_, "position ", position, " of ",
+                known_positions_);
             position_max_ = std::max(position_max_, position);
         }
         set_groups(rows, tokens);
@@ -387,8 +391,7 @@ class Stack {
         if (ends != nullptr) {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
             parts.emplace_back(&call_.residual, row * hidden_);
-            parts.emplace_back(
-                &ends->gathered, ends->count * hidden_ * final_norm_.element_size());
+            parts.emplace_back(&ends->gathered, ends->count * hidden_ * final_norm_.element_size());
             parts.emplace_back(&scans, ends->count * size);
             parts.emplace_back(&logits_finite, ends->count);
         }
@@ -428,8 +431,9 @@ class Stack {
     std::vector<StackGroup> groups_;
     at::Tensor cos_, sin_;
     std::vector<int32_t> positions_;
-    int64_t known_positions_ = 0, position_max_ = 0;  // positions of cos and sin, and the greatest of the pass
-    bool can_decode_next_ = false;              // whether `again` may follow
+    int64_t known_positions_ = 0,
+            position_max_ = 0;      // positions of cos and sin, and the greatest of the pass
+    bool can_decode_next_ = false;  // whether `again` may follow
 
     at::Tensor room_;
     ReusableTensor states_, logits_;
@@ -446,9 +450,8 @@ void bind_stack(py::module_ &module) {
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
             py::arg("down"), py::arg("attention_norm"), py::arg("mlp_norm"), py::arg("query_norm"),
             py::arg("key_norm"), py::arg("group"), py::arg("keys"), py::arg("values"),
-            py::arg("scales"),
-            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-            py::keep_alive<1, 5>())
+            py::arg("scales"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+            py::keep_alive<1, 4>(), py::keep_alive<1, 5>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())

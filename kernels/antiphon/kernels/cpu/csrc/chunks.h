@@ -3,6 +3,17 @@
 //     LinearCall call(linear, x, rows, y, Epilogue::store);  // of this thread
 //     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.coming(i, threads)); });
 
+#pragma once
+
+#include "amx.h"
+#include "amx_bytes.h"
+#include "amx_linear.h"
+#include "gemm.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 // How a call is cut: blocks of rows by groups of panels.
 struct ChunkPlan {
     int64_t rows, row_blocks, panels, panel_groups;
@@ -38,10 +49,9 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
     int64_t block = ceil_div(rows, row_blocks);
     if (row_blocks > 1) block = ceil_div(block, sizes.tile_rows) * sizes.tile_rows;
     // Each chunk of int8_dynamic cuts its rows to bytes again.
-    const int64_t smallest =
-        linear.weights == Weights::int8_dynamic && rows > 4
-            ? 8
-            : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
+    const int64_t smallest = linear.weights == Weights::int8_dynamic && rows > 4
+        ? 8
+        : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
     const int64_t largest = GROUP_BYTES / panel_bytes(linear);
     int64_t group = panels * row_blocks / CHUNKS;
     group = group > largest ? largest : group;
@@ -57,8 +67,7 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
 // silu_mul.
 class LinearCall {
   public:
-    LinearCall(
-        const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue)
+    LinearCall(const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue)
         : linear_(linear),
           x_(x),
           rows_(rows),
@@ -78,7 +87,8 @@ class LinearCall {
     // of this call, or of `next`, whose rows are as many.
     PrefetchRange prefetch(int64_t i, int threads, const PackedLinear *next = nullptr) const {
         const int64_t later = i + threads;
-        if (later < chunks()) return group_of(later) == group_of(i) ? PrefetchRange() : weights(later);
+        if (later < chunks())
+            return group_of(later) == group_of(i) ? PrefetchRange() : weights(later);
         if (next == nullptr) return {};
         const LinearCall following(*next, nullptr, rows_, nullptr, Epilogue::store);
         const int64_t first = later - chunks();
@@ -114,7 +124,8 @@ class LinearCall {
         const T *x = static_cast<const T *>(x_) + first * linear_.inputs;
         if constexpr (std::is_same_v<T, bf16>) {
             if (in_planes(linear_)) {
-                if (block_of(i) != planes_of_) planes_ = split_rows_to_bytes(x, linear_.inputs, rows);
+                if (block_of(i) != planes_of_)
+                    planes_ = split_rows_to_bytes(x, linear_.inputs, rows);
                 planes_of_ = block_of(i);
                 int8_linear_amx(
                     linear_, panel, last, planes_, first, rows, y_, epilogue_, prefetch);
@@ -152,7 +163,7 @@ class LinearCall {
     void *const y_;
     const Epilogue epilogue_;
     const ChunkPlan cut_;
-    BytePlanes planes_ = {};      // of the block of rows that was computed last
+    BytePlanes planes_ = {};  // of the block of rows that was computed last
     int64_t planes_of_ = -1;  // its number
 };
 
@@ -163,9 +174,8 @@ static void linear_call(
     Phase phase{};
     in_team(threads, &phase, [&](TeamThread &member) {
         LinearCall call(linear, x, rows, y, epilogue);
-        member.run(call.chunks(), [&](int64_t i) {
-            call.chunk(i, call.prefetch(i, member.threads()));
-        });
+        member.run(
+            call.chunks(), [&](int64_t i) { call.chunk(i, call.prefetch(i, member.threads())); });
     });
 }
 
@@ -206,3 +216,5 @@ static void linear_rows(
         else linear_row(linear, outputs[i], static_cast<float *>(y) + i * linear.inputs);
     }
 }
+
+}  // namespace ISA_NS

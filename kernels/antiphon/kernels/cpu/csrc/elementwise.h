@@ -3,6 +3,17 @@
 // Each has the roundings of its torch reference, so that it is equal to it but for the order in
 // which a norm's squares are summed. That order depends on the size of a row alone.
 
+#pragma once
+
+#include "fp8.h"
+#include "gemm.h"
+#include "layout.h"
+#include "simd.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace ISA_NS {
+
 // Rows that a thread takes at once: enough numbers to be worth a ticket.
 INLINE int64_t rows_together(int64_t rows, int64_t size, int threads) {
     const int64_t worth = ceil_div(8192, size), fair = ceil_div(rows, threads);
@@ -88,7 +99,9 @@ template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
 // silu(gate) * up of a row whose second half is `up`.
 template <class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out) {
     by_vectors(width, [&](int64_t i, auto part) {
-        store_part(out + i, silu_mul<T>(load_part(gate_up + i, part), load_part(gate_up + width + i, part)), part);
+        store_part(
+            out + i,
+            silu_mul<T>(load_part(gate_up + i, part), load_part(gate_up + width + i, part)), part);
     });
 }
 
@@ -119,7 +132,8 @@ INLINE void store_cache(const T *x, int64_t size, float scale, K *kept) {
 
 // The heads of one token that belong to kv heads [head, head + heads), kept as K.
 template <class T, class K>
-INLINE void qk_norm_rope_store(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+INLINE void qk_norm_rope_store(
+    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
     const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
@@ -159,7 +173,8 @@ INLINE void qk_norm_rope_store(const QkNormRopeCall &call, int64_t token, int64_
 }
 
 template <class T>
-INLINE void qk_norm_rope_store_as(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+INLINE void qk_norm_rope_store_as(
+    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
     switch (call.shape.format) {
         case CacheFormat::model: return qk_norm_rope_store<T, T>(call, token, head, heads);
         case CacheFormat::e4m3: return qk_norm_rope_store<T, E4m3>(call, token, head, heads);
@@ -172,7 +187,8 @@ INLINE void norm_one(const NormCall &call, int64_t row) {
     else norm_row<float>(call, row);
 }
 
-INLINE void qk_norm_rope_store_token(const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+INLINE void qk_norm_rope_store_token(
+    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
     if (call.shape.dtype == Dtype::bf16) qk_norm_rope_store_as<bf16>(call, token, head, heads);
     else qk_norm_rope_store_as<float>(call, token, head, heads);
 }
@@ -208,3 +224,5 @@ static void qk_norm_rope_store_call(const QkNormRopeCall &call, int64_t tokens, 
         qk_norm_rope_store_token(call, token, 0, shape.heads);
     });
 }
+
+}  // namespace ISA_NS

@@ -7,17 +7,23 @@
 //
 // Source of the formats: Micikevicius et al. 2022, arXiv:2209.05433.
 
+#pragma once
+
+#include "simd.h"
+
+namespace ISA_NS {
+
 struct E4m3 {
     uint8_t code;
 
     static constexpr int FRACTION = 3, BIAS = 7;
-    static constexpr int SPECIAL = 0x7f;   // from this magnitude on: NaN
+    static constexpr int SPECIAL = 0x7f;    // from this magnitude on: NaN
     static constexpr int INVALID = 0x7fc0;  // what makes the bits of one that is special so
     static constexpr float GREATEST = 448.0f;
     // Magnitudes below the least normal number as bf16: the lower byte of each, then the upper ones.
-    alignas(16) static constexpr uint8_t SMALL_BYTES[16] = {
-        0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60,
-        0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
+    alignas(16) static constexpr uint8_t SMALL_BYTES[16] = {0x00, 0x00, 0x80, 0xc0, 0x00, 0x20,
+                                                            0x40, 0x60, 0x00, 0x3b, 0x3b, 0x3b,
+                                                            0x3c, 0x3c, 0x3c, 0x3c};
 };
 
 struct E5m2 {
@@ -27,8 +33,8 @@ struct E5m2 {
     static constexpr int SPECIAL = 0x7c;  // infinity, then NaN
     static constexpr int INVALID = 0x7f80;
     static constexpr float GREATEST = 57344.0f;
-    alignas(16) static constexpr uint8_t SMALL_BYTES[16] = {
-        0x00, 0x80, 0x00, 0x40, 0, 0, 0, 0, 0x00, 0x37, 0x38, 0x38};
+    alignas(16) static constexpr uint8_t SMALL_BYTES[16] = {0x00, 0x80, 0x00, 0x40, 0,    0,
+                                                            0,    0,    0x00, 0x37, 0x38, 0x38};
 };
 
 template <class K> static constexpr bool IN_BYTES = sizeof(K) == 1;
@@ -45,7 +51,7 @@ template <class K> static constexpr float LEAST_NORMAL = 2.0f / (1ull << K::BIAS
 
 template <class K> INLINE bf16 widened(K kept) {
     const int size = kept.code & 0x7f, sign = (kept.code & 0x80) << 8;
-    int bits = (size << BF16_SHIFT<K>) + BF16_BIAS<K>;
+    int bits = (size << (BF16_SHIFT<K>)) + BF16_BIAS<K>;
     if (size >= K::SPECIAL) bits |= K::INVALID;
     if (size < SMALL<K>) bits = K::SMALL_BYTES[8 + size] << 8 | K::SMALL_BYTES[size];
     return static_cast<bf16>(bits | sign);
@@ -55,9 +61,7 @@ template <class K> INLINE __m128i small_ones() {
     return _mm_load_si128(reinterpret_cast<const __m128i *>(K::SMALL_BYTES));
 }
 
-INLINE __m128i load_half(const void *p) {
-    return _mm_loadl_epi64(static_cast<const __m128i *>(p));
-}
+INLINE __m128i load_half(const void *p) { return _mm_loadl_epi64(static_cast<const __m128i *>(p)); }
 INLINE __m128i load_quarter(const void *p) {
     int32_t four;
     std::memcpy(&four, p, 4);
@@ -83,14 +87,13 @@ template <class K> INLINE __m256i widen_sixteen(__m128i codes) {
     const __m256i both = _mm256_or_si256(size, _mm256_slli_epi16(size, 8));
     const __m256i small =
         _mm256_shuffle_epi8(table, _mm256_add_epi16(both, _mm256_set1_epi16(0x0800)));
-    __m256i bits = _mm256_add_epi16(
-        _mm256_slli_epi16(size, BF16_SHIFT<K>), _mm256_set1_epi16(BF16_BIAS<K>));
-    bits = _mm256_blendv_epi8(
-        bits, small, _mm256_cmpgt_epi16(_mm256_set1_epi16(SMALL<K>), size));
+    __m256i bits =
+        _mm256_add_epi16(_mm256_slli_epi16(size, BF16_SHIFT<K>), _mm256_set1_epi16(BF16_BIAS<K>));
+    bits = _mm256_blendv_epi8(bits, small, _mm256_cmpgt_epi16(_mm256_set1_epi16(SMALL<K>), size));
     const __m256i special = _mm256_cmpgt_epi16(size, _mm256_set1_epi16(K::SPECIAL - 1));
     bits = _mm256_or_si256(bits, _mm256_and_si256(special, _mm256_set1_epi16(K::INVALID)));
-    const __m256i sign = _mm256_and_si256(
-        _mm256_slli_epi16(x, 8), _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+    const __m256i sign =
+        _mm256_and_si256(_mm256_slli_epi16(x, 8), _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
     return _mm256_or_si256(bits, sign);
 }
 
@@ -104,8 +107,8 @@ template <class K> INLINE I32 widen_codes(__m256i codes) {
     const __m512i both = _mm512_or_si512(size, _mm512_slli_epi16(size, 8));
     const __m512i small =
         _mm512_shuffle_epi8(table, _mm512_add_epi16(both, _mm512_set1_epi16(0x0800)));
-    __m512i bits = _mm512_add_epi16(
-        _mm512_slli_epi16(size, BF16_SHIFT<K>), _mm512_set1_epi16(BF16_BIAS<K>));
+    __m512i bits =
+        _mm512_add_epi16(_mm512_slli_epi16(size, BF16_SHIFT<K>), _mm512_set1_epi16(BF16_BIAS<K>));
     const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(SMALL<K>));
     bits = _mm512_mask_mov_epi16(bits, is_small, small);
     const __mmask32 special = _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(K::SPECIAL));
@@ -133,14 +136,12 @@ template <class K> INLINE __m128i codes_of(F32 a) {
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, half), odd);
     __m512i code = _mm512_sub_epi32(
         _mm512_srli_epi32(rounded, FLOAT_SHIFT<K>), _mm512_set1_epi32(CODE_BIAS<K>));
-    const __mmask16 small =
-        _mm512_cmp_ps_mask(size, _mm512_set1_ps(LEAST_NORMAL<K>), _CMP_LT_OQ);
+    const __mmask16 small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(LEAST_NORMAL<K>), _CMP_LT_OQ);
     const __m512 steps = _mm512_mul_ps(size, _mm512_set1_ps(1.0f / LEAST<K>));
     code = _mm512_mask_mov_epi32(code, small, _mm512_cvtps_epi32(steps));
     const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     code = _mm512_mask_mov_epi32(code, nan, _mm512_set1_epi32(0x7f));
-    const __m512i sign =
-        _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+    const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
     return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
 }
 
@@ -194,3 +195,5 @@ template <class K> INLINE void store_codes(K *p, F32 a, int count) {
     store_codes(codes, a);
     std::memcpy(p, codes, count);
 }
+
+}  // namespace ISA_NS

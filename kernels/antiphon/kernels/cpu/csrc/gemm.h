@@ -6,6 +6,14 @@
 // panel; rows are read where they lie, one broadcast a step, so nothing of x is packed.
 // chunks.h shares the panels out.
 
+#pragma once
+
+#include "fp8.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 static constexpr int PANEL = 2 * LANES;
 static constexpr int TILE_ROWS = ANTIPHON_AVX512 ? 12 : 3;
 
@@ -100,7 +108,8 @@ INLINE void sum_products(
 
 // acc += R rows by four inputs of a panel of bytes, scales to come; rows are bf16, or floats.
 template <int R>
-INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const RowPointers<R, bf16> &rows, int64_t k) {
+INLINE void add_fours(
+    F32 (&acc)[R][2], const int8_t *panel, const RowPointers<R, bf16> &rows, int64_t k) {
     constexpr bool SMALL_M = 2 * R < TILE_ROWS;
     const ByteFours a = load_fours<SMALL_M>(panel), b = load_fours<SMALL_M>(panel + 2 * PANEL);
     for (int half = 0; half < 4; half += 2) {
@@ -156,7 +165,8 @@ struct QuantizedRows {
 };
 
 template <class T>
-INLINE void quantize_activations(const T *x, int64_t inputs, int8_t *q, float *scale, int32_t *excess) {
+INLINE void quantize_activations(
+    const T *x, int64_t inputs, int8_t *q, float *scale, int32_t *excess) {
     const int64_t full = inputs / LANES * LANES;
     const int rest = static_cast<int>(inputs - full);
     F32 top = zeros();
@@ -192,11 +202,11 @@ template <class T> static QuantizedRows quantize_rows(const T *x, int64_t inputs
 // What the tiles of one panel and one block of rows share.
 template <class T> struct Block {
     const PackedLinear &linear;
-    int64_t panel, first;  // row
-    const void *weights;   // of the panel
-    const T *x;            // of the first row
-    QuantizedRows bytes;           // int8_dynamic
-    PrefetchRange *prefetch;        // what is read after the panel
+    int64_t panel, first;     // row
+    const void *weights;      // of the panel
+    const T *x;               // of the first row
+    QuantizedRows bytes;      // int8_dynamic
+    PrefetchRange *prefetch;  // what is read after the panel
 };
 
 // acc = R rows of bytes, from `row` of the block on, by a panel of fours of bytes.
@@ -204,7 +214,8 @@ template <int R, class T>
 INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
     const int64_t inputs = block.linear.inputs;
     const auto *panel = static_cast<const uint8_t *>(block.weights);
-    const RowPointers<R, int8_t> rows(block.bytes.q + row * byte_stride(inputs), byte_stride(inputs));
+    const RowPointers<R, int8_t> rows(
+        block.bytes.q + row * byte_stride(inputs), byte_stride(inputs));
     I32 whole[R][2];
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = splat_int(0);
@@ -310,9 +321,9 @@ template <class T> using Tile = void (*)(const Block<T> &, int64_t, void *, Epil
 
 template <Weights W, class T> static Tile<T> tile_of_height(int64_t rows) {
     static constexpr Tile<T> TILES[] = {
-        tile<W, T, 1>, tile<W, T, 2>, tile<W, T, 3>,
+        tile<W, T, 1>, tile<W, T, 2>,  tile<W, T, 3>,
 #if ANTIPHON_AVX512
-        tile<W, T, 4>, tile<W, T, 5>, tile<W, T, 6>, tile<W, T, 7>, tile<W, T, 8>,
+        tile<W, T, 4>, tile<W, T, 5>,  tile<W, T, 6>,  tile<W, T, 7>,  tile<W, T, 8>,
         tile<W, T, 9>, tile<W, T, 10>, tile<W, T, 11>, tile<W, T, 12>,
 #endif
     };
@@ -326,3 +337,5 @@ template <class T> static Tile<T> tile_for(Weights weights, int64_t rows) {
     if (weights == Weights::int8_dynamic) return tile_of_height<Weights::int8_dynamic, T>(rows);
     return tile_of_height<plain, T>(rows);
 }
+
+}  // namespace ISA_NS

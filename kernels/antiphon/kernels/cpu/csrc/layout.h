@@ -1,5 +1,12 @@
 // Rows of a cache turned into what a register tile reads: a lane a key, or a lane a dimension.
 
+#pragma once
+
+#include "fp8.h"
+#include "simd.h"
+
+namespace ISA_NS {
+
 // A 32-bit word of a row: two bf16 or one float.
 template <class T> static constexpr int WORD_VALUES = 4 / sizeof(T);
 
@@ -110,8 +117,8 @@ INLINE void transpose(const K *const *rows, int64_t words, uint32_t *out, int64_
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const int64_t at = w * WORD_VALUES<T>;
-            four[i] = quarters_of<T>(
-                rows[i] + at, rows[4 + i] + at, rows[8 + i] + at, rows[12 + i] + at);
+            four[i] =
+                quarters_of<T>(rows[i] + at, rows[4 + i] + at, rows[8 + i] + at, rows[12 + i] + at);
         }
         const I32 a = low_words(four[0], four[1]), b = low_words(four[2], four[3]);
         const I32 c = high_words(four[0], four[1]), d = high_words(four[2], four[3]);
@@ -140,8 +147,7 @@ template <class T, class K> INLINE I32 words_side_by_side(const K *a, const K *b
     const __m128i first = load_codes(a);
     if constexpr (std::is_same_v<T, bf16>) {
         const __m128i second = load_codes(b);
-        return widen_codes<K>(
-            _mm_unpacklo_epi8(first, second), _mm_unpackhi_epi8(first, second));
+        return widen_codes<K>(_mm_unpacklo_epi8(first, second), _mm_unpackhi_epi8(first, second));
     } else {
         return as_float_words(widen_sixteen<K>(first));
     }
@@ -163,3 +169,5 @@ INLINE void lay_rows(const K *a, const K *b, int64_t size, uint32_t *out) {
         }
     }
 }
+
+}  // namespace ISA_NS

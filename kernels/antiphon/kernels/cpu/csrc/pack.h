@@ -3,18 +3,28 @@
 // Sixteen rows at a time are turned into columns by their 32-bit words; what is kept in bytes is
 // rounded on the way, each output to multiples of a 127th of its greatest weight.
 
+#pragma once
+
+#include "gemm.h"
+#include "layout.h"
+#include "simd.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace ISA_NS {
+
 // Lay `words` words of sixteen rows into a panel whose words have `lanes` lanes.
 INLINE void lay_words(
     const char *rows, int64_t row_bytes, int64_t words, uint32_t *panel, int64_t lanes) {
     const float *each[LANES];  // words are moved, whatever they hold
-    for (int r = 0; r < LANES; ++r)
-        each[r] = reinterpret_cast<const float *>(rows + r * row_bytes);
+    for (int r = 0; r < LANES; ++r) each[r] = reinterpret_cast<const float *>(rows + r * row_bytes);
     transpose<float>(each, words, panel, lanes);
 }
 
 // The same of a few rows.
 INLINE void pack_tail_rows(
-    const char *rows, int64_t count, int64_t row_bytes, int64_t words, int word_bytes, char *panel) {
+    const char *rows, int64_t count, int64_t row_bytes, int64_t words, int word_bytes,
+    char *panel) {
     for (int64_t r = 0; r < count; ++r)
         for (int64_t w = 0; w < words; ++w)
             std::memcpy(
@@ -26,9 +36,8 @@ INLINE void pack_tail_rows(
 template <class T>
 INLINE void quantize_row(const T *x, int64_t inputs, int added, int8_t *bytes, float *scale) {
     F32 top = zeros();
-    by_vectors(inputs, [&](int64_t i, auto part) {
-        top = magnitude_max(top, load_part(x + i, part));
-    });
+    by_vectors(
+        inputs, [&](int64_t i, auto part) { top = magnitude_max(top, load_part(x + i, part)); });
     *scale = max_magnitude(top) / 127.0f;
     const F32 step = splat(*scale > 0.0f ? *scale : 1.0f);
     by_vectors(inputs, [&](int64_t i, auto part) {
@@ -91,3 +100,5 @@ static void pack_call(const PackCall &call, int threads) {
         team.run(call.count, [&](int64_t index) { pack_one(call, index); });
     });
 }
+
+}  // namespace ISA_NS

@@ -38,7 +38,7 @@ struct PackedLinear {
 struct PackCall {
     const PackedLinear &linear;
     const void *rows;  // (count * lanes, width)
-    Dtype dtype;     // of them; of a linear that is not quantized, its own
+    Dtype dtype;       // of them; of a linear that is not quantized, its own
     int64_t count, lanes;
     int64_t width;  // inputs, and of a linear that is not quantized zeros up to a whole group
     void *panels;   // the first lane of the first panel

@@ -59,11 +59,11 @@ struct AttentionCall {
 struct QkNormRopeCall {
     CacheShape shape;
     LayerCache cache;
-    const int64_t *places;  // (T,) page * S + offset of each token
-    const void *heads;      // (T, G * H + 2 H, D): queries, keys, values
-    const void *cos, *sin;  // (positions, R), sin signed: negative in the first half
-    int64_t rotated;        // R, the numbers at the start of each head that are rotated
-    const int32_t *positions;  // (T,) the row of each token; null: token t has row t
+    const int64_t *places;              // (T,) page * S + offset of each token
+    const void *heads;                  // (T, G * H + 2 H, D): queries, keys, values
+    const void *cos, *sin;              // (positions, R), sin signed: negative in the first half
+    int64_t rotated;                    // R, the numbers at the start of each head that are rotated
+    const int32_t *positions;           // (T,) the row of each token; null: token t has row t
     const void *query_norm, *key_norm;  // (D,) both, or null both
     float eps;
     void *q;  // token t's rotated queries go to q + t * q_stride values; may be `heads`
@@ -77,8 +77,8 @@ struct NormCall {
     const void *x, *residual;  // (rows, size) both; residual null: x alone is normalised
     const void *weight;        // (size,)
     float eps;
-    void *total;  // (rows, size) x + residual, if there is one; may be `residual`
-    void *out;    // (rows, size)
+    void *total;   // (rows, size) x + residual, if there is one; may be `residual`
+    void *out;     // (rows, size)
     bool *finite;  // (rows,) whether a row's sum of squares is; or null
 };
 
@@ -119,8 +119,8 @@ struct StackEnds {
     const PackedLinear *head;
     const int32_t *logit_indices;  // (count,) tokens whose logits are wanted, rising
     int64_t count;
-    float *logits;       // (count, V)
-    bool *finite;        // (count,)
+    float *logits;    // (count, V)
+    bool *finite;     // (count,)
     int32_t *argmax;  // (count,) the first of the greatest
     // Room: (count, hidden), and parts of rows.
     void *gathered;
@@ -133,15 +133,15 @@ struct StackCall {
     int64_t count, hidden, tokens;
     float eps, scale;
     const StackGroup *groups;
-    bool one_each;  // every row has one token: an attention task readies the heads it reads
-    const void *cos, *sin;   // (positions, R)
-    int64_t rotated;         // R
+    bool one_each;          // every row has one token: an attention task readies the heads it reads
+    const void *cos, *sin;  // (positions, R)
+    int64_t rotated;        // R
     const int32_t *positions;  // (T,)
-    const void *final_norm;  // (hidden,)
-    void *residual;          // (T, hidden), overwritten
-    void *out;               // (T, hidden), normalised
-    bool *finite;            // (T,)
-    const StackEnds *ends;   // null: the residual stream is given, and no logits are wanted
+    const void *final_norm;    // (hidden,)
+    void *residual;            // (T, hidden), overwritten
+    void *out;                 // (T, hidden), normalised
+    bool *finite;              // (T,)
+    const StackEnds *ends;     // null: the residual stream is given, and no logits are wanted
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
     // gated (T, width).
     void *normed, *added, *heads, *mixed, *gated;

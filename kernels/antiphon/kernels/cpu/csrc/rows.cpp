@@ -106,8 +106,7 @@ void AttentionMetadata::cut(int64_t row, int64_t heads_together) {
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
     const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, shape_.queries_per_head);
-    const int64_t most =
-        std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head / unit, 1) * unit;
+    const int64_t most = std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head / unit, 1) * unit;
     // All heads of a short row are read together, since they lie beside each other in a page.
     const int64_t heads = queries > 1 ? 1 : heads_together;
     for (int64_t first = 0; first < queries; first += most)
@@ -132,7 +131,8 @@ void AttentionMetadata::place(int64_t row) {
 }
 
 // How many pages a cache has that holds all which a row's tokens [begin, end) read or write.
-int64_t AttentionMetadata::pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const {
+int64_t AttentionMetadata::pages_of(
+    int64_t row, const Ints &tables, int64_t begin, int64_t end) const {
     const int64_t size = shape_.page_tokens, columns = tables.shape(1);
     const int64_t first = shape_.window ? std::max<int64_t>(begin + 1 - shape_.window, 0) : 0;
     const int64_t page = first / size, last = (end - 1) / size;

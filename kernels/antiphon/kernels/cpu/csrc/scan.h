@@ -1,9 +1,18 @@
 // Looking through rows: for what is not finite, and for the greatest.
 
+#pragma once
+
+#include "elementwise.h"
+#include "simd.h"
+#include "vectors.h"
+
+namespace ISA_NS {
+
 // Whether all numbers of a row are finite: each times zero is zero, or else NaN.
 template <class T> INLINE bool is_finite(const T *x, int64_t size) {
     F32 sums = zeros();
-    by_vectors(size, [&](int64_t i, auto part) { sums = fma(load_part(x + i, part), zeros(), sums); });
+    by_vectors(
+        size, [&](int64_t i, auto part) { sums = fma(load_part(x + i, part), zeros(), sums); });
     return sum(sums) == 0.0f;
 }
 
@@ -50,15 +59,14 @@ static void finite_call(
     Dtype dtype, const void *x, int64_t rows, int64_t size, bool *finite, int threads) {
     by_rows(rows, size, threads, [&](int64_t row) {
         const int64_t at = row * size;
-        finite[row] = dtype == Dtype::bf16
-                          ? is_finite(static_cast<const bf16 *>(x) + at, size)
-                          : is_finite(static_cast<const float *>(x) + at, size);
+        finite[row] = dtype == Dtype::bf16 ? is_finite(static_cast<const bf16 *>(x) + at, size)
+                                           : is_finite(static_cast<const float *>(x) + at, size);
     });
 }
 
-static void argmax_call(
-    const float *x, int64_t rows, int64_t size, int64_t *found, int threads) {
-    by_rows(rows, size, threads, [&](int64_t row) {
-        found[row] = argmax_row(x + row * size, size);
-    });
+static void argmax_call(const float *x, int64_t rows, int64_t size, int64_t *found, int threads) {
+    by_rows(
+        rows, size, threads, [&](int64_t row) { found[row] = argmax_row(x + row * size, size); });
 }
+
+}  // namespace ISA_NS

@@ -1,11 +1,16 @@
 // Sixteen float lanes, whatever the machine: one AVX-512 register, or two AVX2 ones.
 //
-// Included inside a namespace of its own by each isa_*.cpp, after `#pragma GCC target`, with
-// ANTIPHON_AVX512 and ANTIPHON_BF16 saying what there is. Everything is a plain function of
-// lanes, so that kernels are written once. Float contraction is off: where a product is added
-// without rounding in between, the code says `fma`.
+// Everything is a plain function of lanes, so that kernels are written once for all instruction
+// sets (isa.h). Float contraction is off: where a product is added without rounding in between, the
+// code says `fma`.
 //
 // A bf16 is a uint16_t in memory, the upper half of the float that it is.
+
+#pragma once
+
+#include "isa.h"
+
+namespace ISA_NS {
 
 static constexpr int LANES = 16;
 
@@ -173,9 +178,7 @@ INLINE I32 dot_bytes(I32 acc, I32 w, I32 x) {
 INLINE __m256 upper(F32 a) {
     return _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(a.v), 1));
 }
-INLINE __m256 halves_added(F32 a) {
-    return _mm256_add_ps(_mm512_castps512_ps256(a.v), upper(a));
-}
+INLINE __m256 halves_added(F32 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), upper(a)); }
 INLINE __m256 halves_max(F32 a) { return _mm256_max_ps(_mm512_castps512_ps256(a.v), upper(a)); }
 
 #else  // AVX2
@@ -433,3 +436,5 @@ template <class T> INLINE F32 silu_mul(F32 gate, F32 up) {
     const F32 silu = div(gate, add(one, exponential(sub(zeros(), gate))));
     return mul(rounded<T>(silu), up);
 }
+
+}  // namespace ISA_NS

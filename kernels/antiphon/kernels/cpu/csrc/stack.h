@@ -3,6 +3,17 @@
 // The phases call what the single operations call, with the same roundings in between, so that a
 // row has the same bits either way.
 
+#pragma once
+
+#include "attention_call.h"
+#include "chunks.h"
+#include "elementwise.h"
+#include "scan.h"
+#include "simd.h"
+#include "team.h"
+
+namespace ISA_NS {
+
 // So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
@@ -24,8 +35,7 @@ class StackRun {
             linear_and_norm(
                 product(layer.out, call_.mixed, call_.added), mlp_norm(layer), &layer.gate_up);
             linear(
-                product(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul),
-                &layer.down);
+                product(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul), &layer.down);
             linear_and_norm(
                 product(layer.down, call_.gated, call_.added), attention_norm(i + 1), next);
         }
@@ -93,7 +103,9 @@ class StackRun {
     }
 
     int64_t row_bytes() const { return call_.hidden * (call_.dtype == Dtype::bf16 ? 2 : 4); }
-    void *row_of(void *rows, int64_t i) const { return static_cast<char *>(rows) + i * row_bytes(); }
+    void *row_of(void *rows, int64_t i) const {
+        return static_cast<char *>(rows) + i * row_bytes();
+    }
     const void *row_of(const void *rows, int64_t i) const {
         return static_cast<const char *>(rows) + i * row_bytes();
     }
@@ -111,7 +123,8 @@ class StackRun {
             x = ends.gathered;
             team_.run(ends.count, [&](int64_t i) {
                 std::memcpy(
-                    row_of(ends.gathered, i), row_of(call_.out, ends.logit_indices[i]), row_bytes());
+                    row_of(ends.gathered, i), row_of(call_.out, ends.logit_indices[i]),
+                    row_bytes());
             });
         }
         linear({*ends.head, x, ends.count, ends.logits, Epilogue::widen}, nullptr);
@@ -126,8 +139,7 @@ class StackRun {
             },
             [&] {
                 for (int64_t row = 0; row < ends.count; ++row)
-                    join_parts(
-                        ends.parts + row * parts, parts, ends.finite[row], ends.argmax[row]);
+                    join_parts(ends.parts + row * parts, parts, ends.finite[row], ends.argmax[row]);
             });
     }
 
@@ -216,3 +228,5 @@ static void stack_call(const StackCall &call, int threads) {
     std::memset(phases, 0, bytes);
     in_team(threads, phases, [&](TeamThread &team) { StackRun(call, team).run(); });
 }
+
+}  // namespace ISA_NS

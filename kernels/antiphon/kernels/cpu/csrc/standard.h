@@ -1,4 +1,4 @@
-// What the kernels use of the standard library; compiled for every machine, see kernels.inc.
+// What the kernels use of the standard library; compiled for every machine, see isa.h.
 
 #pragma once
 

@@ -5,6 +5,12 @@
 // while it held no chunk is not waited for at all; it finds its phases empty when it comes back,
 // and catches up. What a chunk computes never depends on who computes it.
 
+#pragma once
+
+#include "simd.h"
+
+namespace ISA_NS {
+
 // Counters of one phase, in a cache line of their own. All zero before the region begins.
 struct alignas(64) Phase {
     int64_t claimed;
@@ -155,3 +161,5 @@ class Scratch {
     void *memory_ = nullptr;
     size_t bytes_ = 0;
 };
+
+}  // namespace ISA_NS

@@ -1,5 +1,11 @@
 // A row of numbers as vectors, the last of which may be short.
 
+#pragma once
+
+#include "simd.h"
+
+namespace ISA_NS {
+
 // All lanes of a vector, or the first few at the end of a row.
 struct Whole {};
 struct Part {
@@ -16,3 +22,5 @@ template <class Body> INLINE void by_vectors(int64_t size, Body &&body) {
     for (; i + LANES <= size; i += LANES) body(i, Whole());
     if (i < size) body(i, Part{static_cast<int>(size - i)});
 }
+
+}  // namespace ISA_NS

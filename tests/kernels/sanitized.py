@@ -1,0 +1,37 @@
+"""Run the kernels' tests on a library that AddressSanitizer and UBSan watch; `make test-long`.
+
+The sanitizers' libraries must be loaded first, by LD_PRELOAD: see test_sanitizers.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from antiphon.kernels.cpu import build, extension
+
+SANITIZERS = (
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    *("-fno-omit-frame-pointer", "-g1"),
+    # Operands are read at any address, by instructions that allow it.
+    "-fno-sanitize=alignment",
+)
+
+
+def main(folder: Path) -> int:
+    """Build into a folder of its own, and run the tests there; return pytest's exit status."""
+    build.FLAGS = (*build.FLAGS, *SANITIZERS)
+    build.CACHE_FOLDER = folder
+    build.build()
+    assert extension.unavailable_reason() is None
+    here = str(Path(__file__).parent)
+    built = str(Path(__file__).with_name("test_build.py"))
+    return pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-o", "timeout=600", here, "--ignore", built]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
