@@ -32,7 +32,7 @@ TITLES = {
     "avx512": "With AVX-512",
     "avx2": "With AVX2",
 }
-LATER = "\nCases measured again after a change of the worker that affects them:\n"
+LATER = "\nCases measured later, at another commit:\n"
 ROUNDS_MIN = 5
 
 
