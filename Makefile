@@ -11,7 +11,7 @@ CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site wheel up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ up:  ## Build and start the compose stack; its passwords are made the first time
 
 down:  ## Stop the compose stack
 	docker compose -f compose/compose.yaml down
+
+wheel: setup  ## Build a wheel in dist/ with the CPU kernels of every instruction set
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 image:  ## Build the image of one service: SERVICE=gateway
 	docker build -f compose/Dockerfile --build-arg SERVICE=$(SERVICE) -t antiphon-$(SERVICE) .

@@ -93,12 +93,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Stack]:
+def serving(
+    *arguments: str, python: str = sys.executable, environment: dict[str, str] | None = None
+) -> Iterator[Stack]:
     """Run `antiphon serve` on any free port until left, then stop it as Ctrl-C does."""
     began = time.monotonic()
     process = subprocess.Popen(
         [
-            sys.executable,
+            python,
             "-u",
             "-m",
             "antiphon.cli.main",
@@ -111,6 +113,7 @@ def serving(*arguments: str) -> Iterator[Stack]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=environment,
     )
     try:
         match = _ready_line(process)

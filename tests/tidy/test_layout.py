@@ -18,7 +18,7 @@ TOP = {
 }  # fmt: skip
 SERVICES = sorted(p.name for p in (ROOT / "services/antiphon").iterdir() if p.is_dir())
 CODE = sorted(p for s in SOURCES for p in (ROOT / s).rglob("*.py") if "__pycache__" not in p.parts)
-ENTRY_POINTS = {"__main__", "bootstrap"}
+ENTRY_POINTS = {"__main__", "bootstrap", "wheel_hook"}
 """Modules that somebody runs: `python -m`, or the Makefile."""
 
 

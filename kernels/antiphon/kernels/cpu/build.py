@@ -1,8 +1,10 @@
 """Compiles the C++ kernels for this Python, this torch and this machine.
 
-`python -m antiphon.kernels.cpu.build`, run by `make setup` and when an image is built, never by a
-serving process. The library is stored in the environment that torch is installed in, under a hash
-of everything that it depends on, so that a stale one is never loaded.
+`python -m antiphon.kernels.cpu.build`, run by `make setup` and when an image or a wheel is built,
+never by a serving process. The library holds the kernels of every instruction set. It is stored in
+the environment that torch is installed in, or comes with the package in a wheel, under a hash of
+everything that it depends on: the sources, Python and torch's minor version, within which its ABI
+stays. So a library of anything else is never loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = Path(__file__).parent / "csrc"
+PACKAGE = Path(__file__).parent
+SOURCES = PACKAGE / "csrc"
 CACHE_FOLDER = Path(sys.prefix) / "lib" / "antiphon"
 KEPT_S = 3600.0
 """How long objects and libraries of other sources are kept."""
@@ -42,6 +45,7 @@ FLAGS = (
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
 )
 TORCH = Path(torch.__file__).parent
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 _VERSION_DIGITS = 8
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -52,7 +56,9 @@ class CannotBuild(Exception):
 
 def library() -> Path:
     """The path of the library of these sources, once it is built."""
-    return CACHE_FOLDER / f"kernels-{_digest(*map(_object_key, _units()))}.so"
+    name = f"kernels-{_digest(*map(_object_key, _units()))}.so"
+    packaged = PACKAGE / name
+    return packaged if packaged.exists() else CACHE_FOLDER / name
 
 
 def version() -> str:
@@ -97,7 +103,7 @@ def _units() -> list[Path]:
 
 def _object_key(unit: Path) -> str:
     """A hash of everything that an object depends on, except for the compiler."""
-    about = (torch.__version__, sysconfig.get_config_var("SOABI"), *FLAGS)
+    about = (TORCH_MINOR, sysconfig.get_config_var("SOABI"), *FLAGS)
     return _digest(*about, *(path.read_text("utf-8") for path in sorted(_closure(unit))))
 
 
