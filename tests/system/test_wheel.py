@@ -79,5 +79,11 @@ def test_a_wheel_serves_with_its_kernels_where_there_is_no_compiler(
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert "42" in json.load(answer)["choices"][0]["message"]["content"]
-        with urllib.request.urlopen(f"{stack.url}/metrics", timeout=10) as page:
-            assert float(KERNELS.search(page.read().decode())[1]) > 0
+        ports = json.loads(read(f"{stack.url}/server_info"))["metrics_ports"]
+        page = read(f"http://127.0.0.1:{ports['worker-0']}/metrics")
+        assert float(KERNELS.findall(page)[0]) > 0
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read().decode()
