@@ -3,10 +3,9 @@
 from tests.support.echo_worker import EchoWorker
 
 from antiphon.service.main import run
-from antiphon.wire.base import Role
 
 RUNNING = 16
 TOKENS_PER_S = 600
 
 if __name__ == "__main__":
-    run(Role.WORKER, lambda settings: EchoWorker(settings, step_s=RUNNING / TOKENS_PER_S))
+    run(EchoWorker(step_s=RUNNING / TOKENS_PER_S))

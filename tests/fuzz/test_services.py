@@ -28,6 +28,8 @@ from antiphon.wire.base import ProcessState
 if TYPE_CHECKING:
     from tests.support.services import Running
 
+    from antiphon.service.service import Service
+
 SERVICES = (
     KvStorageService, EncoderService, TokenizerService, DetokenizerService, SchedulerService,
     ModelWorker, GatewayService,
@@ -47,9 +49,9 @@ SETTINGS = msgspec.structs.replace(
 async def test_services_survive_hostile_messages_and_serve_after_them(seed: int) -> None:
     broker = MemoryBroker()
     async with AsyncExitStack() as stack:
-        runs: list[Running] = [
+        runs: list[Running[Service]] = [
             await stack.enter_async_context(
-                running(kind(SETTINGS), MemoryTransport(broker), settings=SETTINGS)
+                running(kind, MemoryTransport(broker), settings=SETTINGS)
             )
             for kind in SERVICES
         ]
@@ -83,7 +85,7 @@ async def test_services_survive_hostile_messages_and_serve_after_them(seed: int)
         ] == []
 
 
-def _refused(run: Running) -> float:
+def _refused(run: Running[Service]) -> float:
     return sum(
         sample.value
         for metric in run.metrics.registry.collect()

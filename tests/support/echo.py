@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.service.deadline import deadline_in, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.config.settings import Settings
     from antiphon.service.clock import Clock
 
 MODEL = ModelName("echo")
@@ -38,18 +37,17 @@ class EchoService:
 
     role = Role.TOKENIZER
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self.open = 0
         self.left = False
         self.runtime: Runtime
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         """Store the runtime for the test."""
         self.runtime = runtime
         try:
-            yield
+            yield self
         finally:
             self.left = True
 
@@ -99,4 +97,4 @@ def echo_request(clock: Clock, prompt: str = "echo", after_s: float = 0.0) -> En
 
 
 if __name__ == "__main__":
-    run(Role.TOKENIZER, EchoService)
+    run(EchoService())

@@ -10,7 +10,7 @@ import asyncio
 import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import StreamEndpoint
@@ -27,7 +27,6 @@ from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from antiphon.config.settings import Settings
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Term
@@ -104,17 +103,13 @@ class EchoWorker:
     """Sends one token per admitted request and step; it ignores aborts.
 
     Args:
-        settings: For the name of the model.
         step_s: Duration of a step; 0 sends everything at once.
         context_tokens: Maximum tokens of prompt and answer, as its heartbeats report it.
     """
 
     role = Role.WORKER
 
-    def __init__(
-        self, settings: Settings, *, step_s: float = 0.0, context_tokens: int = CONTEXT_TOKENS
-    ) -> None:
-        self._model = served_name(settings)
+    def __init__(self, *, step_s: float = 0.0, context_tokens: int = CONTEXT_TOKENS) -> None:
         self._step_s = step_s
         self._context_tokens = context_tokens
         self._live: list[_Echo] = []
@@ -124,12 +119,12 @@ class EchoWorker:
         self._commands_seq = 0
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         """Nothing to load."""
         self._runtime = runtime
         if self._step_s:
             runtime.group.create_task(self._pace(), name="pace")
-        yield
+        yield self
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Commands."""
@@ -138,7 +133,7 @@ class EchoWorker:
 
     def model(self) -> ModelName | None:
         """The served model."""
-        return self._model
+        return served_name(self._runtime.settings)
 
     def report(self) -> Report:
         """Report practically unlimited capacity."""
@@ -199,4 +194,4 @@ class EchoWorker:
 
 
 if __name__ == "__main__":
-    run(Role.WORKER, EchoWorker)
+    run(EchoWorker())

@@ -7,6 +7,7 @@ whose `contains` occurs in the prompt determines the answer. Each prompt is appe
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,10 @@ from tests.support.echo_worker import Answer, EchoWorker
 from tokenizers import Tokenizer
 
 from antiphon.service.main import run
-from antiphon.wire.base import FinishReason, Role
+from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from antiphon.config.settings import Settings
     from antiphon.wire.command import Admit
 
 CONTEXT_TOKENS = 65_536
@@ -51,10 +51,16 @@ def read_prompts(folder: Path) -> list[str]:
 class ScriptedWorker(EchoWorker):
     """Answers by the rules in the folder of its model."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, context_tokens=CONTEXT_TOKENS)
-        self._folder = Path(settings.model.path)
-        self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+    def __init__(self) -> None:
+        super().__init__(context_tokens=CONTEXT_TOKENS)
+
+    @cached_property
+    def _folder(self) -> Path:
+        return Path(self._runtime.settings.model.path)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._folder / "tokenizer.json"))
 
     def answer(self, admit: Admit) -> Answer:
         """Encode the answer of the first matching rule."""
@@ -68,4 +74,4 @@ class ScriptedWorker(EchoWorker):
 
 
 if __name__ == "__main__":
-    run(Role.WORKER, ScriptedWorker)
+    run(ScriptedWorker())

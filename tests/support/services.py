@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tests.support.wait import until
 
@@ -13,6 +13,7 @@ from antiphon.config.process import HealthConfig, ServiceConfig
 from antiphon.config.settings import Settings
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.run import ProcessContext, serve
+from antiphon.service.service import Service
 from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
 
     from antiphon.bus.transport import Transport
     from antiphon.service.health import ProcessHealth
-    from antiphon.service.service import Service
+    from antiphon.service.service import Runtime, ServiceFactory
     from antiphon.telemetry.metrics import Metrics
+    from antiphon.wire.base import Role
     from antiphon.wire.routes import Party
+
+S_co = TypeVar("S_co", bound=Service, covariant=True)
 
 CLUSTER = ClusterName("test")
 QUICK = Settings(
@@ -33,15 +37,31 @@ QUICK = Settings(
 """Settings for tests: the defaults, with short heartbeats."""
 
 
-class Running:
+class Running(Generic[S_co]):
     """A service under test. Leaving `running` stops it, if the test has not."""
 
-    def __init__(self, service: Service, around: ProcessContext) -> None:
+    def __init__(self, factory: ServiceFactory[S_co], around: ProcessContext) -> None:
         self.around = around
         self.stop = asyncio.Event()
         self.gone = asyncio.Event()
-        self._service = service
+        self._factory = factory
+        self._service: S_co | None = None
         self._failure: Exception | None = None
+
+    @property
+    def service(self) -> S_co:
+        """The service, once it has started."""
+        assert self._service is not None
+        return self._service
+
+    @property
+    def role(self) -> Role:
+        return self._factory.role
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[S_co]:
+        async with self._factory.lifespan(runtime) as self._service:
+            yield self._service
 
     @property
     def health(self) -> ProcessHealth:
@@ -61,7 +81,7 @@ class Running:
     async def live(self) -> None:
         """Serve until stopped; a failure is stored for `ended`."""
         try:
-            await serve(self._service, self.around, self.stop)
+            await serve(self, self.around, self.stop)
         except Exception as error:  # noqa: BLE001  # as main does
             self._failure = error
         finally:
@@ -79,7 +99,7 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    service: Service,
+    factory: ServiceFactory[S_co],
     transport: Transport,
     *,
     settings: Settings = QUICK,
@@ -87,11 +107,11 @@ async def running(
     incarnation: str = "1",
     clock: Clock | None = None,
     ready: bool = True,
-) -> AsyncGenerator[Running]:
+) -> AsyncGenerator[Running[S_co]]:
     """Run a service until the block ends; its failure is raised then, unless `ended` has raised it.
 
     Args:
-        service: Not entered yet.
+        factory: The service's class, or a test double.
         transport: Its own link to the broker, not entered yet.
         settings: `QUICK` by default.
         instance: `<role>-0` by default.
@@ -100,14 +120,14 @@ async def running(
         ready: Whether the block begins when the service is ready, or at once.
     """
     process = Process(
-        instance=InstanceId(instance or f"{service.role}-0"), incarnation=Incarnation(incarnation)
+        instance=InstanceId(instance or f"{factory.role}-0"), incarnation=Incarnation(incarnation)
     )
     around = ProcessContext(
         settings=settings,
-        bus=Bus(transport, CLUSTER, process, party=service.role),
+        bus=Bus(transport, CLUSTER, process, party=factory.role),
         clock=clock or SystemClock(),
     )
-    run = Running(service, around)
+    run = Running(factory, around)
     async with asyncio.TaskGroup() as group:
         group.create_task(run.live())
         try:

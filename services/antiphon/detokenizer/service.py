@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
-    from antiphon.config.settings import Settings
+    from tokenizers import Tokenizer
+
     from antiphon.wire.ids import ModelName
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews
@@ -44,33 +45,33 @@ class DetokenizerService:
 
     role = Role.DETOKENIZER
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._model = served_name(settings)
-        self._moved = asyncio.Event()
-        self._spans = TextSpans()
-
-    @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Load the tokenizer and start the timer task."""
-        folder = await asyncio.to_thread(tokenizer_folder, self._settings)
-        tokenizer = await asyncio.to_thread(open_tokenizer, folder)
-        tokens = await asyncio.to_thread(_read_token_bytes, folder)
-
+    def __init__(self, runtime: Runtime, tokenizer: Tokenizer, tokens: Sequence[bytes]) -> None:
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
             return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
         self._runtime = runtime
+        self._model = served_name(runtime.settings)
         self._machine = Detokenizer(
             runtime.process,
             decode,
-            self._settings.detokenizer.requests_max,
+            runtime.settings.detokenizer.requests_max,
             tokens,
             runtime.peers.to_local_ms,
         )
-        runtime.peers.watch(self._on_peer)
-        runtime.group.create_task(self._tick(), name="tick")
-        yield
+        self._moved = asyncio.Event()
+        self._spans = TextSpans()
+
+    @classmethod
+    @asynccontextmanager
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+        """Load the tokenizer and start the timer task."""
+        folder = await asyncio.to_thread(tokenizer_folder, runtime.settings)
+        tokenizer = await asyncio.to_thread(open_tokenizer, folder)
+        tokens = await asyncio.to_thread(_read_token_bytes, folder)
+        service = cls(runtime, tokenizer, tokens)
+        runtime.peers.watch(service._on_peer)
+        runtime.group.create_task(service._tick(), name="tick")
+        yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Tokens from workers, open lists and resume calls from gateways."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from antiphon.encoder.service import EncoderService
 from antiphon.service.main import run
-from antiphon.wire.base import Role
 
 if __name__ == "__main__":
-    run(Role.ENCODER, EncoderService)
+    run(EncoderService)

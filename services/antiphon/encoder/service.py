@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Self
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
@@ -30,6 +30,7 @@ from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+    from concurrent.futures import Executor
 
     from antiphon.config.settings import Settings
     from antiphon.encoder.model import VisionModel
@@ -44,41 +45,38 @@ class EncoderService:
 
     role = Role.ENCODER
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._config = settings.encoder
-        self._served = served_name(settings)
+    def __init__(self, runtime: Runtime, images: ImageEncoder | None) -> None:
+        self._runtime = runtime
+        self._images = images
+        self._served = served_name(runtime.settings)
         self._in_flight = 0
 
+    @classmethod
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
         """Load the model if there is one, run its thread, and serve results to fetch."""
-        self._runtime = runtime
-        async with AsyncExitStack() as held:
-            if self._config.model_path:
-                model = await asyncio.to_thread(_open, self._settings)
-                self._serve_results(held)
-                thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="embed"))
-                self._cache = EmbeddingCache(self._config.cache_bytes_max)
-                self._metrics = EncoderMetrics(runtime.metrics, self._cache)
-
-                def embed(image: bytes | bytearray) -> CachedEmbedding:
-                    with self._metrics.embed_seconds.time():
-                        return model.embed(image)
-
-                self._embedder = Embedder(embed, self._cache, thread)
-            yield
+        config = runtime.settings.encoder
+        if not config.model_path:
+            yield cls(runtime, None)
+            return
+        model = await asyncio.to_thread(_open, runtime.settings)
+        with (
+            bind(config.host, config.port) as bound,
+            ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
+        ):
+            address = address_for_others(bound, config.host, config.advertise_host)
+            shelf = BlobStore(address, config.claims_bytes_max, runtime.clock.unix_ms)
+            runtime.group.create_task(BlobServer(bound, shelf).run())
+            yield cls(runtime, ImageEncoder(runtime, model, thread, shelf))
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Encode calls from any gateway."""
-        handler = self._encode if self._config.model_path else self._refuse
-        return (
-            RequestEndpoint(route=ENCODE_IMAGE, handler=handler, address={"model": self._served}),
-        )
+        here = {"model": self._served}
+        return (RequestEndpoint(route=ENCODE_IMAGE, handler=self._encode, address=here),)
 
     def model(self) -> ModelName | None:
         """The model whose images it embeds."""
-        return self._served if self._config.model_path else None
+        return None if self._images is None else self._served
 
     def report(self) -> Report:
         """The number of calls in flight."""
@@ -87,30 +85,49 @@ class EncoderService:
     async def drain(self) -> None:
         """Do nothing: a caller that finds a result gone uses another encoder."""
 
-    async def _refuse(self, _: EncodeImage, __: object) -> ImageEmbedding:
-        raise Unsupported("this model takes no images: encoder.model_path is not set")
-
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
-        self._metrics.received.inc()
+        if self._images is None:
+            raise Unsupported("this model takes no images: encoder.model_path is not set")
+        self._images.metrics.received.inc()
         left_s = check(request, self._runtime.clock)
         self._in_flight += 1
         try:
             async with asyncio.timeout(left_s):
-                return await self._embed(request, left_s)
+                return await self._images.embed(request, left_s)
         except TimeoutError:
             raise DeadlineExceeded("the image was not embedded in time") from None
         finally:
             self._in_flight -= 1
 
-    async def _embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
+
+class ImageEncoder:
+    """Embeds the images of requests, and stores the results for their callers to fetch."""
+
+    def __init__(
+        self, runtime: Runtime, model: VisionModel, thread: Executor, shelf: BlobStore
+    ) -> None:
+        self._config = runtime.settings.encoder
+        self._clock = runtime.clock
+        self._shelf = shelf
+        self._cache = EmbeddingCache(self._config.cache_bytes_max)
+        self.metrics = EncoderMetrics(runtime.metrics, self._cache)
+
+        def embed(image: bytes | bytearray) -> CachedEmbedding:
+            with self.metrics.embed_seconds.time():
+                return model.embed(image)
+
+        self._embedder = Embedder(embed, self._cache, thread)
+
+    async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
+        """Embed an image, or find its embedding in the cache."""
         digest = _digest(request)
-        self._metrics.looked_up.inc()
+        self.metrics.looked_up.inc()
         embedding = self._cache.get(digest)
         cached = embedding is not None
         if embedding is None:
             image = await self._image(request, left_s)
             embedding = await self._embedder.embed(digest, image)
-        self._metrics.answered(embedding.tokens, cached=cached)
+        self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
             content_digest=digest,
@@ -133,17 +150,10 @@ class EncoderService:
     def _claim(self, embedding: CachedEmbedding) -> Claim:
         """Store an embedding for fetching; calls within half of `claim_s` share the claim."""
         claim, wait_s = embedding.claim, self._config.claim_s
-        if claim is None or claim.expires_unix_ms < self._runtime.clock.unix_ms() + wait_s * 500:
+        if claim is None or claim.expires_unix_ms < self._clock.unix_ms() + wait_s * 500:
             claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
             embedding.claim = claim
         return claim
-
-    def _serve_results(self, held: AsyncExitStack) -> None:
-        config = self._config
-        bound = held.enter_context(bind(config.host, config.port))
-        address = address_for_others(bound, config.host, config.advertise_host)
-        self._shelf = BlobStore(address, config.claims_bytes_max, self._runtime.clock.unix_ms)
-        self._runtime.group.create_task(BlobServer(bound, self._shelf).run())
 
 
 def _digest(request: EncodeImage) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
@@ -14,7 +14,7 @@ from antiphon.gateway.http.core.app import http_server
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader
 from antiphon.gateway.http.core.detached import DetachedTasks
-from antiphon.gateway.http.core.operation import routes
+from antiphon.gateway.http.core.operation import Operation, routes
 from antiphon.gateway.http.core.request_metrics import metrics_middleware
 from antiphon.gateway.http.core.root_path import prefix_of
 from antiphon.gateway.http.families import all_operations
@@ -40,8 +40,8 @@ from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
-    from antiphon.config.settings import Settings
     from antiphon.gateway.model_metrics import ModelMetrics
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
@@ -54,30 +54,50 @@ class GatewayService:
 
     role = Role.GATEWAY
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._model = served_name(settings)
-        self.port = 0
-        """HTTP port, after the lifespan has begun."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        port: int,
+        driver: OwnerDriver,
+        submission: Submission,
+        generations: NatsGenerationEndpoints,
+        embeds: NatsEmbeddingEndpoints,
+        detached: DetachedTasks,
+        model_metrics: ModelMetrics,
+        request_log: RequestLog,
+    ) -> None:
+        self.port = port
+        """HTTP port."""
+        self._runtime = runtime
+        self._model = model
+        self._driver = driver
+        self._submission = submission
+        self._generations = generations
+        self._embeds = embeds
+        self._detached = detached
+        self._model_metrics = model_metrics
+        self._request_log = request_log
 
+    @classmethod
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
         """Bind the HTTP port first: without it nothing else needs to start.
 
         Raises:
             CannotStart: The port is in use, or the address is not local.
             ConfigError: The keys file or `gateway.root_path` is not usable.
         """
-        gateway, rules = self._settings.gateway, self._settings.access
-        self._runtime = runtime
+        settings, model = runtime.settings, served_name(runtime.settings)
+        gateway, rules = settings.gateway, settings.access
         check_message_fits(
             "gateway.requests_max",
             gateway.requests_max,
             each_bytes=OPEN_ENTRY_BYTES,
             message_bytes_max=runtime.bus.transport.payload_bytes_max,
         )
-        metrics = GatewayMetrics(runtime.metrics, self._settings.metrics)
-        self._model_metrics = self._show_model(runtime)
+        metrics = GatewayMetrics(runtime.metrics, settings.metrics)
+        model_metrics = _show_model(runtime, model)
         runtime.metrics.before_collect(metrics.flush_inter_token_latencies)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
@@ -85,25 +105,21 @@ class GatewayService:
         limits = OwnerLimits(
             unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s
         )
-        owner = Owner(runtime.process, self._model, runtime.clock, limits)
-        self._driver = driver = OwnerDriver(owner, runtime, self._model, metrics)
-        tokenizers = TokenizerClient(runtime, self._model)
-        self._request_log = requests = RequestLog(runtime, self._model)
+        owner = Owner(runtime.process, model, runtime.clock, limits)
+        driver = OwnerDriver(owner, runtime, model, metrics)
+        tokenizers = TokenizerClient(runtime, model)
+        requests = RequestLog(runtime, model)
         await asyncio.to_thread(requests.check_folders)
-        self._submission = submission = Submission(
-            runtime, self._model, driver, tokenizers, metrics, access, requests
+        submission = Submission(runtime, model, driver, tokenizers, metrics, access, requests)
+        generations = NatsGenerationEndpoints(runtime, model, submission, driver, metrics, access)
+        embeds = NatsEmbeddingEndpoints(
+            served_names(settings), submission, driver, tokenizers, metrics, access
         )
-        self._generations = NatsGenerationEndpoints(
-            runtime, self._model, submission, driver, metrics, access
-        )
-        self._embeds = NatsEmbeddingEndpoints(
-            served_names(self._settings), submission, driver, tokenizers, metrics, access
-        )
-        self._detached = detached = DetachedTasks(runtime.group)
+        detached = DetachedTasks(runtime.group)
         bodies = BodyReader()
         served = all_operations(
             runtime,
-            self._model,
+            model,
             submission,
             driver,
             tokenizers,
@@ -111,26 +127,31 @@ class GatewayService:
             access,
             detached,
             bodies,
-            self._model_metrics.ports,
+            model_metrics.ports,
             requests,
         )
         metrics.watch_open(lambda: driver.open_count)
-        probes = probe_routes(runtime.health, runtime.metrics, partial(is_admin, access))
-        paths = (*routes(served), *probes)
-        watch = auth_middleware(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
-        counts = metrics_middleware(metrics)
-        prefix = prefix_of(gateway.root_path, (route.path for route in paths))
-        server = http_server(gateway, paths, watch, rules.origins, counts, prefix)
-        async with bodies, server as self.port:
+        async with bodies, _server(runtime, access, served, metrics) as port:
             driver.start()
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))
             try:
-                with self._start_crash_dump():
-                    yield
+                with _crash_dump(runtime, requests):
+                    yield cls(
+                        runtime,
+                        model,
+                        port,
+                        driver,
+                        submission,
+                        generations,
+                        embeds,
+                        detached,
+                        model_metrics,
+                        requests,
+                    )
             finally:
                 driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
-                await self._generations.close()
+                await generations.close()
                 await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -143,29 +164,6 @@ class GatewayService:
             *self._generations.endpoints(),
             *self._embeds.endpoints(),
         )
-
-    @contextmanager
-    def _start_crash_dump(self) -> Generator[None]:
-        """Write the open requests to a file if the gateway crashes, if a folder is set."""
-        requests = self._request_log
-        if requests.crash_dump is None:
-            yield
-            return
-        with dump_on_quit(requests.dump):
-            try:
-                yield
-            except BaseException as error:
-                if self._runtime.health.state is not ProcessState.STARTING:
-                    requests.dump(f"the gateway failed: {type(error).__name__}: {error}")
-                raise
-
-    def _show_model(self, runtime: Runtime) -> ModelMetrics:
-        # `/metrics` covers the whole model.
-        own = partial(report_of, self, runtime)
-        now = runtime.clock.now
-        page = Exposition(self._settings.metrics, self._model, runtime.process, now, own)
-        runtime.metrics.show(page.collect)
-        return page.metrics
 
     def _on_abort(self, message: AbortRequests) -> None:
         sender = message.sender or self._runtime.process
@@ -188,3 +186,39 @@ class GatewayService:
         await self._driver.idle()
         await self._generations.idle()
         await self._detached.idle()
+
+
+def _server(
+    runtime: Runtime, access: Access, served: Sequence[Operation], metrics: GatewayMetrics
+) -> AbstractAsyncContextManager[int]:
+    gateway = runtime.settings.gateway
+    probes = probe_routes(runtime.health, runtime.metrics, partial(is_admin, access))
+    paths = (*routes(served), *probes)
+    watch = auth_middleware(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
+    counts = metrics_middleware(metrics)
+    prefix = prefix_of(gateway.root_path, (route.path for route in paths))
+    origins = runtime.settings.access.origins
+    return http_server(gateway, paths, watch, origins, counts, prefix)
+
+
+def _show_model(runtime: Runtime, model: ModelName) -> ModelMetrics:
+    """Make `/metrics` cover the whole model."""
+    own = partial(report_of, Role.GATEWAY, model, runtime)
+    page = Exposition(runtime.settings.metrics, model, runtime.process, runtime.clock.now, own)
+    runtime.metrics.show(page.collect)
+    return page.metrics
+
+
+@contextmanager
+def _crash_dump(runtime: Runtime, requests: RequestLog) -> Generator[None]:
+    """Write the open requests to a file if the gateway crashes, if a folder is set."""
+    if requests.crash_dump is None:
+        yield
+        return
+    with dump_on_quit(requests.dump):
+        try:
+            yield
+        except BaseException as error:
+            if runtime.health.state is not ProcessState.STARTING:
+                requests.dump(f"the gateway failed: {type(error).__name__}: {error}")
+            raise

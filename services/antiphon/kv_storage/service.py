@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.kv_storage.disk import DiskTier
 from antiphon.kv_storage.leases import Leases
@@ -38,7 +38,7 @@ from antiphon.wire.storage import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
-    from antiphon.config.settings import Settings
+    from antiphon.config.kv_storage import KvStorageConfig
     from antiphon.wire.ids import ModelName
 
 log = logging.getLogger(__name__)
@@ -56,24 +56,28 @@ class KvStorageService:
 
     role = Role.KV_STORAGE
 
-    def __init__(self, settings: Settings) -> None:
-        self._config = settings.kv_storage
-
-    @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Open the tiers and serve the leased pages' bytes."""
-        config = self._config
+    def __init__(self, runtime: Runtime, address: str, store: PageStore, leases: Leases) -> None:
         self._runtime = runtime
+        self._config = runtime.settings.kv_storage
+        self._address = address
+        self._store = store
+        self._leases = leases
+
+    @classmethod
+    @asynccontextmanager
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+        """Open the tiers and serve the leased pages' bytes."""
+        config = runtime.settings.kv_storage
         bound = bind(config.host, config.port)
-        self._address = address_for_others(bound, config.host, config.advertise_host)
+        address = address_for_others(bound, config.host, config.advertise_host)
         with bound, ThreadPoolExecutor(1, thread_name_prefix="disk") as thread:
             memory = MemoryTier(config.ram_bytes_max)
-            disk = await asyncio.to_thread(self._open_disk)
-            self._store = PageStore(memory, disk, thread)
-            self._leases = Leases(memory, runtime.clock.unix_ms)
-            runtime.group.create_task(BlobServer(bound, self._leases).run())
-            runtime.group.create_task(self._sweep())
-            yield
+            disk = await asyncio.to_thread(_open_disk, config)
+            leases = Leases(memory, runtime.clock.unix_ms)
+            service = cls(runtime, address, PageStore(memory, disk, thread), leases)
+            runtime.group.create_task(BlobServer(bound, leases).run())
+            runtime.group.create_task(service._sweep())
+            yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Control calls of this node."""
@@ -171,17 +175,6 @@ class KvStorageService:
         )
         return PagesLeased(lease=lease.name, claims=claims)
 
-    def _open_disk(self) -> DiskTier | None:
-        config = self._config
-        if not config.disk_path:
-            return None
-        try:
-            return DiskTier(Path(config.disk_path).expanduser(), config.disk_bytes_max)
-        except OSError as error:
-            raise CannotStart(
-                f"kv_storage.disk_path: {config.disk_path}: {error.strerror}"
-            ) from error
-
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -189,6 +182,15 @@ class KvStorageService:
                 self._leases.sweep()
             except Exception:
                 log.exception("sweep failed")
+
+
+def _open_disk(config: KvStorageConfig) -> DiskTier | None:
+    if not config.disk_path:
+        return None
+    try:
+        return DiskTier(Path(config.disk_path).expanduser(), config.disk_bytes_max)
+    except OSError as error:
+        raise CannotStart(f"kv_storage.disk_path: {config.disk_path}: {error.strerror}") from error
 
 
 def _size(offer: PageOffer) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from antiphon.model_worker.service import ModelWorker
 from antiphon.service.main import run
-from antiphon.wire.base import Role
 
 if __name__ == "__main__":
-    run(Role.WORKER, ModelWorker)
+    run(ModelWorker)

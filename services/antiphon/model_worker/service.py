@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -79,55 +79,131 @@ class ModelWorker:
 
     role = Role.WORKER
 
+    open_engine: ClassVar[Callable[[Settings], Engine]] = staticmethod(open_engine)
+
     def __init__(
-        self, settings: Settings, opener: Callable[[Settings], Engine] = open_engine
+        self, runtime: Runtime, engine: Engine, grammars: GrammarBackend, counts: GrammarMetrics
     ) -> None:
-        self._settings = settings
-        self._opener = opener
+        settings, limits = runtime.settings, engine.core.limits
+        live_max = limits.running_max + limits.queue_max
+        check_message_fits(
+            "batching.running_max + queue.waiting_max",
+            live_max,
+            each_bytes=HELD_ENTRY_BYTES,
+            message_bytes_max=runtime.bus.transport.payload_bytes_max,
+        )
+        self._runtime = runtime
+        self._engine = engine
         self._model = served_name(settings)
         self._seqs = SeqSender()
         self._moved = asyncio.Event()
         self._last: StepReport | None = None
         self._stepped_at = 0.0
+        self._numerics = NumericsCheck(runtime.process, self._model, engine.numerics_digest)
+        self._output = WorkerOutput(
+            runtime.process,
+            self._seqs,
+            live_max=live_max,
+            our_time_ms=runtime.peers.to_local_ms,
+            leading=lambda: runtime.peers.leading(self._model),
+        )
+        self._sender = TokenSender(runtime.bus, self._output)
+        self._kv_events = KvEventPublisher(runtime.process, settings.cache.events_max)
+        self._mailbox = Mailbox(live_max)
+        self._reports = ReportQueue(
+            relay=self._relay, take=self._on_reports, wait_s=settings.batching.stall_limit_s
+        )
+        self._loop = BatchingLoop(
+            engine.core,
+            engine.runner,
+            self._mailbox,
+            self._reports.deliver,
+            overlap=engine.resolved is not None and engine.resolved.overlap.value,
+        )
+        batching = settings.batching
+        self._dumps = PlanDumps(
+            batching.dump_folder,
+            runtime.process.instance,
+            engine,
+            self._loop.recorder,
+            runtime.clock,
+        )
+        self._grammar_queue = GrammarQueue(
+            grammars,
+            runtime.group,
+            counts,
+            hand_over=self._submit_with_matcher,
+            refuse=self._refuse,
+        )
+        self._control = ControlEndpoint(
+            self._mailbox,
+            self._dumps,
+            self._begin_drain,
+            lambda: self._output.live_count,
+            runtime.health.send_heartbeat,
+        )
+        size = WorkerSize(
+            pages_total=engine.core.pools.pages_total,
+            page_tokens=engine.core.pools.page_tokens,
+            running_max=limits.running_max,
+            context_tokens=limits.context_tokens,
+        )
+        self._accounting = StepAccounting(
+            runtime.metrics, size, engine.resolved, batching.decode_log_interval
+        )
         self._unelected_logged_at = -LOG_PAUSE_S
+        runtime.metrics.registry.register(
+            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.relayed_s)
+        )
 
+    @classmethod
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
         """Load the model, then run the batching loop in a thread of its own."""
-        self._runtime = runtime
         event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
         began = runtime.clock.now()
         try:
-            self._engine = await event_loop.run_in_executor(thread, self._opener, self._settings)
+            engine = await event_loop.run_in_executor(thread, cls.open_engine, runtime.settings)
             loaded = runtime.clock.now()
-            self._assemble(self._engine)
-            pools = self._engine.core.limits.pool_width is not None
-            warm = partial(warm_up, self._loop, pools=pools)
-            self._on_report(await event_loop.run_in_executor(thread, warm))
+            limits, counts = engine.core.limits, GrammarMetrics(runtime.metrics)
+            grammars = GrammarBackend(
+                runtime.settings.grammar,
+                limits.vocab_size,
+                engine.open_compiler,
+                runtime.group,
+                counts,
+            )
+            service = cls(runtime, engine, grammars, counts)
+            warm = partial(warm_up, service._loop, pools=limits.pool_width is not None)
+            service._on_report(await event_loop.run_in_executor(thread, warm))
             warmed = runtime.clock.now()
-            self._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
-            ended = event_loop.run_in_executor(thread, self._loop.run)
-            for work, name in (
-                (_watch(ended), "batching"),
-                (_watch(self._reports.failed), "steps"),
-                (self._tick(), "tick"),
-                (self._numerics.wait_for_conflict(), "numerics"),
-            ):
-                runtime.group.create_task(self._guard(work), name=name)
-            runtime.peers.watch(self._on_peer)
-            for peer in runtime.peers.all():
-                self._on_peer(PeerChange.APPEARED, peer)
+            service._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
+            ended = event_loop.run_in_executor(thread, service._loop.run)
+            service._start(ended)
             try:
-                yield
+                yield service
             finally:
-                self._mailbox.close()
-                self._grammars.close()
+                service._mailbox.close()
+                grammars.close()
                 _, running = await asyncio.wait([ended], timeout=LEAVE_S)
                 if running:
                     log.error("a step does not end")
         finally:
             thread.shutdown(wait=False)
+
+    def _start(self, ended: asyncio.Future[None]) -> None:
+        """Watch the loop, which ends with `ended`, and the peers."""
+        for work, name in (
+            (_watch(ended), "batching"),
+            (_watch(self._reports.failed), "steps"),
+            (self._tick(self._watchdog()), "tick"),
+            (self._numerics.wait_for_conflict(), "numerics"),
+        ):
+            self._runtime.group.create_task(self._guard(work), name=name)
+        self._runtime.peers.watch(self._on_peer)
+        for peer in self._runtime.peers.all():
+            self._on_peer(PeerChange.APPEARED, peer)
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Commands, stops, open lists, operator commands, and replays of KV events."""
@@ -169,7 +245,7 @@ class ModelWorker:
                 bits=self._numerics.digest,
                 pages_promised=last.credit.pages_promised,
                 pages_returning=last.credit.pages_returning,
-                kv_seq=self._kv_events.seq if self._publishes_events else None,
+                kv_seq=self._kv_events.seq if self._publishes_events() else None,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
@@ -179,6 +255,10 @@ class ModelWorker:
                 ),
             ),
         )
+
+    def _publishes_events(self) -> bool:
+        cached = not isinstance(self._engine.core.index, NoIndex)
+        return cached and self._runtime.settings.cache.events
 
     async def drain(self) -> None:
         """Finish running requests, send the rest, and wait a little for their owners to have it."""
@@ -192,83 +272,6 @@ class ModelWorker:
                     await self._change()
         except TimeoutError:
             log.info("ids left behind", extra={"requests": self._output.held_count})
-
-    def _assemble(self, engine: Engine) -> None:
-        limits, pools = engine.core.limits, engine.core.pools
-        live_max = limits.running_max + limits.queue_max
-        check_message_fits(
-            "batching.running_max + queue.waiting_max",
-            live_max,
-            each_bytes=HELD_ENTRY_BYTES,
-            message_bytes_max=self._runtime.bus.transport.payload_bytes_max,
-        )
-        self._numerics = NumericsCheck(self._runtime.process, self._model, engine.numerics_digest)
-        self._output = WorkerOutput(
-            self._runtime.process,
-            self._seqs,
-            live_max=live_max,
-            our_time_ms=self._runtime.peers.to_local_ms,
-            leading=lambda: self._runtime.peers.leading(self._model),
-        )
-        self._sender = TokenSender(self._runtime.bus, self._output)
-        cache = self._settings.cache
-        self._publishes_events = cache.events and not isinstance(engine.core.index, NoIndex)
-        self._kv_events = KvEventPublisher(self._runtime.process, cache.events_max)
-        self._mailbox = Mailbox(live_max)
-        self._reports = ReportQueue(
-            relay=self._relay, take=self._on_reports, wait_s=self._settings.batching.stall_limit_s
-        )
-        self._loop = BatchingLoop(
-            engine.core,
-            engine.runner,
-            self._mailbox,
-            self._reports.deliver,
-            overlap=engine.resolved is not None and engine.resolved.overlap.value,
-        )
-        batching = self._settings.batching
-        self._dumps = PlanDumps(
-            batching.dump_folder,
-            self._runtime.process.instance,
-            engine,
-            self._loop.recorder,
-            self._runtime.clock,
-        )
-        counts = GrammarMetrics(self._runtime.metrics)
-        self._grammars = GrammarBackend(
-            self._settings.grammar,
-            limits.vocab_size,
-            engine.open_compiler,
-            self._runtime.group,
-            counts,
-        )
-        self._grammar_queue = GrammarQueue(
-            self._grammars,
-            self._runtime.group,
-            counts,
-            hand_over=self._submit_with_matcher,
-            refuse=self._refuse,
-        )
-        self._control = ControlEndpoint(
-            self._mailbox,
-            self._dumps,
-            self._begin_drain,
-            lambda: self._output.live_count,
-            self._runtime.health.send_heartbeat,
-        )
-        capacity = WorkerSize(
-            pages_total=pools.pages_total,
-            page_tokens=pools.page_tokens,
-            running_max=limits.running_max,
-            context_tokens=limits.context_tokens,
-        )
-        self._accounting = StepAccounting(
-            self._runtime.metrics, capacity, engine.resolved, batching.decode_log_interval
-        )
-        self._runtime.metrics.registry.register(
-            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.relayed_s)
-        )
-        watchdog = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        self._watchdog = LoopWatchdog(self._loop, watchdog, self._accounting.metrics.stalled)
 
     def _on_command(self, batch: CommandBatch) -> None:
         requeued, refused = self._output.requeued_count, self._output.refused
@@ -504,7 +507,12 @@ class ModelWorker:
             except EngineError as error:
                 log.warning("KV events not sent", extra={"seq": batch.seq, "error": error})
 
-    async def _tick(self) -> None:
+    def _watchdog(self) -> LoopWatchdog:
+        batching = self._runtime.settings.batching
+        detector = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
+        return LoopWatchdog(self._loop, detector, self._accounting.metrics.stalled)
+
+    async def _tick(self, watchdog: LoopWatchdog) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -512,7 +520,7 @@ class ModelWorker:
             except Exception:
                 log.exception("tick failed")
             try:
-                self._watchdog.check(self._runtime.clock.now())
+                watchdog.check(self._runtime.clock.now())
             except LoopHung:
                 raise
             except Exception:
@@ -532,7 +540,7 @@ class ModelWorker:
     def _requeue_waiting(self, now_ms: int) -> None:
         """Requeue requests that are not started, if other workers would start them sooner."""
         loads = other_workers(self._runtime.peers.accepting_work(Role.WORKER), self._model)
-        after_s = self._settings.queue.hand_back_s
+        after_s = self._runtime.settings.queue.hand_back_s
         longest = longest_elsewhere(loads, self._engine.core.limits.context_tokens)
         if self._output.draining and loads:
             waiting = self._output.unstarted(now_ms, longest)

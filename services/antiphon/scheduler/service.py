@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.transport import Subscription
-    from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer, PeerChange
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import Process, Term
@@ -67,32 +66,33 @@ class SchedulerService:
 
     role = Role.SCHEDULER
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._model = served_name(settings)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._model = served_name(runtime.settings)
+        self._metrics = SchedulerMetrics(runtime.metrics)
+        self._core = SchedulerCore(
+            runtime.process,
+            self._model,
+            LeaderConfig.of(runtime.settings),
+            runtime.clock,
+            runtime.peers,
+        )
         self._news = asyncio.Event()
         self._emptied = asyncio.Event()
         self._spans: dict[RequestId, Span] = {}
         self._subscriptions: list[Subscription] = []
         self._announced_term: Term | None = None
 
+    @classmethod
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
         """Stand by, and lead when no other scheduler does."""
-        self._runtime = runtime
-        self._metrics = SchedulerMetrics(runtime.metrics)
-        self._core = SchedulerCore(
-            runtime.process,
-            self._model,
-            LeaderConfig.of(self._settings),
-            runtime.clock,
-            runtime.peers,
-        )
-        runtime.metrics.before_collect(self._measure)
-        runtime.peers.watch(self._note_peer)
-        runtime.group.create_task(self._tick(), name="tick")
-        runtime.group.create_task(self._publish_actions(), name="publish actions")
-        yield
+        service = cls(runtime)
+        runtime.metrics.before_collect(service._measure)
+        runtime.peers.watch(service._note_peer)
+        runtime.group.create_task(service._tick(), name="tick")
+        runtime.group.create_task(service._publish_actions(), name="publish actions")
+        yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Open lists and KV events; submits and cancels are subscribed to only by the leader."""
@@ -177,7 +177,7 @@ class SchedulerService:
 
     async def _tick(self) -> None:
         link = self._runtime.bus.link
-        pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
+        pause_s = self._runtime.settings.service.heartbeat_s / TICKS_A_BEAT
         while True:
             try:
                 self._core.tick(link_up=link.up, joins=link.connect_count)

@@ -103,7 +103,7 @@ class TextEncoder:
         text_bytes_max: int,
         context_tokens: int | None = None,
     ) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._root = root
         self._text_bytes_max = text_bytes_max
         self._context_tokens = context_tokens
@@ -131,7 +131,7 @@ class TextEncoder:
         self.check_length(text, len(rendered) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
-        encoding = self._vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
+        encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
         token_ids = pack_ids(encoding.ids[:kept])
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
@@ -158,7 +158,7 @@ class TextEncoder:
             PromptTooLong: The text has more characters than a context of the longest tokens; if it
                 may be truncated, more than the limit for truncated texts as well.
         """
-        tokens, each = self._context_tokens, self._vocabulary.token_characters
+        tokens, each = self._context_tokens, self.vocabulary.token_characters
         if tokens is None:
             return
         most = characters_max(tokens, each, truncate=text.truncate)
@@ -186,7 +186,7 @@ class TextEncoder:
             raise InvalidRequest("both messages and a prompt are given", param="prompt")
         if not text.messages:
             raise InvalidRequest("messages are empty", param="messages")
-        template = self._vocabulary.template
+        template = self.vocabulary.template
         if template is None:
             raise Unsupported(
                 "this model has no chat template; send a prompt, or set model.chat_template",
@@ -195,7 +195,7 @@ class TextEncoder:
         return template.render(text.messages, text.template, continue_final=text.continue_final)
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
-        template = self._vocabulary.completion
+        template = self.vocabulary.completion
         if template is None:
             raise Unsupported(
                 "suffix: the tokenizer does not show how this model takes text with a gap to fill; "

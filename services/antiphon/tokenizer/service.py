@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from antiphon.model_card.card import read_card
+from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 from antiphon.model_card.tasks import Task
@@ -16,7 +16,6 @@ from antiphon.service.deadline import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
-from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.batcher import Batcher
 from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
 from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder, decode
@@ -37,7 +36,6 @@ from antiphon.wire.tokenize import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName, RequestId
 
 
@@ -58,56 +56,56 @@ class TokenizerService:
 
     role = Role.TOKENIZER
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._model = served_name(settings)
+    def __init__(
+        self,
+        runtime: Runtime,
+        card: ModelCard,
+        pooling: Pooling | None,
+        encoder: TextEncoder,
+        processes: EncodeProcesses,
+        executor: Executor,
+    ) -> None:
+        self._runtime = runtime
+        self._model = served_name(runtime.settings)
+        self._card = card
+        self._context_tokens = runtime.settings.model.context_tokens or card.context_tokens
+        self._pooling = None if pooling is None else _pooling(pooling)
+        self._encoder = encoder
+        self._vocabulary = encoder.vocabulary
+        self._processes = processes
+        self._executor = executor
+        self._batcher = Batcher[EncodeInput, EncodedPrompt](
+            encoder.encode, executor, runtime.settings.tokenizer.batch_max
+        )
         self._in_flight = 0
         self._running: dict[RequestId, _Running] = {}
 
+    @classmethod
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
         """Load the tokenizer and run its threads."""
-        settings = self._settings
-        self._runtime = runtime
+        settings, threads = runtime.settings, runtime.settings.tokenizer.threads
         # In a thread, since a model of the hub may have to be downloaded first.
         files = await asyncio.to_thread(model_files, settings, weights=False)
-        self._card = read_card(files)
-        pooling = read_pooling(files, self._card, embedding=settings.model.embedding)
-        self._pooling = None if pooling is None else _pooling(pooling)
+        card = read_card(files)
+        pooling = read_pooling(files, card, embedding=settings.model.embedding)
         folder = await asyncio.to_thread(tokenizer_folder, settings)
-        self._vocabulary = words = await asyncio.to_thread(
-            vocabulary.read_model_tokenizer,
-            folder,
-            settings.model.chat_template,
-            settings.model.completion_template,
-            settings.model.chat_template_name,
+        shared = EncoderSettings(
+            folder=str(folder),
+            chat_template=settings.model.chat_template,
+            completion_template=settings.model.completion_template,
+            chat_template_name=settings.model.chat_template_name,
+            root=namespace(settings.cluster.model_digest, settings.cluster.hash_salt),
+            text_bytes_max=settings.tokenizer.text_bytes_max,
+            context_tokens=settings.model.context_tokens or card.context_tokens,
         )
-        root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
-        context_tokens = settings.model.context_tokens or self._card.context_tokens
-        bytes_max = settings.tokenizer.text_bytes_max
-        self._encoder = encoder = TextEncoder(words, root, bytes_max, context_tokens)
-        threads = settings.tokenizer.threads
-        self._processes = EncodeProcesses(
-            EncoderSettings(
-                folder=str(folder),
-                chat_template=settings.model.chat_template,
-                completion_template=settings.model.completion_template,
-                chat_template_name=settings.model.chat_template_name,
-                root=root,
-                text_bytes_max=bytes_max,
-                context_tokens=context_tokens,
-            ),
-            threads,
-        )
+        encoder = await asyncio.to_thread(shared.encoder)
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
-            self._batcher = Batcher[EncodeInput, EncodedPrompt](
-                encoder.encode, executor, settings.tokenizer.batch_max
-            )
-            self._executor = executor
-            for _ in range(threads):
-                runtime.group.create_task(self._batcher.run())
-            async with self._processes:
-                yield
+            async with EncodeProcesses(shared, threads) as processes:
+                service = cls(runtime, card, pooling, encoder, processes, executor)
+                for _ in range(threads):
+                    runtime.group.create_task(service._batcher.run())
+                yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Encode and decode calls, and cancellations of encode calls."""
@@ -148,8 +146,7 @@ class TokenizerService:
                 encoded = await self._encoded_once(request, text)
         finally:
             self._in_flight -= 1
-        card = self._card
-        context_tokens = self._settings.model.context_tokens or card.context_tokens
+        card, context_tokens = self._card, self._context_tokens
         prompt_tokens = id_count(encoded.token_ids)
         if prompt_tokens > context_tokens:
             # Raised here, since so many ids might not fit into a message.

@@ -11,7 +11,7 @@ from antiphon.config.digest import digest
 from antiphon.service.deadline import deadline_in
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.peers import PeerChange
-from antiphon.service.service import Report, Runtime, Service
+from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat
@@ -20,6 +20,8 @@ from antiphon.wire.routes import DISCOVER, HEARTBEAT, HEARTBEAT_SOURCES
 if TYPE_CHECKING:
     from antiphon.service.instance_name import InstanceName
     from antiphon.service.peers import Peer
+    from antiphon.service.service import Service
+    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +29,15 @@ _REPLY_JITTER_S = 0.1
 
 
 class Heartbeater:
-    """Sends heartbeats, discovers peers, and updates their liveness."""
+    """Sends heartbeats, discovers peers, and updates their liveness.
 
-    def __init__(
-        self, service: Service, runtime: Runtime, name: InstanceName, health_port: int
-    ) -> None:
-        self._service = service
+    Attributes:
+        service: Reports its part once it has started.
+    """
+
+    def __init__(self, role: Role, runtime: Runtime, name: InstanceName, health_port: int) -> None:
+        self.service: Service | None = None
+        self._role = role
         self._runtime = runtime
         self._name = name
         self._health_port = health_port
@@ -42,7 +47,7 @@ class Heartbeater:
     async def listen(self) -> None:
         """Subscribe to the heartbeats that the route table lists for this role, and to discover."""
         self._runtime.peers.on_reject(self._count_refused)
-        role, instance = self._service.role, self._runtime.process.instance
+        role, instance = self._role, self._runtime.process.instance
         addresses = [{"role": str(other)} for other in HEARTBEAT_SOURCES.get(role, ())]
         if role not in HEARTBEAT_SOURCES.get(role, ()):
             # Also to our own: their echo proves that the link works, and heartbeats of another
@@ -73,7 +78,7 @@ class Heartbeater:
 
     async def watch_peers(self) -> None:
         """Update the liveness of peers whenever it is due, until cancelled."""
-        if self._service.role not in HEARTBEAT_SOURCES:
+        if self._role not in HEARTBEAT_SOURCES:
             return
         peers, link = self._runtime.peers, self._runtime.bus.link
         peers.watch(self._remove_peer_age)
@@ -84,7 +89,7 @@ class Heartbeater:
 
     async def send(self) -> None:
         """Send one heartbeat. While the link is down it is dropped; the next one replaces it."""
-        process, role = self._runtime.process, self._service.role
+        process, role = self._runtime.process, self._role
         try:
             self._runtime.bus.publish(
                 HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
@@ -100,13 +105,14 @@ class Heartbeater:
     def _heartbeat(self) -> Heartbeat:
         runtime = self._runtime
         starting = runtime.health.state is ProcessState.STARTING
-        report = Report(load=0) if starting else self._service.report()
+        service = None if starting else self.service
+        report = Report(load=0) if service is None else service.report()
         dead_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
         return Heartbeat(
-            role=self._service.role,
+            role=self._role,
             process=runtime.process,
             state=runtime.health.state,
-            model=None if starting else self._service.model(),
+            model=None if service is None else service.model(),
             config_digest=self._config_digest,
             health_port=self._health_port,
             load=report.load,

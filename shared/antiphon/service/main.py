@@ -1,6 +1,6 @@
 """The entry point of every service: `python -m antiphon.<service> --config FILE --instance NAME`.
 
-    run("tokenizer", TokenizerService)
+    run(TokenizerService)
 
 Exit codes: 0 stopped by a signal, 1 failed while running, 2 bad settings, 3 could not start, 4
 replaced by another process with its name.
@@ -31,16 +31,16 @@ from antiphon.service.parent import die_with
 from antiphon.service.run import ProcessContext, serve
 from antiphon.service.sockets import CannotStart
 from antiphon.telemetry import log as logs
-from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role
+from antiphon.wire.base import WIRE_VERSION, Process, ProcessState
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
-    from antiphon.config.settings import Settings
-    from antiphon.service.service import Service
+    from antiphon.service.service import Service, ServiceFactory
     from antiphon.telemetry.metrics import Metrics
+    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 
@@ -58,33 +58,27 @@ Nearly all objects of a request are freed by reference counting. With Python's d
 all streams."""
 
 
-def run(role: str, build: Callable[[Settings], Service]) -> NoReturn:
-    """Run a service until SIGTERM or SIGINT, then drain; a second signal ends it at once.
-
-    Args:
-        role: `service.name` in traces, and in messages before logging is set up.
-        build: Creates the service, which does no work yet; may raise `CannotStart`.
-    """
+def run(factory: ServiceFactory[Service]) -> NoReturn:
+    """Run a service until SIGTERM or SIGINT, then drain; a second signal ends it at once."""
     try:
         arguments = load_process()
     except ConfigError as error:
-        sys.stderr.write(f"antiphon {role}: {error}\n")
+        sys.stderr.write(f"antiphon {factory.role}: {error}\n")
         sys.exit(BAD_SETTINGS)
     faulthandler.enable()  # a crash in a kernel leaves its stack in the log
     telemetry = arguments.settings.telemetry
     logs.set_up(level=telemetry.log_level, form=telemetry.log_format, instance=arguments.instance)
-    with _traces(role, arguments):
-        code = _run(role, build, arguments)
+    with _traces(factory.role, arguments):
+        code = _run(factory, arguments)
     log.info("stopped", extra={"code": code})
     sys.exit(code)
 
 
-def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArguments) -> int:
+def _run(factory: ServiceFactory[Service], arguments: ProcessArguments) -> int:
     try:
         if arguments.parent_pid is not None:
             die_with(arguments.parent_pid)
-        context = _process_context(Role(role), arguments)
-        service = build(arguments.settings)
+        context = _process_context(factory.role, arguments)
     except (CannotStart, ConfigError, EngineError) as error:
         log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
         return CANNOT_START
@@ -92,7 +86,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
     log.info(
         "starting",
         extra={
-            "role": role,
+            "role": factory.role,
             "incarnation": process.incarnation,
             "pid": os.getpid(),
             "wire_version": WIRE_VERSION,
@@ -100,7 +94,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
         },
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signal(service, context))
+        return runner.run(_until_signal(factory, context))
 
 
 def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
@@ -137,7 +131,7 @@ def _export_link_errors(metrics: Metrics, errors: LinkErrors) -> None:
     metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
 
 
-async def _until_signal(service: Service, context: ProcessContext) -> int:
+async def _until_signal(factory: ServiceFactory[Service], context: ProcessContext) -> int:
     stop = asyncio.Event()
     leave_s = context.settings.service.drain_timeout_s + _LEAVE_S
 
@@ -152,7 +146,7 @@ async def _until_signal(service: Service, context: ProcessContext) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     try:
-        await serve(service, context, stop)
+        await serve(factory, context, stop)
     except Exception as error:  # noqa: BLE001  # here and in the inbox
         code = _failed(error, starting=context.health.state is ProcessState.STARTING)
         return _bound_exit(code, quiet=code in (CANNOT_START, REPLACED))

@@ -26,8 +26,10 @@ from antiphon.wire.routes import METRICS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from antiphon.service.service import Runtime, Service
+    from antiphon.service.service import Runtime
     from antiphon.telemetry.metrics import Published, Series
+    from antiphon.wire.base import Role
+    from antiphon.wire.ids import ModelName
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,11 @@ _VALUE_MAX = 1e18
 class MetricsPublisher:
     """Publishes the metrics of the process: all of them each time, since messages may be lost."""
 
-    def __init__(self, service: Service, runtime: Runtime) -> None:
-        self._service = service
+    def __init__(self, role: Role, model: ModelName | None, runtime: Runtime) -> None:
+        self._role = role
+        self._model = model
         self._runtime = runtime
-        self._cpu = runtime.metrics.counter(catalog.PROCESS_CPU).labels(service.role)
+        self._cpu = runtime.metrics.counter(catalog.PROCESS_CPU).labels(role)
         self._cpu_s = 0.0
         self._number = 0
         runtime.metrics.before_collect(self._count_cpu)
@@ -60,8 +63,8 @@ class MetricsPublisher:
 
     def send(self) -> None:
         """Send one report. One that cannot be sent is counted; the next one includes it."""
-        role, process = self._service.role, self._runtime.process
-        report = report_of(self._service, self._runtime)
+        role, process = self._role, self._runtime.process
+        report = report_of(role, self._model, self._runtime)
         self._number += 1
         report = msgspec.structs.replace(report, number=self._number)
         payload_max = self._runtime.bus.transport.payload_bytes_max
@@ -81,16 +84,16 @@ class MetricsPublisher:
         self._cpu_s = spent_s
 
 
-def report_of(service: Service, runtime: Runtime) -> MetricsReport:
+def report_of(role: Role, model: ModelName | None, runtime: Runtime) -> MetricsReport:
     """Create the report of a process; values out of the message's bounds are counted."""
     published = runtime.metrics.published()
     bad = sum(not _sendable(one) for each in published for one in each.series)
     if bad:
         runtime.metrics.bus_errors.labels("metrics_value").inc(bad)
     return MetricsReport(
-        role=service.role,
+        role=role,
         process=runtime.process,
-        model=service.model(),
+        model=model,
         metrics_port=runtime.metrics_port,
         families=families(published),
     )

@@ -19,7 +19,7 @@ from antiphon.service.listeners import Listeners
 from antiphon.service.metrics_publisher import MetricsPublisher
 from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.service.probes import probe_server
-from antiphon.service.service import Runtime, Service
+from antiphon.service.service import Runtime, Service, ServiceFactory
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import ProcessState
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
+    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class StoppedEarly(Exception):
     """`stop` was set before the process was ready."""
 
 
-async def serve(service: Service, context: ProcessContext, stop: asyncio.Event) -> None:
+async def serve(
+    factory: ServiceFactory[Service], context: ProcessContext, stop: asyncio.Event
+) -> None:
     """Serve until `stop`, then drain.
 
     On return every accepted call has a reply: its result, or `Unavailable` if the deadline passed.
@@ -74,7 +77,7 @@ async def serve(service: Service, context: ProcessContext, stop: asyncio.Event) 
         async with asyncio.TaskGroup() as watch:
             watch.create_task(_abort_start_on_stop(health, stop))
             async with probes as health_port, context.bus:
-                await _run(service, context, stop, health_port)
+                await _run(factory, context, stop, health_port)
     except* StoppedEarly:
         log.info("stopped while starting")
 
@@ -87,7 +90,10 @@ async def _abort_start_on_stop(health: ProcessHealth, stop: asyncio.Event) -> No
 
 
 async def _run(
-    service: Service, context: ProcessContext, stop: asyncio.Event, health_port: int
+    factory: ServiceFactory[Service],
+    context: ProcessContext,
+    stop: asyncio.Event,
+    health_port: int,
 ) -> None:
     limits = InboxLimits(
         slots=context.settings.service.slots, backlog=context.settings.service.backlog
@@ -105,17 +111,18 @@ async def _run(
             listeners=listeners,
             metrics_port=health_port,
         )
-        await _discovery(service, runtime).listen()
+        await _discovery(factory.role, runtime).listen()
         name = InstanceName(runtime)
         await name.claim()
-        heartbeater = Heartbeater(service, runtime, name, health_port)
+        heartbeater = Heartbeater(factory.role, runtime, name, health_port)
         await heartbeater.listen()
         group.create_task(name.watch(), name="name")
         group.create_task(heartbeater.send_periodically(), name="heartbeat")
         group.create_task(heartbeater.watch_peers(), name="peers")
-        publisher = MetricsPublisher(service, runtime)
-        group.create_task(publisher.publish(), name="metrics")
-        async with asyncio.timeout(None) as leaving, service.lifespan(runtime):
+        async with asyncio.timeout(None) as leaving, factory.lifespan(runtime) as service:
+            heartbeater.service = service
+            publisher = MetricsPublisher(factory.role, service.model(), runtime)
+            group.create_task(publisher.publish(), name="metrics")
             try:
                 context.on_started()
                 await _serve_until_stop(service, runtime, heartbeater, stop)
@@ -148,13 +155,13 @@ async def _serve_until_stop(
         log.warning("drain timed out", extra={"drain_timeout_s": timeout_s})
 
 
-def _discovery(service: Service, runtime: Runtime) -> Discovery:
+def _discovery(role: Role, runtime: Runtime) -> Discovery:
     return Discovery(
         runtime.bus.transport,
-        role=service.role,
+        role=role,
         process=runtime.process,
         version=metadata.version("antiphon"),
-        description=f"Antiphon {service.role}",
+        description=f"Antiphon {role}",
         endpoints=runtime.listeners.counters,
         metadata={"cluster": runtime.settings.cluster.name},
     )

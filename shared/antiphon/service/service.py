@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +30,7 @@ class Runtime:
 
     Attributes:
         process: Instance and incarnation of this process.
-        bus: Entered before `Service.lifespan`, left after it.
+        bus: Entered before the service's lifespan, left after it.
         group: For background tasks. They are cancelled after the drain, before the lifespan ends.
         peers: Peers whose heartbeats this process receives.
         health: State of this process; `health.changed()` sends a heartbeat at once.
@@ -73,22 +73,16 @@ class Report:
 
 
 class Service(Protocol):
-    """A service. Created before the bus is up; does nothing before `lifespan` is entered.
+    """A started service, as the lifespan of its factory yields it.
 
-    The run loop guarantees: `lifespan` is entered once, then the endpoints are opened, then the
-    process is ready. On stop: no more calls are accepted, running ones are awaited, then `drain`,
-    all under one deadline; feeds and calls marked `while_draining` stay open until then. Then
-    background tasks are cancelled and the lifespan is left, also after a failure.
+    The run loop guarantees: the lifespan is entered once, when the bus is up; then the endpoints
+    are opened, then the process is ready. On stop: no more calls are accepted, running ones are
+    awaited, then `drain`, all under one deadline; feeds and calls marked `while_draining` stay open
+    until then. Then background tasks are cancelled and the lifespan is left, also after a failure.
     """
 
-    role: Role
-
-    def lifespan(self, runtime: Runtime) -> AbstractAsyncContextManager[None]:
-        """Hold the resources of the running service: files, threads, servers."""
-        ...
-
     def endpoints(self) -> Sequence[Endpoint]:
-        """Return its endpoints; called once, inside the lifespan."""
+        """Return its endpoints; called once."""
         ...
 
     def model(self) -> ModelName | None:
@@ -101,4 +95,18 @@ class Service(Protocol):
 
     async def drain(self) -> None:
         """Return when all accepted work has ended. The run loop bounds it by the drain deadline."""
+        ...
+
+
+S_co = TypeVar("S_co", bound=Service, covariant=True)
+
+
+class ServiceFactory(Protocol[S_co]):
+    """What starts a service: its class, whose `lifespan` is a class method."""
+
+    @property
+    def role(self) -> Role: ...
+
+    def lifespan(self, runtime: Runtime) -> AbstractAsyncContextManager[S_co]:
+        """Start the service, and hold its resources: files, threads, servers."""
         ...

@@ -3,9 +3,8 @@
 from tests.support.echo_worker import EchoWorker
 
 from antiphon.service.main import run
-from antiphon.wire.base import Role
 
 STEP_S = 0.004
 
 if __name__ == "__main__":
-    run(Role.WORKER, lambda settings: EchoWorker(settings, step_s=STEP_S))
+    run(EchoWorker(step_s=STEP_S))

@@ -450,7 +450,6 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
         settings = msgspec.structs.replace(
             settings, service=QUICK.service, cluster=ClusterConfig(name="test", model=model)
         )
-        service = TokenizerService(settings)
 
         async def call(number: int) -> None:
             text = EncodeRequest(
@@ -462,7 +461,7 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
             await bus.call(TOKENIZE, text, timeout_s=TIMEOUT_S, model=model)
 
         async with (
-            running(service, MemoryTransport(broker), settings=settings),
+            running(TokenizerService, MemoryTransport(broker), settings=settings) as tokenizer,
             client_bus(MemoryTransport(broker), "gateway-0", party=Role.GATEWAY) as bus,
             asyncio.TaskGroup() as group,
         ):
@@ -470,7 +469,7 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
             await until(lambda: len(sizes) == 1)
             for number in range(1, 6):
                 group.create_task(call(number))
-            await until(lambda: len(service._batcher._jobs) == 5)
+            await until(lambda: len(tokenizer.service._batcher._jobs) == 5)
             first.set()
         return list(sizes)
 

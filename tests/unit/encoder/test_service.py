@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
     from antiphon.encoder.cache import CachedEmbedding
+    from antiphon.service.service import Service
     from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()
@@ -65,7 +66,7 @@ COUNTED = (
 class World:
     """An encoder and a client."""
 
-    def __init__(self, bus: Bus, encoder: Running) -> None:
+    def __init__(self, bus: Bus, encoder: Running[Service]) -> None:
         self.bus = bus
         self.encoder = encoder
 
@@ -102,7 +103,7 @@ def settings(folder: Path | str, **encoder: float) -> Settings:
 async def started(chosen: Settings) -> AsyncGenerator[World]:
     broker = MemoryBroker()
     async with (
-        running(EncoderService(chosen), MemoryTransport(broker), settings=chosen) as encoder,
+        running(EncoderService, MemoryTransport(broker), settings=chosen) as encoder,
         client_bus(MemoryTransport(broker)) as bus,
     ):
         yield World(bus, encoder)

@@ -356,15 +356,17 @@ class House:
 
     def __init__(
         self,
-        gateway: Running,
-        service: GatewayService,
+        gateway: Running[GatewayService],
         cluster: Cluster,
         transport: Callable[[], Transport],
     ) -> None:
         self.gateway = gateway
-        self.service = service
         self.cluster = cluster
         self.transport = transport
+
+    @property
+    def service(self) -> GatewayService:
+        return self.gateway.service
 
     @property
     def url(self) -> str:
@@ -462,17 +464,18 @@ async def house(
         request_log=request_log,
         **gateway,
     )
-    service = GatewayService(chosen)
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(client_bus(transport(), "rest", party=Role.SCHEDULER))
         group = await stack.enter_async_context(Tasks())
         cluster = Cluster(bus, group)
         cluster.names = names
         await cluster.start()
-        gate = await stack.enter_async_context(running(service, transport(), settings=chosen))
+        gate = await stack.enter_async_context(
+            running(GatewayService, transport(), settings=chosen)
+        )
         if gate.gone.is_set():  # refused at its start: no peers will come
             await gate.ended()
-        world = House(gate, service, cluster, transport)
+        world = House(gate, cluster, transport)
         await until(lambda: len(world.peers) == len(cluster.roles))
         try:
             yield world

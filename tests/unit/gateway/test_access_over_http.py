@@ -439,9 +439,9 @@ async def test_a_bad_file_at_the_start_is_no_start(tmp_path: Path) -> None:
     access = keyed(tmp_path, {"acme": {}})
     (tmp_path / "keys.json").write_text("{}x")
     chosen = settings(access=access)
-    service, transport = GatewayService(chosen), MemoryTransport(MemoryBroker())
+    transport = MemoryTransport(MemoryBroker())
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(service, transport, settings=chosen):
+        async with running(GatewayService, transport, settings=chosen):
             pass
     assert caught.group_contains(ConfigError, match="not valid JSON", depth=None)
 

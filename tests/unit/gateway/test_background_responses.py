@@ -81,13 +81,12 @@ async def pair(server: NatsServer, drain_timeout_s: float = 5.0) -> AsyncIterato
     join = joining(server)
     async with house(join, drain_timeout_s=drain_timeout_s) as first:
         settings = first.gateway.around.settings
-        other = GatewayService(settings)
         async with (
-            running(other, join(), settings=settings, instance="gateway-1"),
+            running(GatewayService, join(), settings=settings, instance="gateway-1") as other,
             aiohttp.ClientSession() as session,
         ):
             await until(lambda: len(first.peers) == len(first.cluster.roles) + 1)
-            yield Pair(first, other, session)
+            yield Pair(first, other.service, session)
 
 
 @pytest.fixture

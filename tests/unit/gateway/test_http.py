@@ -649,8 +649,9 @@ async def test_gateway_that_is_stopped_before_the_end_says_so() -> None:
 async def test_taken_port_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
-        service = GatewayService(settings(port=port))
         with pytest.raises(ExceptionGroup) as caught:
-            async with running(service, MemoryTransport(MemoryBroker()), settings=settings()):
+            async with running(
+                GatewayService, MemoryTransport(MemoryBroker()), settings=settings(port=port)
+            ):
                 pass
     assert caught.group_contains(CannotStart, match=str(port), depth=None)

@@ -358,9 +358,7 @@ async def test_a_folder_that_cannot_be_made_keeps_the_gateway_from_starting(tmp_
     taken.write_text("")
     config = settings(request_log=logged(taken / "log"))
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(
-            GatewayService(config), MemoryTransport(MemoryBroker()), settings=config
-        ):
+        async with running(GatewayService, MemoryTransport(MemoryBroker()), settings=config):
             pass
     assert caught.group_contains(ConfigError, match="request_log: the folder", depth=None)
 

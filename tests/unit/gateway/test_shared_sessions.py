@@ -67,13 +67,12 @@ async def pair(server: NatsServer, config: SessionsConfig) -> AsyncIterator[Pair
     join = joining(server)
     async with house(join, sessions=config) as first:
         settings = first.gateway.around.settings
-        other = GatewayService(settings)
         async with (
-            running(other, join(), settings=settings, instance="gateway-1"),
+            running(GatewayService, join(), settings=settings, instance="gateway-1") as other,
             aiohttp.ClientSession() as http,
         ):
             await until(lambda: len(first.peers) == len(first.cluster.roles) + 1)
-            yield Pair(first, (first.url, f"http://127.0.0.1:{other.port}"), http)
+            yield Pair(first, (first.url, f"http://127.0.0.1:{other.service.port}"), http)
 
 
 @pytest.fixture

@@ -35,18 +35,13 @@ TEXT = "Wave \N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4}, naÃ¯ve æ
 async def echoing() -> AsyncGenerator[str]:
     """The URL of a stack whose worker says the prompt back."""
     broker = MemoryBroker()
-    gateway = GatewayService(SETTINGS)
     async with AsyncExitStack() as stack:
-        for service in (
-            SchedulerService(SETTINGS),
-            TokenizerService(SETTINGS),
-            DetokenizerService(SETTINGS),
-            EchoWorker(SETTINGS),
-            gateway,
-        ):
+        for service in (SchedulerService, TokenizerService, DetokenizerService, EchoWorker()):
             transport = MemoryTransport(broker)
             await stack.enter_async_context(running(service, transport, settings=SETTINGS))
-        yield f"http://127.0.0.1:{gateway.port}"
+        gateway = running(GatewayService, MemoryTransport(broker), settings=SETTINGS)
+        started = await stack.enter_async_context(gateway)
+        yield f"http://127.0.0.1:{started.service.port}"
 
 
 async def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ async def node(**storage: float | str) -> AsyncGenerator[Worker]:
     broker = MemoryBroker()
     chosen = settings(**storage)
     async with (
-        running(KvStorageService(chosen), MemoryTransport(broker), settings=chosen),
+        running(KvStorageService, MemoryTransport(broker), settings=chosen),
         client_bus(MemoryTransport(broker)) as bus,
         shelf() as holder,
     ):
@@ -240,20 +240,19 @@ async def test_a_lease_ends_by_itself_and_none_outlasts_the_limit() -> None:
 
 async def test_a_miss_leaves_no_lease_behind() -> None:
     broker = MemoryBroker()
-    service = KvStorageService(QUICK)
     async with (
-        running(service, MemoryTransport(broker)),
+        running(KvStorageService, MemoryTransport(broker)) as node,
         client_bus(MemoryTransport(broker)) as bus,
         shelf() as holder,
     ):
         worker = Worker(bus, holder)
         await worker.lease(chain_of(pages_of(3)))
-        assert service.report().load == 0
+        assert node.service.report().load == 0
         await worker.put(worker.offer(pages_of(1)))
         leased = await worker.lease(chain_of(pages_of(3)))
-        assert service.report().load == 1
+        assert node.service.report().load == 1
         await worker.release(leased.lease)
-        assert service.report().load == 0
+        assert node.service.report().load == 0
 
 
 async def test_what_leaves_memory_is_found_on_disk_and_survives_a_restart(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.services import QUICK, running
+from tests.support.services import running
 from tests.support.wait import until
-from tests.unit.model_worker.test_service import open_hash_engine, process
+from tests.unit.model_worker.test_service import open_hash_engine, process, worker_of
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.protocol.peers import NumericsCheck
-from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Process, ProcessState, Role
@@ -109,9 +108,8 @@ def open_with(bits: str) -> Callable[[Settings], Engine]:
 
 async def test_a_worker_does_not_join_one_that_gives_its_model_other_bits() -> None:
     broker = MemoryBroker()
-    first = ModelWorker(QUICK, open_with(OTHER_ISA))
+    first, second = worker_of(open_with(OTHER_ISA)), worker_of(open_with(BITS))
     async with running(first, MemoryTransport(broker)) as there:
-        second = ModelWorker(QUICK, open_with(BITS))
         transport = MemoryTransport(broker)
         async with running(
             second, transport, instance="worker-1", incarnation="2", ready=False

@@ -17,13 +17,13 @@ from tests.unit.model_worker.test_service import (
     Stage,
     admit,
     open_hash_engine,
+    worker_of,
 )
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.observability.recording import read
 from antiphon.model_worker.observability.stall_detector import LoopHung
-from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
@@ -72,7 +72,7 @@ async def staged(
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
         running(
-            ModelWorker(settings, opener), MemoryTransport(broker), settings=settings, clock=clock
+            worker_of(opener), MemoryTransport(broker), settings=settings, clock=clock
         ) as worker,
     ):
         stage = ControlStage(broker, worker, bus)

@@ -63,13 +63,14 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from prometheus_client import CollectorRegistry
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
+    from antiphon.service.service import Service
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
@@ -86,6 +87,15 @@ def process(name: str) -> Process:
 
 DETOKENIZER, GATEWAY = process("detokenizer-0"), process("gateway-0")
 TERM = Term(number=1, scheduler=process("scheduler-0"))
+
+
+def worker_of(opener: Callable[[Settings], Engine]) -> type[ModelWorker]:
+    """A worker with the engine that `opener` makes."""
+
+    class Worker(ModelWorker):
+        open_engine = staticmethod(opener)
+
+    return Worker
 
 
 def open_hash_engine(settings: Settings) -> Engine:
@@ -109,7 +119,7 @@ def open_hash_engine(settings: Settings) -> Engine:
 class Stage:
     """A worker on a memory bus, and a client that plays everybody else."""
 
-    def __init__(self, broker: MemoryBroker, worker: Running, bus: Bus) -> None:
+    def __init__(self, broker: MemoryBroker, worker: Running[Service], bus: Bus) -> None:
         self.broker = broker
         self.worker = worker
         self.bus = bus
@@ -216,10 +226,9 @@ def admit(name: str, max_new_tokens: int = 5, prompt: Sequence[int] = (1, 2, 3))
 @pytest.fixture
 async def stage() -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
-    service = ModelWorker(QUICK, open_hash_engine)
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(service, MemoryTransport(broker)) as worker,
+        running(worker_of(open_hash_engine), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -497,7 +506,7 @@ async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> Non
         return engine
 
     with pytest.RaisesGroup(CannotStart, flatten_subgroups=True):
-        async with running(ModelWorker(QUICK, open_broken), MemoryTransport(MemoryBroker())):
+        async with running(worker_of(open_broken), MemoryTransport(MemoryBroker())):
             pass
 
 
@@ -509,7 +518,7 @@ async def test_worker_survives_an_outcome_of_another_plan() -> None:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(ModelWorker(QUICK, open_buggy), MemoryTransport(broker)) as worker,
+        running(worker_of(open_buggy), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -531,7 +540,7 @@ async def test_worker_with_broken_pages_ends_and_says_why(
     with pytest.RaisesGroup(SharedStateBroken, flatten_subgroups=True):
         async with (
             client_bus(MemoryTransport(broker), party="client") as bus,
-            running(ModelWorker(QUICK, open_hash_engine), MemoryTransport(broker)) as worker,
+            running(worker_of(open_hash_engine), MemoryTransport(broker)) as worker,
         ):
             monkeypatch.setattr(PagePool, "allocate", lambda pool, count: pool.release(range(3)))
             stage = Stage(broker, worker, bus)
@@ -566,7 +575,7 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
     broker, clock = MemoryBroker(), ShiftedClock()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(ModelWorker(QUICK, open_held), MemoryTransport(broker), clock=clock) as worker,
+        running(worker_of(open_held), MemoryTransport(broker), clock=clock) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -593,12 +602,13 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(client_bus(MemoryTransport(broker), party="client"))
-        service = ModelWorker(settings, open_slow_engine)
-        worker = await stack.enter_async_context(running(service, MemoryTransport(broker)))
+        slow, idle = worker_of(open_slow_engine), worker_of(open_hash_engine)
+        up = running(slow, MemoryTransport(broker), settings=settings)
+        worker = await stack.enter_async_context(up)
         if other:
-            idle = ModelWorker(settings, open_hash_engine)
+            transport = MemoryTransport(broker)
             await stack.enter_async_context(
-                running(idle, MemoryTransport(broker), instance="worker-1")
+                running(idle, transport, settings=settings, instance="worker-1")
             )
         stage = Stage(broker, worker, bus)
         await stage.listen()

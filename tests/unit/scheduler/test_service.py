@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import pytest
 from tests.support.services import QUICK, Running, running
@@ -49,9 +49,9 @@ class Peer:
     role = Role.DETOKENIZER
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime
-        yield
+        yield self
 
     def endpoints(self) -> Sequence[Endpoint]:
         return []
@@ -123,10 +123,10 @@ class FakeGateway(Peer):
         self._version = 0
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime
         runtime.group.create_task(self._list())
-        yield
+        yield self
 
     def model(self) -> ModelName | None:
         return None
@@ -195,18 +195,18 @@ class Cluster:
         self._broker = MemoryBroker()
         self.worker = FakeWorker()
         self.gateway = FakeGateway()
-        self.schedulers: list[Running] = []
+        self.schedulers: list[Running[SchedulerService]] = []
 
     async def start(self) -> None:
         for service in (self.worker, self.gateway, Peer()):
             await self._stack.enter_async_context(running(service, MemoryTransport(self._broker)))
 
     async def scheduler(self) -> SchedulerService:
-        service = SchedulerService(QUICK)
         name = f"scheduler-{len(self.schedulers)}"
-        up = running(service, MemoryTransport(self._broker), instance=name)
-        self.schedulers.append(await self._stack.enter_async_context(up))
-        return service
+        up = running(SchedulerService, MemoryTransport(self._broker), instance=name)
+        scheduler = await self._stack.enter_async_context(up)
+        self.schedulers.append(scheduler)
+        return scheduler.service
 
     @property
     def admits(self) -> list[Admit]:

@@ -25,7 +25,7 @@ class Refused:
     async def lifespan(self, runtime):
         threading.Thread(target=time.sleep, args=(600,)).start()
         raise CannotStart("no model of this kind is served")
-        yield
+        yield self
     def endpoints(self):
         return ()
     def model(self):
@@ -35,7 +35,7 @@ class Refused:
     async def drain(self):
         pass
 
-run("tokenizer", lambda settings: Refused())
+run(Refused())
 """
 
 

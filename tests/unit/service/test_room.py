@@ -40,8 +40,6 @@ def test_the_largest_bound_that_fits_is_named_and_fits() -> None:
 async def test_a_gateway_with_more_requests_than_its_list_can_name_does_not_start() -> None:
     chosen = settings(requests_max=100_000)
     with pytest.raises(ExceptionGroup) as raised:
-        async with running(
-            GatewayService(chosen), MemoryTransport(MemoryBroker()), settings=chosen
-        ):
+        async with running(GatewayService, MemoryTransport(MemoryBroker()), settings=chosen):
             pass
     assert raised.group_contains(CannotStart, match=r"gateway\.requests_max = 100000")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from antiphon.bus.memory import MemorySubscription
     from antiphon.bus.transport import PacketCallback
     from antiphon.config.settings import Settings
-    from antiphon.service.service import Runtime
+    from antiphon.service.service import Runtime, Service
     from antiphon.wire.tokenize import EncodeReply, EncodeRequest
 
 CLOCK = SystemClock()
@@ -82,7 +82,7 @@ async def callers(broker: MemoryBroker) -> AsyncGenerator[Callers]:
         yield Callers(group, bus)
 
 
-def open_calls(run: Running) -> float:
+def open_calls(run: Running[Service]) -> float:
     labels = {"route": TOKENIZE.name}
     return run.metrics.registry.get_sample_value("antiphon_calls_open", labels) or 0
 
@@ -173,7 +173,7 @@ async def test_bug_in_a_call_without_a_reply_subject_does_not_end_the_service() 
         assert await calls.outcomes() == ["ok"]
 
 
-def answered(run: Running, code: str) -> float | None:
+def answered(run: Running[Service], code: str) -> float | None:
     labels = {"route": TOKENIZE.name, "outcome": code}
     return run.metrics.registry.get_sample_value("antiphon_calls_total", labels)
 
@@ -265,11 +265,11 @@ class SlowStart(EchoService):
     """Loads for ever."""
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime
         try:
             await asyncio.sleep(3600)
-            yield
+            yield self
         finally:
             self.left = True
 
@@ -396,9 +396,9 @@ class Clinging(EchoService):
     """Does not leave."""
 
     @asynccontextmanager
-    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime
-        yield
+        yield self
         await asyncio.sleep(3600)
 
 

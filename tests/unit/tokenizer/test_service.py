@@ -71,12 +71,11 @@ async def world() -> AsyncIterator[World]:
         cluster=ClusterConfig(name="test", model=MODEL),
         model=msgspec.structs.replace(QUICK.model, path=str(embedded.path())),
     )
-    service = TokenizerService(settings)
     async with (
-        running(service, MemoryTransport(broker), settings=settings),
+        running(TokenizerService, MemoryTransport(broker), settings=settings) as tokenizer,
         client_bus(MemoryTransport(broker), "gateway-0", party=Role.GATEWAY) as bus,
     ):
-        yield World(bus, service)
+        yield World(bus, tokenizer.service)
 
 
 class HeldProcesses:

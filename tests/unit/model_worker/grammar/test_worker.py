@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.test_guided_choices import MaskedRunner
-from tests.support.services import QUICK, client_bus, running
+from tests.support.services import client_bus, running
 from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import Compiler
-from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine
+from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine, worker_of
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.service import ModelWorker
 from antiphon.wire.base import Attempt, FinishReason
 from antiphon.wire.command import Abort
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -50,7 +49,7 @@ async def stage(compiler: Compiler) -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(ModelWorker(QUICK, open_guided), MemoryTransport(broker)) as worker,
+        running(worker_of(open_guided), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
