@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.bus.errors import BusDown
-from antiphon.detokenizer.actions import SendResend, SendStop, SendText
-from antiphon.detokenizer.machine import Detokenizer
+from antiphon.detokenizer.machine import Detokenizer, SendResend, SendStop, SendText
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Deliver, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
-from antiphon.scheduler.actions import SendCommands, SendNotice
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.outbox import SendCommands, SendNotice
 from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender

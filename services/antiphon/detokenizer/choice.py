@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
-from antiphon.detokenizer.stop import StopMatch, StopScanner
-from antiphon.detokenizer.thinking import ThinkingCounter
+from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
 from antiphon.wire.text import Origin
+from antiphon.wire.thinking import SPACE_MAX
 from antiphon.wire.token_outputs import TokenOutputsBuffer
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import InstanceId
     from antiphon.wire.sampling import StopStrings
+    from antiphon.wire.thinking import ThinkingMarks
     from antiphon.wire.token_outputs import TokenOutputs
     from antiphon.wire.tokens import TokenRow
+
 
 PIECE_BYTES: Final = 64 * 1024
 """Maximum text, and maximum token outputs, in one row: an answer may be larger than a message."""
@@ -171,3 +174,180 @@ class ChoiceState:
         while self._text[text_offset] & 0xC0 == 0x80:  # a continuation byte in UTF-8
             text_offset -= 1
         return text_offset
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop was found. `text` is the text to emit before the end."""
+
+    stop: str
+    text: str
+
+
+class StopScanner:
+    """Holds back text that may be the beginning of a stop, until that is decided."""
+
+    def __init__(
+        self, strings: tuple[str, ...], include: bool, patterns: tuple[str, ...] = ()
+    ) -> None:
+        self._strings = strings
+        self._patterns = tuple(
+            (pattern, StopPatternMatcher(compile_pattern(pattern))) for pattern in patterns
+        )
+        self._include = include
+        self._held = ""
+        self._held_at = 0  # where it begins in the whole text
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some text is held back."""
+        return bool(self._held)
+
+    def push(self, text: str) -> str | StopMatch:
+        """Add text; return the text that may be emitted, or the earliest match.
+
+        Of two stops that begin at the same position, the one named first in the request wins, and a
+        string before a pattern.
+        """
+        if not self._strings and not self._patterns:
+            return text
+        matches = self._matches(text)
+        text = self._held + text
+        matches = [*self._found(text), *matches]
+        if matches:
+            start, end, stop = min(matches, key=lambda match: match[0])
+            self._held = ""
+            return StopMatch(stop, text[: end if self._include else start])
+        held = max((partial_match_length(text, stop) for stop in self._strings), default=0)
+        end_at = self._held_at + len(text)
+        partial = (end_at - matcher.held_from for _, matcher in self._patterns)
+        held = max(held, *partial, 0)
+        self._held = text[len(text) - held :]
+        self._held_at = end_at - held
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """Return the held-back text: the choice has ended, so no stop can be completed."""
+        held, self._held = self._held, ""
+        return held
+
+    def _found(self, text: str) -> list[tuple[int, int, str]]:
+        """The first occurrence of each string, as (start, end, string)."""
+        starts = ((text.find(stop), stop) for stop in self._strings)
+        return [(at, at + len(stop), stop) for at, stop in starts if at >= 0]
+
+    def _matches(self, text: str) -> list[tuple[int, int, str]]:
+        """Each matched pattern as (start, end, pattern), relative to the held-back text."""
+        matches = ((matcher.feed(text), pattern) for pattern, matcher in self._patterns)
+        return [
+            (match[0] - self._held_at, match[1] - self._held_at, pattern)
+            for match, pattern in matches
+            if match is not None
+        ]
+
+
+def partial_match_length(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+_WHITE = " \t\r\n"
+
+
+class ThinkingCounter:
+    """Counts one choice's reasoning tokens, however its text is split into tokens.
+
+    A token that is partly reasoning counts. The gateway splits the text by the same markers.
+
+    Attributes:
+        tokens: Tokens so far that are certain to be reasoning.
+    """
+
+    def __init__(self, marks: ThinkingMarks) -> None:
+        self.tokens = 0
+        self._marks = marks
+        self._thinks = marks.inside
+        self._over = False
+        self._text = ""  # the undecided text
+        self._at = 0  # where it begins in the whole text
+        self._ends: deque[tuple[int, int]] = deque()  # ends of text and tokens, from there on
+        self._before = (0, 0)  # the last end before it
+        self._counted = 0  # tokens of reasoning that has ended
+        self._closed_at = 0  # tokens up to its end
+        self._from = 0  # tokens before the reasoning that has not ended
+
+    def push(self, text: str, tokens: int) -> None:
+        """Add text; `tokens` is the choice's token count including it."""
+        if self._over or not text:
+            return
+        self._text += text
+        self._ends.append((self._at + len(self._text), tokens))
+        while not self._over and (self._close() if self._thinks else self._open()):
+            pass
+        self.tokens = self._counted
+        if self._thinks:
+            unsure = max(
+                (partial_match_length(self._text, cut) for cut in self._marks.cuts), default=0
+            )
+            self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
+
+    def end(self, tokens: int) -> None:
+        """End the choice at `tokens` tokens: unfinished reasoning extends to there."""
+        if self._thinks and not self._over:
+            self.tokens = self._counted + tokens - self._from
+        self._over = True
+
+    def _close(self) -> bool:
+        """Search for the end of reasoning; return whether it was found."""
+        marks = self._marks
+        places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
+        found = min((place for place in places if place[0] >= 0), default=None)
+        if found is None:
+            self._drop(
+                len(self._text) - max(partial_match_length(self._text, mark) for _, mark in places)
+            )
+            return False
+        place, mark = found
+        stop = place + len(mark) if mark == marks.end else place
+        self._closed_at = self._reach(self._at + stop)
+        self._counted += self._closed_at - self._from
+        self._thinks, self._over = False, not marks.again
+        self._drop(stop)
+        return True
+
+    def _open(self) -> bool:
+        """Search for the beginning of reasoning; return whether it was found."""
+        begin = self._marks.begin
+        if self._marks.again:
+            place = self._text.find(begin)
+            if place < 0:
+                self._drop(len(self._text) - partial_match_length(self._text, begin))
+                return False
+            self._drop(place)
+            # The token that ended the previous reasoning may begin this one, too.
+            self._from, place = max(self._before[1], self._closed_at), 0
+        else:
+            head = self._text[:SPACE_MAX]
+            place = len(head) - len(head.lstrip(_WHITE))
+            if not self._text.startswith(begin, place):
+                self._over = not begin.startswith(self._text[place:])
+                return False
+        self._drop(place + len(begin))
+        self._thinks = True
+        return True
+
+    def _drop(self, count: int) -> None:
+        """Drop the first characters of the undecided text."""
+        self._text = self._text[count:]
+        self._at += count
+        while self._ends and self._ends[0][0] <= self._at:
+            self._before = self._ends.popleft()
+
+    def _reach(self, place: int) -> int:
+        """Number of tokens up to a position, which is not before the undecided text."""
+        if place <= self._before[0]:
+            return self._before[1]
+        return next(tokens for end, tokens in self._ends if end >= place)

@@ -12,10 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.choice import ChoiceResult, ChoiceState
+from antiphon.detokenizer.incremental import TokenTexts
 from antiphon.detokenizer.request import DetokenizerRequest
-from antiphon.detokenizer.texts import TokenTexts
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
@@ -32,6 +31,33 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
+
+
+@dataclass(frozen=True, slots=True)
+class SendText:
+    """Publish text to a gateway."""
+
+    batch: TextBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SendStop:
+    """Stop a choice at its worker: tokens from an offset on are not wanted."""
+
+    worker: InstanceId
+    stop: StopChoice
+
+
+@dataclass(frozen=True, slots=True)
+class SendResend:
+    """Request missed tokens from a worker."""
+
+    worker: InstanceId
+    resend: ResendTokens
+
+
+Action = SendText | SendStop | SendResend
+
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.detokenizer.choice import ChoiceState
-    from antiphon.detokenizer.texts import TokenTexts
+    from antiphon.detokenizer.incremental import TokenTexts
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
     from antiphon.wire.text import Origin

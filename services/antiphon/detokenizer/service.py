@@ -8,9 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from antiphon.bus.errors import BusDown
-from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
-from antiphon.detokenizer.machine import Detokenizer
-from antiphon.detokenizer.spans import TextSpans
+from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop, SendText
 from antiphon.detokenizer.unfolding import READS
 from antiphon.model_card.served_model import served_name, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
@@ -19,21 +17,25 @@ from antiphon.service.dropped_messages import UnknownSender
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
+from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import RequestTooLarge, Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
 from antiphon.wire.text import ResumeText, TextResumed
+from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
     from pathlib import Path
 
     from tokenizers import Tokenizer
 
-    from antiphon.wire.ids import ModelName
+    from antiphon.detokenizer.request import DetokenizerRequest
+    from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews
+
 
 log = logging.getLogger(__name__)
 
@@ -188,3 +190,30 @@ def _read_token_bytes(folder: Path) -> Sequence[bytes]:
     except Unsupported as error:
         log.info("bytes of tokens are those of their texts", extra={"reason": error.message})
         return ()
+
+
+class TextSpans:
+    """The open spans."""
+
+    def __init__(self) -> None:
+        self._open: dict[RequestId, Span] = {}
+
+    def begin(self, news: TokenNews) -> None:
+        """Begin a span for each request whose first row this is, if it is traced."""
+        if isinstance(news, TokenStep):
+            return
+        for row in news.rows:
+            stream = row.stream
+            if stream is None or stream.traceparent is None or row.request_id in self._open:
+                continue
+            opened = span("detokenizer.text", stream.traceparent, request_id=row.request_id)
+            self._open[row.request_id] = opened.start()
+
+    def end(self, requests: Mapping[RequestId, DetokenizerRequest]) -> None:
+        """End the spans of requests that have ended, or are not held any more."""
+        if not self._open:
+            return
+        for request_id in list(self._open):
+            request = requests.get(request_id)
+            if request is None or request.ended:
+                self._open.pop(request_id).end()

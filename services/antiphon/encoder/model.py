@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.encoder.cache import CachedEmbedding
-from antiphon.encoder.preprocess import Preprocessor
-from antiphon.encoder.preprocessor_config import read_preprocessor_config
+from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config
 from antiphon.encoder.spec import read_spec
-from antiphon.encoder.tower import VisionTower
-from antiphon.encoder.weights import read_weights
+from antiphon.encoder.tower import VisionTower, read_weights
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:

@@ -12,14 +12,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
-from antiphon.encoder.embedder import Embedder
-from antiphon.encoder.metrics import EncoderMetrics
+from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.model_card.served_model import served_name
 from antiphon.service.deadline import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.telemetry import catalog
 from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
@@ -34,8 +33,10 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.encoder.model import VisionModel
+    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import ModelName
+
 
 DTYPE = "float32"
 
@@ -188,3 +189,31 @@ def _open(settings: Settings) -> VisionModel:
             "bytes of one embedding"
         )
     return model
+
+
+class EncoderMetrics:
+    """Metrics of images and cached embeddings."""
+
+    def __init__(self, metrics: Metrics, cache: EmbeddingCache) -> None:
+        self._cache = cache
+        self._evictions_seen = 0
+        self.received = metrics.counter(catalog.ENCODER_RECEIVED)
+        self._answered = metrics.counter(catalog.ENCODER_REQUESTS)
+        self.looked_up = metrics.counter(catalog.ENCODER_FILES)
+        self._hits = metrics.counter(catalog.ENCODER_HITS)
+        self._tokens = metrics.counter(catalog.ENCODER_TOKENS)
+        self._hit_tokens = metrics.counter(catalog.ENCODER_HIT_TOKENS)
+        self._evictions = metrics.counter(catalog.ENCODER_EVICTIONS)
+        self.embed_seconds = metrics.histogram(catalog.ENCODER_SECONDS)
+        metrics.gauge(catalog.ENCODER_CACHE_BYTES).set_function(lambda: cache.bytes_held)
+        metrics.gauge(catalog.ENCODER_ENTRIES).set_function(lambda: len(cache))
+
+    def answered(self, tokens: int, *, cached: bool) -> None:
+        """Count an image that was answered."""
+        self._answered.inc()
+        self._tokens.inc(tokens)
+        if cached:
+            self._hits.inc()
+            self._hit_tokens.inc(tokens)
+        self._evictions.inc(self._cache.evictions - self._evictions_seen)
+        self._evictions_seen = self._cache.evictions

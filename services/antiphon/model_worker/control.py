@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-    from antiphon.model_worker.observability.plan_dumps import PlanDumps
+    from antiphon.model_worker.observability.recording import PlanDumps
 
 COMMAND_TIMEOUT_S = 10.0
 

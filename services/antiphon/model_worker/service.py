@@ -17,10 +17,9 @@ from antiphon.model_worker.control import ControlEndpoint
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
 from antiphon.model_worker.observability.cpu_time import CpuTime
 from antiphon.model_worker.observability.metrics import WorkerSize
-from antiphon.model_worker.observability.plan_dumps import PlanDumps
-from antiphon.model_worker.observability.stall_detector import LoopHung, StallDetector
+from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
-from antiphon.model_worker.observability.watchdog import LoopWatchdog
+from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog, StallDetector
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.model_worker.protocol.peers import (
     NumericsCheck,

@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from antiphon.scheduler.cluster_view import OpenLists, WorkerAssignments
 from antiphon.scheduler.election import LeaderElection
 from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
 from antiphon.scheduler.leader_term import LeaderTerm
-from antiphon.scheduler.open_lists import OpenLists
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
-from antiphon.scheduler.worker_assignments import WorkerAssignments
 from antiphon.scheduler.worker_caches import WorkerCaches
 from antiphon.service.peers import Peer, PeerChange, PeerTable
 from antiphon.wire.base import Process, Role, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
 if TYPE_CHECKING:
-    from antiphon.scheduler.actions import Action
+    from antiphon.scheduler.outbox import Action
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Term
     from antiphon.wire.ids import InstanceId, ModelName, RequestId

@@ -9,16 +9,26 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.actions import Action, RequestBound, RequestRemoved, RequestRequeued
-from antiphon.scheduler.dispatch import Dispatcher
+from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
 from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
-from antiphon.scheduler.outbox import CommandOutbox, FailedRequest, admit_bytes, admit_command
-from antiphon.scheduler.placement import Placement, PlacementTarget
-from antiphon.scheduler.policy import QueuePolicy
-from antiphon.scheduler.queue import DrainRate, SchedulerQueue
-from antiphon.scheduler.request_table import Binding, RequestEntry, RequestTable
-from antiphon.scheduler.tombstones import SchedulerTombstones
-from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
+from antiphon.scheduler.outbox import (
+    Action,
+    CommandOutbox,
+    FailedRequest,
+    RequestBound,
+    RequestRemoved,
+    RequestRequeued,
+    admit_bytes,
+    admit_command,
+)
+from antiphon.scheduler.placement import Dispatcher, Placement, PlacementTarget
+from antiphon.scheduler.queue import DrainRate, QueuePolicy, SchedulerQueue
+from antiphon.scheduler.request_table import (
+    Binding,
+    RequestEntry,
+    RequestTable,
+    SchedulerTombstones,
+)
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.command import Abort
 from antiphon.wire.errors import (

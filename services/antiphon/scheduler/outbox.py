@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.scheduler.actions import Action, SendCommands, SendNotice
 from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
@@ -23,6 +22,57 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
     from antiphon.wire.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommands:
+    """Publish commands to the worker that the batch names."""
+
+    batch: CommandBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SendNotice:
+    """Publish to the gateway that the batch names."""
+
+    batch: NoticeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBound:
+    """A request was bound to a worker.
+
+    Attributes:
+        waited_s: Time since its submit.
+        blocks: 64-token blocks in its prompt.
+        cached_blocks: Those of them that the worker is known to hold, or to hold soon.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    worker: Process
+    waited_s: float
+    blocks: int = 0
+    cached_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRequeued:
+    """A worker has requeued a request; it is placed again."""
+
+    request_id: RequestId
+    worker: Process
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRemoved:
+    """A request has left the request table: it ended or failed."""
+
+    request_id: RequestId
+
+
+Action = SendCommands | SendNotice | RequestBound | RequestRequeued | RequestRemoved
+
 
 ENVELOPE_BYTES = 8 * 1024
 """More than an admit needs besides its prompt, stop strings and sampling parameters."""

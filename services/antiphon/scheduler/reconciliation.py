@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
 from antiphon.scheduler.leader_config import (
     ATTEMPT_TIMEOUT_BEATS,
     FREE_AFTER_MS,
@@ -24,15 +25,14 @@ from antiphon.scheduler.leader_config import (
     LeaderConfig,
 )
 from antiphon.scheduler.request_table import RequestEntry
-from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
 from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from antiphon.scheduler.cluster_view import OpenLists
     from antiphon.scheduler.leader_term import LeaderTerm
-    from antiphon.scheduler.open_lists import OpenLists
     from antiphon.scheduler.outbox import FailedRequest
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, PeerTable

@@ -11,7 +11,9 @@ import msgspec
 
 from antiphon.bus.errors import BusDown
 from antiphon.model_card.served_model import served_name
-from antiphon.scheduler.actions import (
+from antiphon.scheduler.core import SchedulerCore
+from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.outbox import (
     Action,
     RequestBound,
     RequestRemoved,
@@ -19,13 +21,11 @@ from antiphon.scheduler.actions import (
     SendCommands,
     SendNotice,
 )
-from antiphon.scheduler.core import SchedulerCore
-from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.metrics import SchedulerMetrics
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated
+from antiphon.telemetry import catalog
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.transport import Subscription
+    from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.peers import Peer, PeerChange
+    from antiphon.telemetry.metrics import Metrics
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import ModelName, RequestId
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         SubmitAccepted,
         SubmitRequest,
     )
+
 
 log = logging.getLogger(__name__)
 
@@ -303,3 +306,35 @@ class SchedulerService:
         self._metrics.credit.clear()
         for worker, credit in self._core.capacities().items():
             self._metrics.credit.labels(worker).set(credit)
+
+
+class SchedulerMetrics:
+    """Metrics of the queue, the workers' capacity and the known prefix caches."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.leads = metrics.gauge(catalog.SCHEDULER_LEADERS)
+        self.waiting = metrics.gauge(catalog.NUM_QUEUE_REQS)
+        self.open_requests = metrics.gauge(catalog.SCHEDULER_REQS)
+        self.wait_seconds = metrics.histogram(catalog.QUEUE_TIME)
+        self.bound = metrics.counter(catalog.SCHEDULED_REQS)
+        self.returned = metrics.counter(catalog.REQUEUED_REQS)
+        self._blocks = metrics.counter(catalog.PROMPT_BLOCKS)
+        self._cached_blocks = metrics.counter(catalog.CACHED_PROMPT_BLOCKS)
+        self._known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
+        self._replays = metrics.counter(catalog.KV_REPLAYS)
+        self._replays_seen = 0
+        self.failed = metrics.counter(catalog.FAILED_TERMS)
+        self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
+        self.lost = metrics.counter(catalog.LOST_REQS)
+        self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
+
+    def place(self, bound: RequestBound) -> None:
+        """Count the prompt blocks of a bound request."""
+        self._blocks.inc(bound.blocks)
+        self._cached_blocks.inc(bound.cached_blocks)
+
+    def follow(self, caches: WorkerCaches) -> None:
+        """Update the gauges of the known prefix caches."""
+        self._known_blocks.set(caches.blocks)
+        self._replays.inc(caches.replays - self._replays_seen)
+        self._replays_seen = caches.replays

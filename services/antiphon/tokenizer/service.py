@@ -16,9 +16,8 @@ from antiphon.service.deadline import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
-from antiphon.tokenizer.batcher import Batcher
 from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder, decode
+from antiphon.tokenizer.encoding import Batcher, EncodedPrompt, EncodeInput, TextEncoder, decode
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace

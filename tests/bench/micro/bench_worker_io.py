@@ -29,7 +29,7 @@ from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
-from antiphon.model_worker.observability.request_log import WorkerRequestLog
+from antiphon.model_worker.observability.step_accounting import WorkerRequestLog
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.telemetry.metrics import Metrics

@@ -15,13 +15,13 @@ from tests.unit.config.test_resolve import CARD, DEVICE
 
 from antiphon.config.load import ProcessArguments
 from antiphon.model_card import hub
-from antiphon.model_worker.observability.stall_detector import StallDetector, StallVerdict
+from antiphon.model_worker.observability.watchdog import StallDetector, StallVerdict
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
 from antiphon.service.web import web_server
 from antiphon.telemetry import export
-from antiphon.tokenizer.batcher import Batcher
+from antiphon.tokenizer.encoding import Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

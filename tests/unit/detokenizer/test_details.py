@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.detokenizer.actions import SendText
 from antiphon.detokenizer.choice import PIECE_BYTES
-from antiphon.detokenizer.machine import Detokenizer
+from antiphon.detokenizer.machine import Detokenizer, SendText
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
@@ -22,7 +21,7 @@ from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.detokenizer.actions import Action
+    from antiphon.detokenizer.machine import Action
 
 
 def process(name: str) -> Process:

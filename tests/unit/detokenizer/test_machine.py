@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
-from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Detokenizer
+from antiphon.detokenizer.machine import (
+    BATCH_BYTES_MAX,
+    Action,
+    Detokenizer,
+    SendResend,
+    SendStop,
+    SendText,
+)
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId

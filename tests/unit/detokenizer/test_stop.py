@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.detokenizer.stop import StopMatch, StopScanner
+from antiphon.detokenizer.choice import StopMatch, StopScanner
 from antiphon.text.stop_patterns import StopPatternMatcher, check_patterns, compile_pattern
 from antiphon.wire.errors import InvalidRequest
 

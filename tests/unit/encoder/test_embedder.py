@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.wait import until
 
-from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
-from antiphon.encoder.embedder import Embedder
+from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:

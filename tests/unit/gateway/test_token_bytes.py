@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 from antiphon import embedded
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.gateway import GatewayConfig
+from antiphon.detokenizer.incremental import TokenTexts
 from antiphon.detokenizer.service import DetokenizerService
-from antiphon.detokenizer.texts import TokenTexts
 from antiphon.gateway.service import GatewayService
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.scheduler.service import SchedulerService

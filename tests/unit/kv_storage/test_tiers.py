@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.kv_storage.disk import DiskTier
-from antiphon.kv_storage.leases import Leases
-from antiphon.kv_storage.memory import MemoryTier, Page
-from antiphon.kv_storage.store import PageStore
+from antiphon.kv_storage.service import Leases
+from antiphon.kv_storage.store import DiskTier, MemoryTier, Page, PageStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

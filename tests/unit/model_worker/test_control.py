@@ -23,7 +23,7 @@ from tests.unit.model_worker.test_service import (
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.observability.recording import read
-from antiphon.model_worker.observability.stall_detector import LoopHung
+from antiphon.model_worker.observability.watchdog import LoopHung
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model_worker.observability.load_stats import SlidingSum
+from antiphon.model_worker.observability.step_accounting import SlidingSum
 
 
 def test_what_is_old_is_forgotten():

@@ -12,8 +12,7 @@ from tests.unit.model_worker.test_opening import SMALL
 from antiphon.cli.commands import replay as replay_command
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.observability.plan_dumps import PlanDumps
-from antiphon.model_worker.observability.recording import read, write
+from antiphon.model_worker.observability.recording import PlanDumps, read, write
 from antiphon.model_worker.observability.replay import CANNOT_RUN, DIFFERENT, SAME, main
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warmup import warm_up

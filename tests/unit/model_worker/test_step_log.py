@@ -10,7 +10,7 @@ import pytest
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.queue import Backlog
-from antiphon.model_worker.observability.step_log import StepLog
+from antiphon.model_worker.observability.step_accounting import StepLog
 
 
 def report(**fields: Any) -> StepReport:

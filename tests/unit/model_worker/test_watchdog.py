@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from antiphon.model_worker.observability.stall_detector import StallDetector, StallVerdict, stack_of
+from antiphon.model_worker.observability.watchdog import StallDetector, StallVerdict, stack_of
 
 
 def test_loop_with_progress_is_not_reported() -> None:

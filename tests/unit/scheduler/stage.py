@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.support.clock import ManualClock
 
-from antiphon.scheduler.actions import Action, RequestBound, SendCommands, SendNotice
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.outbox import Action, RequestBound, SendCommands, SendNotice
 from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.scheduler.stage import process
 
-from antiphon.scheduler.block_index import BlockIndex
+from antiphon.scheduler.worker_caches import BlockIndex
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
-from antiphon.scheduler.actions import RequestRequeued
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.outbox import RequestRequeued
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
 from antiphon.wire.ids import RequestId

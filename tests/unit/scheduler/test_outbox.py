@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tests.unit.scheduler.stage import GATEWAY, other_attempt
 
 from antiphon.scheduler.outbox import ENVELOPE_BYTES, command_bytes
-from antiphon.scheduler.tombstones import TOMBSTONES_MAX, SchedulerTombstones
+from antiphon.scheduler.request_table import TOMBSTONES_MAX, SchedulerTombstones
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.ids import InstanceId, RequestId

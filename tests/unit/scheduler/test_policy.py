@@ -8,7 +8,7 @@ from tests.unit.scheduler.stage import Actor, Stage, running
 
 from antiphon.config.worker import Policy
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.policy import CACHE_WAITING_MAX
+from antiphon.scheduler.queue import CACHE_WAITING_MAX
 from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.service.priority import PriorityPolicy
 from antiphon.wire.base import Role

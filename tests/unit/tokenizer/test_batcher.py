@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.tokenizer.batcher import Batcher
+from antiphon.tokenizer.encoding import Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

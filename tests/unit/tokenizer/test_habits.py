@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.tokenizer.template_formats import detect_formats
+from antiphon.tokenizer.model_tokenizer import detect_formats
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
-from antiphon.tokenizer.template_formats import detect_formats
+from antiphon.tokenizer.model_tokenizer import detect_formats
 
 if TYPE_CHECKING:
     from antiphon.wire.schemas import Json

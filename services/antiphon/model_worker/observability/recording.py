@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
@@ -12,13 +14,19 @@ import numpy as np
 from antiphon.model_worker.cache.groups import CacheGroup
 from antiphon.model_worker.observability.flight_recorder import StepRecord
 from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
+from antiphon.wire.errors import Internal, Unsupported
 from antiphon.wire.routes import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from antiphon.model_worker.observability.flight_recorder import FlightRecorder
+    from antiphon.model_worker.startup.engine import Engine
+    from antiphon.service.clock import Clock
+    from antiphon.wire.ids import InstanceId
+
 
 SUFFIX = ".plans"
 FILES_MAX = 16
@@ -130,3 +138,60 @@ def _to_array(_: type, value: object) -> object:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _RECORDS = msgspec.msgpack.Decoder(StepRecord, dec_hook=_to_array)
+
+
+log = logging.getLogger(__name__)
+
+
+class PlanDumps:
+    """Writes recordings to `batching.dump_folder`; without one, prompts stay in memory.
+
+    They hold the tokens of prompts and outputs, so they are only written if a folder is configured.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        instance: InstanceId,
+        engine: Engine,
+        recorder: FlightRecorder,
+        clock: Clock,
+    ) -> None:
+        self._folder = Path(folder).expanduser() if folder else None
+        self._instance = instance
+        self._engine = engine
+        self._recorder = recorder
+        self._clock = clock
+
+    def write(self, reason: str) -> Path:
+        """Write all recorded plans. Blocks; called from any thread.
+
+        Raises:
+            Unsupported: No folder is configured.
+            Internal: The folder cannot be written to.
+        """
+        if self._folder is None:
+            raise Unsupported("no plans are written: batching.dump_folder is empty")
+        core = self._engine.core
+        header = RecordingHeader(
+            reason=reason,
+            unix_ms=self._clock.unix_ms(),
+            instance=self._instance,
+            weights_digest=core.limits.weights_digest,
+            weight_version=core.limits.weight_version,
+            groups=core.pools.groups,
+            resolved=self._engine.resolved,
+        )
+        try:
+            file = write(self._folder, header, self._recorder.records())
+        except OSError as error:
+            raise Internal(f"the plans cannot be written: {error}") from error
+        log.info("plans written", extra={"file": str(file), "reason": reason})
+        return file
+
+    def write_on_exit(self, reason: str) -> None:
+        """Write them before the process ends, if a folder is configured. Never raises."""
+        try:
+            self.write(reason)
+        except (Unsupported, Internal) as error:
+            log.warning("plans not written", extra={"reason": error.message})

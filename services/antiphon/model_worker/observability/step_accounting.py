@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.observability.load_stats import LoadStats
+from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
-from antiphon.model_worker.observability.request_log import WorkerRequestLog
-from antiphon.model_worker.observability.step_log import StepLog
+from antiphon.telemetry.tracing import Span, span
+from antiphon.wire.heartbeat import WorkerStats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.batching.state import ChoiceKey, Progress
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.heartbeat import WorkerStats
+
 
 log = logging.getLogger(__name__)
 
@@ -92,3 +95,236 @@ class StepAccounting:
     def _flush(self) -> None:
         self.process_pending()
         self.metrics.flush()
+
+
+OUTPUT_S = 10
+"""Window of the throughput."""
+PROMPTS_S = 60
+"""Window of the prefix cache hit rate."""
+
+
+class SlidingSum:
+    """A sum over a sliding window, to the second."""
+
+    def __init__(self, window_s: int) -> None:
+        self._window_s = window_s
+        self._seconds: deque[tuple[int, int]] = deque()
+        self._sum = 0
+
+    def add(self, amount: int, now: float) -> None:
+        """Add an amount at `now`."""
+        second = int(now)
+        self._sum += amount
+        if self._seconds and self._seconds[-1][0] == second:
+            amount += self._seconds.pop()[1]
+        self._seconds.append((second, amount))
+        self._forget(second)
+
+    def total(self, now: float) -> int:
+        """The sum of the window."""
+        self._forget(int(now))
+        return self._sum
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - self._window_s:
+            self._sum -= self._seconds.popleft()[1]
+
+
+class LoadStats:
+    """Collects load statistics from the reports of the batching loop."""
+
+    def __init__(self, resolved: Resolved | None) -> None:
+        """Make empty statistics. An engine that runs no model has no resolved configuration."""
+        self._device = "" if resolved is None else str(resolved.device.value)
+        self._weight_bytes = 0 if resolved is None else resolved.weight_bytes.value
+        self._cache_bytes = 0 if resolved is None else resolved.cache_bytes.value
+        self._output = SlidingSum(OUTPUT_S)
+        self._prompts = SlidingSum(PROMPTS_S)
+        self._cached = SlidingSum(PROMPTS_S)
+
+    def observe(self, report: StepReport, output_tokens: int, now: float) -> None:
+        """Count a turn of the loop, which generated `output_tokens` tokens."""
+        if output_tokens:
+            self._output.add(output_tokens, now)
+        if report.started:
+            self._prompts.add(report.prompt_tokens, now)
+            self._cached.add(report.cached_tokens, now)
+
+    def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
+        """The heartbeat's statistics; `grammars` requests wait for their grammars."""
+        return WorkerStats(
+            device=self._device,
+            weight_bytes=self._weight_bytes,
+            cache_bytes=self._cache_bytes,
+            output_tokens_s=self._output.total(now) / OUTPUT_S,
+            prompt_tokens=self._prompts.total(now),
+            cached_tokens=self._cached.total(now),
+            waiting_tokens=last.backlog.tokens,
+            retracted=last.backlog.retracted,
+            grammars=grammars,
+            pages_cached=last.credit.pages_evictable,
+        )
+
+
+log = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Logs each prefill batch, every `interval`-th decode batch, and retractions.
+
+    Args:
+        interval: Number of decode batches from one of their lines to the next.
+        pages_total: Pages of the KV cache.
+        page_tokens: Tokens of a page.
+    """
+
+    def __init__(self, interval: int, pages_total: int, page_tokens: int) -> None:
+        self._interval = interval
+        self._pages_total = pages_total
+        self._page_tokens = page_tokens
+        self._decodes = 0
+        self._generated = 0
+        self._decoded_at: float | None = None
+        self._prefilled = 0
+        self._prefilled_at: float | None = None
+        self._retractions = self._retracted_tokens = 0
+        self._ratio: float | None = None
+
+    def step(self, report: StepReport, output_tokens: int, now: float) -> None:
+        """Log a turn of the loop at `now`, which generated `output_tokens` tokens."""
+        if report.retractions > self._retractions:
+            self._retraction(report)
+        self._ratio = report.new_token_ratio
+        self._generated += output_tokens
+        if not report.rows:
+            return
+        if report.prefill_rows:
+            self._prefill(report, now)
+            return
+        self._decodes += 1
+        if self._decodes % self._interval == 0:
+            self._decode(report, now)
+
+    def _prefill(self, report: StepReport, now: float) -> None:
+        log.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d, #pending-token: %d, cuda graph: False, "
+            "input throughput (token/s): %.2f",
+            report.prefill_rows,
+            report.prefill_tokens,
+            report.cached_tokens,
+            self._usage(report),
+            max(0, report.running - report.prefill_rows),
+            report.waiting,
+            report.backlog.tokens,
+            _rate(self._prefilled, self._prefilled_at, now),
+        )
+        self._prefilled, self._prefilled_at = report.prefill_tokens, now
+
+    def _decode(self, report: StepReport, now: float) -> None:
+        log.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
+            report.running,
+            self._used(report) * self._page_tokens,
+            self._usage(report),
+            _rate(self._generated, self._decoded_at, now),
+            report.waiting,
+        )
+        self._generated, self._decoded_at = 0, now
+
+    def _retraction(self, report: StepReport) -> None:
+        before = report.new_token_ratio if self._ratio is None else self._ratio
+        log.warning(
+            "KV cache pool is full. Retract requests. #retracted_reqs: %d, "
+            "#new_tokens_gained: %d, #new_token_ratio: %.4f -> %.4f",
+            report.retractions - self._retractions,
+            report.retracted_tokens - self._retracted_tokens,
+            before,
+            report.new_token_ratio,
+        )
+        self._retractions = report.retractions
+        self._retracted_tokens = report.retracted_tokens
+
+    def _used(self, report: StepReport) -> int:
+        """Pages that requests hold, by the capacity in the report."""
+        return self._pages_total - report.credit.pages_free - report.credit.pages_evictable
+
+    def _usage(self, report: StepReport) -> float:
+        return self._used(report) / self._pages_total if self._pages_total else 0.0
+
+
+def _rate(tokens: int, since: float | None, now: float) -> float:
+    return 0.0 if since is None or now <= since else tokens / (now - since)
+
+
+log = logging.getLogger(__name__)
+
+_ID_BYTES = 4
+
+
+@dataclass(slots=True)
+class _LoggedChoice:
+    run: RunChoice
+    span: Span
+    began: float
+    first_s: float | None = None
+    id_bytes: int = 0
+
+
+class WorkerRequestLog:
+    """Tracks each choice from when it is added to the loop to its end. Times are `Clock.now`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[ChoiceKey, _LoggedChoice] = {}
+
+    def begin(self, run: RunChoice, now: float) -> None:
+        """Start the span of a choice that is added to the loop."""
+        here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
+        self._entries[run.key] = _LoggedChoice(run, here, now)
+
+    def step(self, progress: Iterable[Progress], now: float) -> int:
+        """Count the progress of a step; return its number of output tokens."""
+        entries, id_bytes = self._entries, 0
+        if isinstance(progress, Drawn):  # no first or last token of a choice is among these
+            for key in progress.keys:
+                if key in entries:
+                    entries[key].id_bytes += _ID_BYTES
+            return len(progress)
+        for news in progress:
+            id_bytes += len(news.token_ids)
+            entry = entries.get(news.key)
+            if entry is None:
+                continue
+            entry.id_bytes += len(news.token_ids)
+            if entry.first_s is None and news.token_ids:
+                entry.first_s = now - entry.began
+            if news.finish is not None:
+                error = news.finish.error
+                self._end(entry, now, error.code if error else news.finish.reason.value)
+        return id_bytes // _ID_BYTES
+
+    def drop(self, key: ChoiceKey, now: float) -> None:
+        """End a choice that was dropped: a stop string, an abort, a deadline."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._end(entry, now, "dropped")
+
+    def _end(self, entry: _LoggedChoice, now: float, reason: str) -> None:
+        state = entry.run.state
+        del self._entries[entry.run.key]
+        tokens = entry.id_bytes // _ID_BYTES
+        entry.span.set(output_tokens=tokens, reason=reason)
+        entry.span.end()
+        log.info(
+            "choice ended",
+            extra={
+                "request_id": state.request_id,
+                "choice": state.choice,
+                "reason": reason,
+                "prompt_tokens": len(state.prompt_ids) // _ID_BYTES,
+                "output_tokens": tokens,
+                "first_token_s": entry.first_s,
+                "seconds": now - entry.began,
+            },
+        )

@@ -3,16 +3,67 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
+from enum import Enum
 from typing import TYPE_CHECKING, assert_never
 
 from antiphon.model_worker.observability.flight_recorder import summary
-from antiphon.model_worker.observability.stall_detector import LoopHung, StallVerdict, stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.batching.loop import BatchingLoop
-    from antiphon.model_worker.observability.stall_detector import StallDetector
+
+
+class StallVerdict(Enum):
+    """The state of a loop without progress."""
+
+    STALLED = "stalled"
+    """Reported once; with a slow disk or a busy machine it may still recover."""
+    HUNG = "hung"
+    """It will not recover: the process has to end, so that another one takes its place."""
+
+
+class LoopHung(Exception):
+    """The batching loop hangs, which ends the process."""
+
+
+class StallDetector:
+    """Compares the loop's progress counter several times a second, and detects stalls.
+
+    The loop itself pays one assignment a step for it: time is measured here.
+    """
+
+    def __init__(self, *, stall_s: float, limit_s: float) -> None:
+        self._stall_s = stall_s
+        self._limit_s = limit_s
+        self._progress_count = -1
+        self._since = 0.0
+        self._reported = False
+
+    def observe(self, progress_count: int, now: float) -> StallVerdict | None:
+        """Check a counter that grows whenever the loop begins something; 0 while it is idle."""
+        if progress_count != self._progress_count or progress_count == 0:
+            self._progress_count, self._since, self._reported = progress_count, now, False
+            return None
+        if self.stalled_s(now) >= self._limit_s:
+            return StallVerdict.HUNG
+        if self.stalled_s(now) >= self._stall_s and not self._reported:
+            self._reported = True
+            return StallVerdict.STALLED
+        return None
+
+    def stalled_s(self, now: float) -> float:
+        """For how long the counter has been unchanged."""
+        return now - self._since
+
+
+def stack_of(thread: int | None) -> str:
+    """The stack of a thread, innermost call last; empty if the thread has ended."""
+    frame = sys._current_frames().get(thread or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
 
 log = logging.getLogger(__name__)
 
