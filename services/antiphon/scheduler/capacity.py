@@ -20,7 +20,6 @@ class RequestCost:
     """What one bound request takes of its worker.
 
     Attributes:
-        choices: Its number of choices: each takes a slot.
         pages: KV cache pages for its prompt and the first token after it.
         blocks: Prompt blocks that the worker has to compute.
         waiting: The worker has not reported yet that it runs: its pages are not among those that
@@ -55,7 +54,6 @@ class WorkerCapacity:
     pages_back: int = 0
 
     def bind(self, request_id: RequestId, charge: RequestCost) -> None:
-        """Add a bound request with its cost."""
         self.costs[request_id] = charge
         self.orphans.discard(request_id)
 
@@ -67,7 +65,6 @@ class WorkerCapacity:
         self.ended.discard(request_id)
 
     def report(self, lines: Iterable[RunningRequest]) -> None:
-        """Recount from the requests in a load report."""
         self.orphans, self.ended = set(), set()
         self.suspended, self.pages_back = False, 0
         for line in lines:
@@ -82,7 +79,6 @@ class WorkerCapacity:
 
     @property
     def occupied(self) -> int:
-        """Slots taken."""
         return _choices(self._live()) + len(self.orphans)
 
     @property
@@ -91,7 +87,6 @@ class WorkerCapacity:
         return sum(charge.blocks for charge in self._live() if charge.computing)
 
     def free_slots(self, load: WorkerLoad, look_ahead: int) -> int:
-        """Count the choices that may still be bound to it."""
         return max(0, load.running_max + look_ahead - self.occupied)
 
     def queued(self, load: WorkerLoad) -> int:
@@ -127,13 +122,7 @@ class WorkerCapacity:
         A request with many choices needs at most as many free slots as the look-ahead: if it waited
         for one slot per choice, slots would stay empty meanwhile, and the requests behind it would
         wait. An idle worker accepts any request: what does not fit then never will, and the worker
-        rejects it itself.
-
-        Args:
-            load: Its last load report.
-            rules: The look-ahead and the length of the worker's own queue.
-            charge: The cost of the request.
-            yielding: Requests on the worker that the new one may preempt.
+        rejects it itself. The new request may preempt those in `yielding`.
         """
         occupied = self.occupied
         if self.suspended or occupied == 0:
@@ -162,5 +151,4 @@ def _choices(charges: Iterable[RequestCost]) -> int:
 
 
 def pages_needed(prompt_ids: bytes, page_tokens: int) -> int:
-    """Count the pages of a prompt and the first token after it."""
     return id_count(prompt_ids) // page_tokens + 1

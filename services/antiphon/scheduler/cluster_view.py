@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldAttempt:
-    """An attempt, and the worker that holds it."""
-
     attempt: Attempt
     worker: Process
 
@@ -48,7 +46,6 @@ class WorkerAssignments:
         return True
 
     def of(self, worker: Process) -> Mapping[RequestId, Attempt]:
-        """Return the attempts that a worker holds."""
         return self._held.get(worker, {})
 
     def ended(self, worker: Process) -> set[RequestId]:
@@ -65,11 +62,9 @@ class WorkerAssignments:
         return max(found, key=lambda holding: holding.attempt, default=None)
 
     def reported_since(self, worker: Process, since: float) -> bool:
-        """Whether a worker has reported after `since`."""
         return self._reported_at.get(worker, since) > since
 
     def forget(self, worker: Process) -> None:
-        """Drop the state of a dead worker."""
         self._held.pop(worker, None)
         self._ended.pop(worker, None)
         self._reported_at.pop(worker, None)
@@ -86,8 +81,6 @@ class GatewayOpenRequests:
 
 
 class OpenLists:
-    """The open requests of every live gateway."""
-
     def __init__(self) -> None:
         self._owned: dict[Process, GatewayOpenRequests] = {}
 
@@ -117,7 +110,6 @@ class OpenLists:
         return owned is not None and owned.received_at > since
 
     def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
-        """Return the gateway of an open request and its entry."""
         for owner, owned in self._owned.items():
             line = owned.requests.get(request_id)
             if line is not None:
@@ -125,5 +117,4 @@ class OpenLists:
         return None
 
     def forget(self, owner: Process) -> None:
-        """Drop the list of a dead gateway."""
         self._owned.pop(owner, None)

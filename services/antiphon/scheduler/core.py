@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 class SchedulerCore:
     """One scheduler process. Each event may leave actions behind, which `take_actions` returns.
 
-    Attributes:
-        caches: What the workers' prefix caches hold; its events and replays go there directly.
+    Events and replays of the workers' prefix caches go to `caches` directly.
     """
 
     def __init__(
@@ -74,12 +73,10 @@ class SchedulerCore:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._leader_term.queue) if self._leader_term else 0
 
     @property
     def open_requests(self) -> int:
-        """Requests that were accepted and have not ended."""
         return len(self._leader_term.ledger) if self._leader_term else 0
 
     @property
@@ -88,13 +85,12 @@ class SchedulerCore:
         return len(self._leader_term.failed) if self._leader_term else 0
 
     def has_request(self, request_id: RequestId) -> bool:
-        """Whether a request is in the request table."""
         return (
             self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
         )
 
     def capacities(self) -> dict[InstanceId, int]:
-        """Return how many more requests each worker can take."""
+        """How many more requests each worker can take."""
         if self._leader_term is None:
             return {}
         return {
@@ -106,19 +102,9 @@ class SchedulerCore:
         }
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
-        """Accept a request into the queue, or confirm an earlier acceptance.
-
-        Raises:
-            EngineError: The request is rejected, or this process does not lead.
-        """
         return self._require_leader_term().submit(request)
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
-        """Free a request wherever it is. Unknown requests are allowed.
-
-        Raises:
-            EngineError: This process does not lead.
-        """
         leader_term = self._require_leader_term()
         accepted = leader_term.cancel(request)
         leader_term.bind_waiting()
@@ -135,12 +121,7 @@ class SchedulerCore:
         return True
 
     def tick(self, *, link_up: bool, joins: int) -> None:
-        """Do the time-dependent work; called a few times per heartbeat.
-
-        Args:
-            link_up: Whether the broker is reachable.
-            joins: How often it was connected so far; see `Link.connect_count`.
-        """
+        """Do the time-dependent work, several times a heartbeat; `joins`: `Link.connect_count`."""
         now = self._clock.now()
         if joins != self._joins or not link_up:
             self._joins = joins
@@ -165,12 +146,11 @@ class SchedulerCore:
         return pause_s
 
     def resign(self) -> None:
-        """Stop leading for good: this process is shutting down."""
+        """Stop leading for good."""
         self._leadership.resign()
         self._check_term()
 
     def take_actions(self) -> list[Action]:
-        """Return the pending actions in order, and clear them."""
         return self._leader_term.take_actions() if self._leader_term else []
 
     def _require_leader_term(self) -> LeaderTerm:

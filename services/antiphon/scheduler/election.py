@@ -112,7 +112,6 @@ class LeaderElection:
         return pause_s
 
     def resign(self) -> None:
-        """Stop leading for good: this process is shutting down."""
         self._leaving = True
         self.term = None
 

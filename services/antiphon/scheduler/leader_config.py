@@ -52,7 +52,6 @@ class LeaderConfig:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Select them from a process's settings."""
         return cls(
             beat_s=settings.service.heartbeat_s,
             dead_beats=settings.scheduler.dead_beats,
@@ -71,5 +70,4 @@ class LeaderConfig:
         )
 
     def beats(self, count: int) -> float:
-        """Convert a number of heartbeats to seconds."""
         return count * self.beat_s

@@ -90,7 +90,6 @@ class LeaderTerm:
         self._numbers = itertools.count(1)
 
     def take_actions(self) -> list[Action]:
-        """Return the pending actions, and clear them."""
         return self._outbox.take_actions()
 
     def clear_ready(self) -> None:
@@ -147,7 +146,6 @@ class LeaderTerm:
             )
 
     def bind_waiting(self) -> None:
-        """Bind queued requests while a worker has free capacity."""
         while self.ready and (match := self._matching.next()) is not None:
             if match.place is not None:
                 self._bind(match.entry, match.submit, match.place)
@@ -202,7 +200,6 @@ class LeaderTerm:
         self._queue(entry)
 
     def expire(self, entry: RequestEntry) -> None:
-        """End a request that has waited `queue.timeout_s` for its start."""
         timeout_s = self._rules.queue_timeout_s
         assert timeout_s is not None
         retry_after_s = self._rate.retry_after_s(len(self.queue), self._clock.now())
@@ -249,7 +246,6 @@ class LeaderTerm:
             self.fail(entry, error)
 
     def on_worker_died(self, worker: Process) -> None:
-        """Fail the attempts of a dead worker."""
         self._outbox.forget(worker)
         for entry in self.ledger.bound_to(worker):
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
@@ -257,11 +253,9 @@ class LeaderTerm:
         self.bind_waiting()
 
     def request_resubmission(self, owner: Process, requests: Sequence[RequestId]) -> None:
-        """Ask a gateway to submit again open requests that are unknown here."""
         self._outbox.request_resubmission(owner, requests)
 
     def resend_failures(self) -> None:
-        """Repeat the notices of failed requests to the gateways that still list them."""
         for failed in self.failed.values():
             self._outbox.notice(failed)
 

@@ -26,27 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SendCommands:
-    """Publish commands to the worker that the batch names."""
-
     batch: CommandBatch
 
 
 @dataclass(frozen=True, slots=True)
 class SendNotice:
-    """Publish to the gateway that the batch names."""
-
     batch: NoticeBatch
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBound:
-    """A request was bound to a worker.
-
-    Attributes:
-        waited_s: Time since its submit.
-        blocks: 64-token blocks in its prompt.
-        cached_blocks: Those of them that the worker is known to hold, or to hold soon.
-    """
+    """A request was bound to a worker, which holds `cached_blocks` of its prompt's blocks."""
 
     request_id: RequestId
     attempt: Attempt
@@ -58,15 +48,13 @@ class RequestBound:
 
 @dataclass(frozen=True, slots=True)
 class RequestRequeued:
-    """A worker has requeued a request; it is placed again."""
-
     request_id: RequestId
     worker: Process
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRemoved:
-    """A request has left the request table: it ended or failed."""
+    """It ended or failed."""
 
     request_id: RequestId
 
@@ -105,23 +93,18 @@ class CommandOutbox:
         self._actions: list[Action] = []
 
     def command(self, worker: Process, command: Command) -> None:
-        """Add to the worker's next batch."""
         self._commands.setdefault(worker, []).append(command)
 
     def notice(self, lost: FailedRequest) -> None:
-        """Add to the gateway's next notice."""
         self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
 
     def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
-        """Name requests in the gateway's next notice that are unknown here."""
         self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
 
     def add_action(self, action: Action) -> None:
-        """Add any other action."""
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        """Return everything collected, and clear it."""
         actions = [*self._batches(), *self._notices(), *self._actions]
         self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
         return actions
@@ -167,7 +150,6 @@ class CommandOutbox:
 
 
 def admit_command(entry: RequestEntry, now: float) -> Admit:
-    """Build the command that runs a bound request."""
     binding, submit = entry.binding, entry.submit
     assert binding is not None
     assert submit is not None
@@ -192,13 +174,13 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
 
 
 def command_bytes(command: Command) -> int:
-    """Return an upper bound of a command's size on the wire."""
+    """An upper bound."""
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
     return admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
 
 
 def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:
-    """Return an upper bound of an admit's size on the wire."""
+    """An upper bound."""
     texts = sum(4 + len(text.encode()) for text in stop)
     return ENVELOPE_BYTES + len(prompt_ids) + texts + len(msgspec.msgpack.encode(sampling))

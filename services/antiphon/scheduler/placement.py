@@ -35,7 +35,6 @@ class PlacementTarget:
 
     Attributes:
         steps: Whether the detokenizer reads `TokenStep`.
-        charge: The request's cost on the worker.
         cached_blocks: Blocks of its prompt in the worker's prefix cache.
     """
 
@@ -48,8 +47,6 @@ class PlacementTarget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that a request may be bound to."""
-
     worker: Process
     load: WorkerLoad
     account: WorkerCapacity
@@ -94,13 +91,9 @@ class Placement:
         avoid: Container[Process] = (),
         kept: Container[Process] = (),
     ) -> PlacementTarget | None:
-        """Choose a worker for a request; None while it must wait.
+        """Choose a worker for a request, none of `kept`; None while it must wait.
 
-        Args:
-            submit: The request.
-            ledger: The bindings of all requests.
-            avoid: Workers that are used only if no other can take it.
-            kept: Workers that are reserved for other requests.
+        Those in `avoid` are used only if no other can take it.
         """
         able = [one for one in self._able(submit, ledger) if one.worker not in kept]
         candidates = [
@@ -149,7 +142,6 @@ class Placement:
         )
 
     def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> PlacementTarget | None:
-        """Choose among workers that can all take the request."""
         if not candidates:
             return None
         cached = self._caches.overlaps(submit.block_digests)
@@ -234,12 +226,8 @@ def placement_cost(
 ) -> float:
     """Cost of one more request on a worker, in prompt blocks.
 
-    Args:
-        blocks_lacking: Blocks of its prompt that the worker has not cached.
-        account: The requests bound to the worker.
-        load: The worker's load report.
-        running_most: How many requests the largest candidate runs at once.
-        rules: The weights.
+    It has not cached `blocks_lacking` blocks of the prompt; the largest candidate runs
+    `running_most` requests at once.
     """
     to_compute = blocks_lacking + account.blocks_pending
     share = account.occupied * running_most / load.running_max
@@ -247,7 +235,6 @@ def placement_cost(
 
 
 def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
-    """Cost of a request on a worker that has to compute `blocks` blocks of its prompt."""
     return RequestCost(
         choices=submit.choices,
         pages=pages_needed(submit.prompt_ids, load.page_tokens),
@@ -266,12 +253,7 @@ QUEUE_SCAN_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class QueueExit:
-    """A request that leaves the queue.
-
-    Attributes:
-        place: Where it goes; None if it ends instead.
-        error: The error that it ends with; None if its gateway has closed it by now.
-    """
+    """A request that leaves the queue: to `place`, with `error`, or past its deadline."""
 
     entry: RequestEntry
     submit: SubmitRequest

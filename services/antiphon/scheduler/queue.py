@@ -40,9 +40,7 @@ STOP = (1, 0)
 class QueuePolicy:
     """Orders the leader's queue within one rank; the queue itself handles rank and fairness.
 
-    Args:
-        policy: As configured; `priority` is arrival within one rank.
-        overlaps: Counts the leading blocks of a prompt on each worker, by their digests.
+    `overlaps` counts the leading blocks of a prompt on each worker.
     """
 
     def __init__(self, policy: Policy, overlaps: Callable[[bytes], dict[Process, int]]) -> None:
@@ -55,7 +53,6 @@ class QueuePolicy:
 
     @property
     def by_cache(self) -> bool:
-        """Whether the order depends on the caches; see `cache_order`."""
         return self._policy in CACHE_POLICIES
 
     def static_key(self, submit: SubmitRequest) -> float:
@@ -71,11 +68,9 @@ class QueuePolicy:
     def cache_order(
         self, waiting: Iterable[tuple[RequestId, bytes]], now: float
     ) -> dict[RequestId, int]:
-        """Rank waiting requests by the cache, lowest first; newer requests are missing from it.
+        """Rank waiting requests, given in order of arrival, by the cache, lowest first.
 
-        Args:
-            waiting: Requests in order of arrival, with the digests of their prompts' blocks.
-            now: A result is reused for `REFRESH_S`, however many requests arrive meanwhile.
+        A result is reused for `REFRESH_S`; requests that arrive meanwhile are missing from it.
         """
         if self._refreshed_at is None or now - self._refreshed_at >= REFRESH_S:
             self._refreshed_at = now
@@ -130,12 +125,7 @@ RETRY_AFTER_MAX_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A waiting request.
-
-    Attributes:
-        key: Rank by priority, key by the policy, time of arrival, and number among equals.
-        digests: Digests of its prompt's blocks.
-    """
+    """`key` is rank by priority, key by the policy, time of arrival, and number among equals."""
 
     request_id: RequestId
     key: SchedulerQueueKey
@@ -184,7 +174,6 @@ class SchedulerQueue:
         yield from (one.request_id for one in self._ordered(now) if one.request_id != first)
 
     def highest(self) -> RequestId | None:
-        """The first request by key, regardless of overdue ones."""
         return self._order[0].request_id if self._order else None
 
     def start(self, request_id: RequestId, now: float) -> None:
@@ -195,7 +184,6 @@ class SchedulerQueue:
         self._overtaken.overtake(_arrival(waiting), now)
 
     def remove(self, request_id: RequestId) -> None:
-        """Remove a request. Unknown ids are ignored."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             del self._order[bisect_left(self._order, waiting.key, key=_key)]
@@ -235,14 +223,10 @@ class DrainRate:
         self._left: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, now: float) -> None:
-        """Record that one request was bound."""
         self._left.append(now)
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Estimate when the queue has drained `waiting` requests.
-
-        Returns the minimum while nothing is measured.
-        """
+        """Estimate when the queue has drained; the minimum while nothing is measured."""
         if not self._left or waiting == 0:
             return RETRY_AFTER_MIN_S
         # Measured until now, not until the last exit: a stalled queue gets slower.

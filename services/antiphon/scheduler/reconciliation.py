@@ -69,7 +69,6 @@ class Reconciliation:
         self._resent_at = clock.now()
 
     def on_worker_report(self, peer: Peer) -> None:
-        """Compare what a worker holds with what is bound to it."""
         worker, load = peer.process, peer.heartbeat.worker
         assert load is not None, "a worker's heartbeat has its load"
         held, ended = self._assignments.of(worker), self._assignments.ended(worker)
@@ -93,7 +92,6 @@ class Reconciliation:
         self._leader_term.bind_waiting()
 
     def on_open_list(self, change: OpenList) -> None:
-        """Compare a gateway's open requests with those accepted from it."""
         for request_id in change.closed:
             self._close(request_id, change.owner)
         if change.whole:
@@ -104,7 +102,6 @@ class Reconciliation:
         self._leader_term.bind_waiting()
 
     def on_worker_died(self, worker: Process) -> None:
-        """Restart or fail the requests that it ran."""
         self._unowned_since.pop(worker, None)
         self._leader_term.on_worker_died(worker)
 
@@ -113,7 +110,6 @@ class Reconciliation:
         self._dead_detokenizers.setdefault(detokenizer, self._clock.now())
 
     def on_detokenizer_heartbeat(self, detokenizer: InstanceId) -> None:
-        """Record that it, or its next incarnation, is alive."""
         self._dead_detokenizers.pop(detokenizer, None)
 
     def tick(self) -> None:
@@ -148,7 +144,6 @@ class Reconciliation:
                 self._leader_term.drop(entry)
 
     def _end_orphans(self, now: float) -> None:
-        """Drop the requests of dead gateways."""
         for owner in self._ledger.owners():
             if self._peers.is_alive(owner):
                 continue
@@ -173,7 +168,6 @@ class Reconciliation:
     def _reconcile_held(
         self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
     ) -> None:
-        """Adopt, keep or abort an attempt that a worker holds."""
         entry = self._ledger.find(request_id)
         if request_id in self._leader_term.tombstones or request_id in self._leader_term.failed:
             self._abort(request_id, held)

@@ -27,11 +27,7 @@ STALE_LEAST = 64
 
 @dataclass(slots=True)
 class Binding:
-    """A request's worker and detokenizer; the latter is unknown if another leader chose it.
-
-    Attributes:
-        steps: Whether the detokenizer reads `TokenStep`.
-    """
+    """`detokenizer` is unknown if another leader chose it; `steps`: it reads `TokenStep`."""
 
     attempt: Attempt
     worker: Process
@@ -48,13 +44,10 @@ class RequestEntry:
         deadline_unix_ms: By the local clock; the one in `submit` is by the gateway's clock.
         came_at: When its gateway first sent it, to any leader, by the local clock.
         queued_at: Since when it waits for its start.
-        submit: What to admit; None for a request found at a worker and never submitted here.
+        submit: None for a request found at a worker and never submitted here.
         followed: The attempt whose text its gateway follows, by its open list.
         seen_at: When it was last bound, or last reported as running by its worker.
         disputed_at: Since when the gateway follows another attempt than the bound one.
-        number: Sequence number in the table.
-        failed_attempts: Number of its attempts that have failed.
-        requeued_by: Workers that requeued it.
         policy_key: Its sort key by the schedule policy, once it has waited.
     """
 
@@ -76,7 +69,6 @@ class RequestEntry:
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
-        """Build the entry of a new submit, due at `due_ms` by the local clock."""
         came_at = now - submit.waited_ms / 1000
         return cls(
             submit.request_id,
@@ -96,7 +88,6 @@ class RequestEntry:
         return self.submit is not None and self.followed is None
 
     def wait(self, now: float) -> None:
-        """Restart all its timeouts."""
         self.seen_at = now
         self.disputed_at = None
         if self.binding is not None:
@@ -117,11 +108,9 @@ class RequestTable:
         return len(self._entries)
 
     def find(self, request_id: RequestId) -> RequestEntry | None:
-        """Return the entry of a request."""
         return self._entries.get(request_id)
 
     def add(self, entry: RequestEntry) -> None:
-        """Add a new request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
         self._owned.setdefault(entry.owner, {})[entry.request_id] = entry
@@ -145,7 +134,6 @@ class RequestTable:
         return found
 
     def remove(self, entry: RequestEntry) -> None:
-        """Remove a request and its binding."""
         self.unbind(entry)
         del self._entries[entry.request_id]
         owned = self._owned[entry.owner]
@@ -167,35 +155,32 @@ class RequestTable:
         self._accounts[binding.worker].bind(entry.request_id, charge or running)
 
     def unbind(self, entry: RequestEntry) -> None:
-        """Remove a request's binding, if any."""
         if entry.binding is not None:
             self._accounts[entry.binding.worker].unbind(entry.request_id)
             entry.binding = None
 
     def entries(self) -> list[RequestEntry]:
-        """Return all entries, oldest first."""
+        """All entries, oldest first."""
         return list(self._entries.values())
 
     def bound(self) -> list[RequestEntry]:
-        """Return the entries that are bound to a worker."""
         accounts = self._accounts.values()
         return [self._entries[name] for account in accounts for name in account.costs]
 
     def owners(self) -> list[Process]:
-        """Return the gateways that own any entries."""
         return list(self._owned)
 
     def owned(self, owner: Process) -> Mapping[RequestId, RequestEntry]:
-        """Return one gateway's entries: a live view, valid until one is added or removed."""
+        """One gateway's entries: a live view, valid until one is added or removed."""
         return self._owned.get(owner, {})
 
     def bound_to(self, worker: Process) -> list[RequestEntry]:
-        """Return one worker's entries by request id, so that a simulation is reproducible."""
+        """One worker's entries by request id, so that a simulation is reproducible."""
         account = self._accounts.get(worker)
         return [self._entries[name] for name in sorted(account.costs)] if account else []
 
     def preempted(self, worker: Process, rank: int, precedence: PriorityPolicy) -> set[RequestId]:
-        """Return the requests on a worker that one of this rank preempts."""
+        """The requests on a worker that one of this rank preempts."""
         account = self._accounts.get(worker)
         submits = (self._entries[name].submit for name in account.costs) if account else ()
         return {
@@ -205,7 +190,6 @@ class RequestTable:
         }
 
     def capacity(self, worker: Process) -> WorkerCapacity:
-        """Return the capacity account of a worker."""
         return self._accounts[worker]
 
     def close(self, worker: Process) -> None:
@@ -225,7 +209,7 @@ TOMBSTONES_MAX = 65_536
 
 
 class SchedulerTombstones:
-    """Ended ids, each until a wall-clock time."""
+    """Ids of requests that must not run again: cancelled, or ended by their gateway."""
 
     def __init__(self) -> None:
         self._dead: dict[RequestId, tuple[Process, int]] = {}
@@ -238,7 +222,6 @@ class SchedulerTombstones:
         return len(self._dead)
 
     def add(self, request_id: RequestId, owner: Process, until_unix_ms: int) -> None:
-        """Add an id, or extend its time."""
         _, until = self._dead.get(request_id, (owner, 0))
         if until_unix_ms <= until:
             return

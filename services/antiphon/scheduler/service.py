@@ -89,7 +89,6 @@ class SchedulerService:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Stand by, and lead when no other scheduler does."""
         service = cls(runtime)
         runtime.metrics.before_collect(service._measure)
         runtime.peers.watch(service._note_peer)
@@ -98,7 +97,7 @@ class SchedulerService:
         yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Open lists and KV events; submits and cancels are subscribed to only by the leader."""
+        """Submits and cancels are subscribed to only by the leader."""
         here = {"model": self._model}
         return (
             StreamEndpoint(route=OPEN, apply=self._on_open, address=here),
@@ -106,11 +105,9 @@ class SchedulerService:
         )
 
     def model(self) -> ModelName | None:
-        """The model whose queue this is."""
         return self._model
 
     def report(self) -> Report:
-        """The number of open requests, and the term while this process leads."""
         term = self._core.term
         return Report(
             load=self._core.open_requests, leads=term if term == self._announced_term else None
@@ -309,8 +306,6 @@ class SchedulerService:
 
 
 class SchedulerMetrics:
-    """Metrics of the queue, the workers' capacity and the known prefix caches."""
-
     def __init__(self, metrics: Metrics) -> None:
         self.leads = metrics.gauge(catalog.SCHEDULER_LEADERS)
         self.waiting = metrics.gauge(catalog.NUM_QUEUE_REQS)
@@ -329,12 +324,10 @@ class SchedulerMetrics:
         self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
 
     def place(self, bound: RequestBound) -> None:
-        """Count the prompt blocks of a bound request."""
         self._blocks.inc(bound.blocks)
         self._cached_blocks.inc(bound.cached_blocks)
 
     def follow(self, caches: WorkerCaches) -> None:
-        """Update the gauges of the known prefix caches."""
         self._known_blocks.set(caches.blocks)
         self._replays.inc(caches.replays - self._replays_seen)
         self._replays_seen = caches.replays

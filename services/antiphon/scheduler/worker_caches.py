@@ -66,22 +66,16 @@ class WorkerCacheState:
 
     @property
     def behind(self) -> bool:
-        """Whether events or blocks are missing."""
         return self.whole or self.newest > self.seq or self.part > 0
 
     @property
     def next_replay(self) -> ReplayKv:
-        """The replay to request next."""
         after = FULL_REPLAY if self.whole else self.seq
         return ReplayKv(after=after, snapshot=self.snapshot, part=self.part)
 
 
 class WorkerCaches:
-    """Follows the events of every live worker, and requests replays of missed ones.
-
-    Attributes:
-        replays: Number of replays requested since start.
-    """
+    """Follows the events of every live worker, and requests replays of missed ones."""
 
     def __init__(self, blocks_max: int) -> None:
         self.replays = 0
@@ -91,7 +85,6 @@ class WorkerCaches:
 
     @property
     def blocks(self) -> int:
-        """Number of indexed blocks, counted per worker."""
         return len(self._index)
 
     def overlaps(self, digests: bytes) -> dict[Process, int]:
@@ -168,7 +161,6 @@ class WorkerCaches:
             followed.seq = reply.seq
 
     def expect(self, worker: Process, digests: bytes, now: float) -> None:
-        """Expect the blocks of a prompt on the worker that it was bound to."""
         if worker in self._followed:
             self._index.expect(worker, digests, now + EXPECT_S)
 
@@ -226,11 +218,9 @@ class BlockIndex:
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of indexed blocks, counted per worker."""
         return self._count
 
     def overlaps(self, digests: bytes) -> dict[Process, int]:
-        """Count the leading blocks of a prompt on each worker; workers with none are left out."""
         found: dict[Process, int] = {}
         holding = -1
         for index, digest in enumerate(split_digests(digests)):
@@ -245,12 +235,10 @@ class BlockIndex:
         return found
 
     def block_count(self, worker: Process) -> int:
-        """Number of indexed blocks of a worker."""
         return len(self._blocks.get(worker, ()))
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be added without an eviction."""
         return self._blocks_max - self._count
 
     @property
@@ -259,7 +247,6 @@ class BlockIndex:
         return self._partial
 
     def store(self, worker: Process, digests: bytes) -> None:
-        """Add blocks that a worker holds."""
         # In reverse: without its first blocks a prompt is not found, so they are evicted last.
         for digest in reversed(list(split_digests(digests))):
             self._expected.pop((worker, digest), None)
@@ -279,7 +266,6 @@ class BlockIndex:
                 self._expected.move_to_end(name)
 
     def expire(self, now: float) -> None:
-        """Drop expected blocks that were not reported in time."""
         while self._expected and (name := next(iter(self._expected))):
             if self._expected[name] > now:
                 return
@@ -290,7 +276,6 @@ class BlockIndex:
                 self._drop(*name)
 
     def remove(self, worker: Process, digests: bytes) -> None:
-        """Remove blocks that a worker no longer holds."""
         for digest in split_digests(digests):
             self._expected.pop((worker, digest), None)
             if not self._drop(worker, digest):
