@@ -33,15 +33,13 @@ PIECE_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
-    """How a choice ended."""
-
     finish_reason: FinishReason
     matched_stop: str | int | None = None
     error: ErrorReply | None = None
 
 
 class ChoiceState:
-    """Fixes which token is at which offset.
+    """State of one choice of one request: fixes which token is at which offset.
 
     Attributes:
         first: The first offset: 0, or less if prompt tokens are included in the token outputs.
@@ -65,12 +63,10 @@ class ChoiceState:
 
     @property
     def text_bytes(self) -> int:
-        """Length of the emitted text, in UTF-8 bytes."""
         return len(self._text)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens, where they are counted."""
         return 0 if self._thinking is None else self._thinking.tokens
 
     def accept(self, offset: int, token_ids: Sequence[int], details: TokenOutputs | None) -> None:
@@ -110,7 +106,6 @@ class ChoiceState:
             self.origins = (*before, origin)
 
     def push(self, token_id: int) -> None:
-        """Accept the token at `offset`. It may complete a stop string and end the choice."""
         assert self.end is None, "a token after the end of its choice"
         self.offset += 1
         self.tokens += 1
@@ -200,7 +195,6 @@ class StopScanner:
 
     @property
     def has_pending(self) -> bool:
-        """Whether some text is held back."""
         return bool(self._held)
 
     def push(self, text: str) -> str | StopMatch:
@@ -280,7 +274,6 @@ class ThinkingCounter:
         self._from = 0  # tokens before the reasoning that has not ended
 
     def push(self, text: str, tokens: int) -> None:
-        """Add text; `tokens` is the choice's token count including it."""
         if self._over or not text:
             return
         self._text += text
@@ -301,7 +294,6 @@ class ThinkingCounter:
         self._over = True
 
     def _close(self) -> bool:
-        """Search for the end of reasoning; return whether it was found."""
         marks = self._marks
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
         found = min((place for place in places if place[0] >= 0), default=None)
@@ -319,7 +311,6 @@ class ThinkingCounter:
         return True
 
     def _open(self) -> bool:
-        """Search for the beginning of reasoning; return whether it was found."""
         begin = self._marks.begin
         if self._marks.again:
             place = self._text.find(begin)
@@ -340,7 +331,6 @@ class ThinkingCounter:
         return True
 
     def _drop(self, count: int) -> None:
-        """Drop the first characters of the undecided text."""
         self._text = self._text[count:]
         self._at += count
         while self._ends and self._ends[0][0] <= self._at:

@@ -51,7 +51,6 @@ class IncrementalDecoder:
 
     @property
     def has_pending(self) -> bool:
-        """Whether the text of some token has not been emitted yet."""
         return bool(self._held)
 
     def push(self, token_id: int) -> str:
@@ -134,23 +133,16 @@ class TokenTexts:
     """The text of each token by itself, and its bytes where they differ from that text.
 
     By itself a part of a character is U+FFFD, and SentencePiece drops the space before a word; but
-    the bytes of consecutive tokens add up to the text.
+    the bytes of consecutive tokens add up to the text. `tokens` has the bytes of each token by id,
+    where the tokenizer defines them; empty for special tokens.
     """
 
     def __init__(self, decode: Decode, tokens: Sequence[bytes] = ()) -> None:
-        """Start with an empty cache.
-
-        Args:
-            decode: The tokenizer's decode function.
-            tokens: The bytes of each token by id, where the tokenizer defines them; empty for
-                special tokens.
-        """
         self._decode = decode
         self._tokens = tokens
         self._text = lru_cache(TEXTS_MAX)(self._decode_one)
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
-        """The text of each token, special tokens included."""
         return {token: self._text(token) for token in ids}
 
     def token_bytes(self, ids: Iterable[int], *, skips_special: bool) -> dict[int, bytes]:

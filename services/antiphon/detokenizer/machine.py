@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SendText:
-    """Publish text to a gateway."""
-
     batch: TextBatch
 
 
@@ -50,8 +48,6 @@ class SendStop:
 
 @dataclass(frozen=True, slots=True)
 class SendResend:
-    """Request missed tokens from a worker."""
-
     worker: InstanceId
     resend: ResendTokens
 
@@ -76,7 +72,6 @@ _ROW_BYTES = 512  # about the size of a row without its text
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:
-    """For processes on one host."""
     return unix_ms
 
 
@@ -89,12 +84,15 @@ class Reaction:
     missing: bool = False
 
     def add_rows(self, gateway: Process, rows: Iterable[TextRow]) -> None:
-        """Add rows to the gateway's next batches."""
         self.rows.setdefault(gateway, []).extend(rows)
 
 
 class Detokenizer:
-    """All live requests of one detokenizer process."""
+    """All live requests of one detokenizer process.
+
+    `tokens` has the bytes of each token, where the tokenizer defines them; see `TokenTexts`.
+    `our_time_ms` converts a time by a process's clock to the local clock.
+    """
 
     def __init__(
         self,
@@ -104,15 +102,6 @@ class Detokenizer:
         tokens: Sequence[bytes] = (),
         our_time_ms: Callable[[int, Process], int] = _same_clock,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            process: This detokenizer.
-            decode: The tokenizer's decode function.
-            requests_max: Maximum number of requests.
-            tokens: The bytes of each token, where the tokenizer defines them; see `TokenTexts`.
-            our_time_ms: Converts a time by a process's clock to the local clock.
-        """
         self.requests: dict[RequestId, DetokenizerRequest] = {}
         self._process = process
         self._decode = decode
@@ -130,12 +119,10 @@ class Detokenizer:
 
     @property
     def live(self) -> int:
-        """Requests with a choice that has not ended."""
         return sum(not request.ended for request in self.requests.values())
 
     @property
     def sent(self) -> Mapping[InstanceId, int]:
-        """The last seq sent to each gateway, for the heartbeat."""
         return {stream.receiver: stream.seq for stream in self._seqs.streams()}
 
     def on_tokens(self, news: TokenNews, now: float) -> list[Action]:
@@ -226,7 +213,6 @@ class Detokenizer:
         ]
 
     def on_worker_died(self, worker: Process) -> None:
-        """Forget the stream of a worker incarnation that has ended."""
         self._seen.pop(worker, None)
         self._unfolding.forget(worker)
         self._resend_requested_at.pop(worker, None)
@@ -284,7 +270,6 @@ class Detokenizer:
     def _accept(
         self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction
     ) -> None:
-        """Accept the new part of a row, and send its text."""
         if request.error is not None:
             reaction.actions += self._refuse(row, request.worker, now)
             return

@@ -45,19 +45,16 @@ class DetokenizerRequest:
 
     @property
     def owner(self) -> Process:
-        """The gateway that reads the text."""
         return self.stream.owner
 
     @property
     def ended(self) -> bool:
-        """Whether every choice has ended."""
         if self.error is not None:
             return True
         return all(choice.end is not None for choice in self.choices.values())
 
     @property
     def usage(self) -> Usage:
-        """Token counts, up to the ends found here."""
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices.values():
             completion_tokens += choice.tokens

@@ -66,7 +66,6 @@ class DetokenizerService:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Load the tokenizer and start the timer task."""
         folder = await asyncio.to_thread(tokenizer_folder, runtime.settings)
         tokenizer = await asyncio.to_thread(open_tokenizer, folder)
         tokens = await asyncio.to_thread(_read_token_bytes, folder)
@@ -76,7 +75,6 @@ class DetokenizerService:
         yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Tokens from workers, open lists and resume calls from gateways."""
         here = {"detokenizer": self._runtime.process.instance}
         return (
             StreamEndpoint(route=TOKENS, apply=self._on_tokens, address=here),
@@ -90,11 +88,9 @@ class DetokenizerService:
         )
 
     def model(self) -> ModelName | None:
-        """The model whose tokens it decodes."""
         return self._model
 
     def report(self) -> Report:
-        """Live requests, and the last seq sent to each gateway."""
         streams = self._machine.sent.items()
         return Report(
             load=self._machine.live,
@@ -109,11 +105,6 @@ class DetokenizerService:
             await self._moved.wait()
 
     def _on_tokens(self, news: TokenNews) -> None:
-        """Apply a worker's message.
-
-        Raises:
-            UnknownSender: The worker is not a live peer.
-        """
         if not self._runtime.peers.is_alive(news.worker):
             raise UnknownSender(f"tokens of {news.worker.instance}, which is no live peer")
         self._spans.begin(news)
@@ -193,13 +184,12 @@ def _read_token_bytes(folder: Path) -> Sequence[bytes]:
 
 
 class TextSpans:
-    """The open spans."""
+    """Tracing: one span per request, from its first token to its end in this detokenizer."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, Span] = {}
 
     def begin(self, news: TokenNews) -> None:
-        """Begin a span for each request whose first row this is, if it is traced."""
         if isinstance(news, TokenStep):
             return
         for row in news.rows:
@@ -210,7 +200,6 @@ class TextSpans:
             self._open[row.request_id] = opened.start()
 
     def end(self, requests: Mapping[RequestId, DetokenizerRequest]) -> None:
-        """End the spans of requests that have ended, or are not held any more."""
         if not self._open:
             return
         for request_id in list(self._open):

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CachedEmbedding:
-    """The embedding of one image.
+    """The embedding of one image: float32, little-endian, row-major, (tokens, hidden).
 
     Attributes:
-        data: float32, little-endian, row-major, (tokens, hidden).
         checksum: SHA-256 of `data`.
         claim: The last claim for fetching the data.
     """
@@ -44,7 +43,6 @@ class EmbeddingCache:
         return len(self._embeddings)
 
     def get(self, digest: bytes) -> CachedEmbedding | None:
-        """Return an embedding and mark it as the most recently used one."""
         embedding = self._embeddings.get(digest)
         if embedding is not None:
             self._embeddings.move_to_end(digest)
@@ -72,12 +70,7 @@ class _EmbedJob:
 
 
 class Embedder:
-    """Fills a cache. All calls belong to one event loop.
-
-    Args:
-        embed: Blocks; runs in `thread`.
-        thread: Runs one job at a time.
-    """
+    """Embeds images in a thread, one by one; concurrent calls for one image share a job."""
 
     def __init__(
         self,

@@ -27,16 +27,10 @@ class VisionModel:
 
     @property
     def embedding_bytes(self) -> int:
-        """Size of an embedding in bytes; it is the same for all images."""
+        """Size of an embedding, the same for all images."""
         return self._tower.spec.tokens * self._tower.spec.hidden * 4
 
     def embed(self, image: bytes | bytearray) -> CachedEmbedding:
-        """Embed an encoded image.
-
-        Raises:
-            InvalidRequest: It cannot be decoded.
-            RequestTooLarge: It has too many pixels.
-        """
         pixels = torch.as_tensor(self._preprocess(image))
         (embedding,) = self._tower(pixels[None])  # (T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()

@@ -49,8 +49,7 @@ Image.MAX_IMAGE_PIXELS = None
 class Preprocessor:
     """Decodes, resizes, crops and normalizes. Called in one thread; has no mutable state.
 
-    Args:
-        pixels_max: Maximum pixels of an image, both as received and as resized.
+    `pixels_max` is the maximum of an image, both as received and as resized.
     """
 
     def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
@@ -93,7 +92,6 @@ class Preprocessor:
             )
 
     def _fit(self, image: Image.Image) -> Image.Image:
-        """Resize to the tower's square."""
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
         if short is None:
             return image.resize((size, size), filter_)
@@ -187,8 +185,6 @@ class _PreprocessorFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _FamilyDefaults:
-    """The defaults of a model family."""
-
     mean: Channels
     std: Channels
     crops: bool

@@ -19,6 +19,7 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
+from antiphon.telemetry.metrics import Total
 from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
@@ -55,7 +56,6 @@ class EncoderService:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Load the model if there is one, run its thread, and serve results to fetch."""
         config = runtime.settings.encoder
         if not config.model_path:
             yield cls(runtime, None)
@@ -71,16 +71,13 @@ class EncoderService:
             yield cls(runtime, ImageEncoder(runtime, model, thread, shelf))
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Encode calls from any gateway."""
         here = {"model": self._served}
         return (RequestEndpoint(route=ENCODE_IMAGE, handler=self._encode, address=here),)
 
     def model(self) -> ModelName | None:
-        """The model whose images it embeds."""
         return None if self._images is None else self._served
 
     def report(self) -> Report:
-        """The number of calls in flight."""
         return Report(load=self._in_flight)
 
     async def drain(self) -> None:
@@ -120,7 +117,6 @@ class ImageEncoder:
         self._embedder = Embedder(embed, self._cache, thread)
 
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
-        """Embed an image, or find its embedding in the cache."""
         digest = _digest(request)
         self.metrics.looked_up.inc()
         embedding = self._cache.get(digest)
@@ -192,28 +188,23 @@ def _open(settings: Settings) -> VisionModel:
 
 
 class EncoderMetrics:
-    """Metrics of images and cached embeddings."""
-
     def __init__(self, metrics: Metrics, cache: EmbeddingCache) -> None:
         self._cache = cache
-        self._evictions_seen = 0
         self.received = metrics.counter(catalog.ENCODER_RECEIVED)
         self._answered = metrics.counter(catalog.ENCODER_REQUESTS)
         self.looked_up = metrics.counter(catalog.ENCODER_FILES)
         self._hits = metrics.counter(catalog.ENCODER_HITS)
         self._tokens = metrics.counter(catalog.ENCODER_TOKENS)
         self._hit_tokens = metrics.counter(catalog.ENCODER_HIT_TOKENS)
-        self._evictions = metrics.counter(catalog.ENCODER_EVICTIONS)
+        self._evictions = Total(metrics.counter(catalog.ENCODER_EVICTIONS))
         self.embed_seconds = metrics.histogram(catalog.ENCODER_SECONDS)
         metrics.gauge(catalog.ENCODER_CACHE_BYTES).set_function(lambda: cache.bytes_held)
         metrics.gauge(catalog.ENCODER_ENTRIES).set_function(lambda: len(cache))
 
     def answered(self, tokens: int, *, cached: bool) -> None:
-        """Count an image that was answered."""
         self._answered.inc()
         self._tokens.inc(tokens)
         if cached:
             self._hits.inc()
             self._hit_tokens.inc(tokens)
-        self._evictions.inc(self._cache.evictions - self._evictions_seen)
-        self._evictions_seen = self._cache.evictions
+        self._evictions.follow(self._cache.evictions)

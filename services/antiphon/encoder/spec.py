@@ -18,8 +18,6 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class VisionFamily(StrEnum):
-    """The two supported architectures."""
-
     CLIP = "clip"
     SIGLIP = "siglip"
 
@@ -34,8 +32,6 @@ class VisionActivation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VisionTowerSpec:
-    """The shape of a tower."""
-
     family: VisionFamily
     hidden: int
     intermediate: int

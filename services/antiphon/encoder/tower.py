@@ -150,8 +150,6 @@ class _OpenSafetensors(Protocol):
 
 
 class _Checkpoint:
-    """Tensors of all files, by name."""
-
     def __init__(self, files: list[Path], open_files: ExitStack) -> None:
         self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
         for file in files:
@@ -166,7 +164,6 @@ class _Checkpoint:
         self._prefix = INNER if any(name.startswith(INNER) for name in self._homes) else ""
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor of the tower."""
         name = self._prefix + name
         if name not in self._homes:
             raise ConfigError(f"{self._folder}: the weights lack {name}")
@@ -179,7 +176,7 @@ class _Checkpoint:
         return tensor.float()
 
     def affine(self, name: str, *shape: int) -> Affine:
-        """Read a weight and its bias, whose length is the weight's first dimension."""
+        """`shape` is that of the weight; the bias is as long as its first dimension."""
         return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
 
 

@@ -66,7 +66,6 @@ class KvStorageService:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Open the tiers and serve the leased pages' bytes."""
         config = runtime.settings.kv_storage
         bound = bind(config.host, config.port)
         address = address_for_others(bound, config.host, config.advertise_host)
@@ -80,7 +79,6 @@ class KvStorageService:
             yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Control calls of this node."""
         here = {"node": self._runtime.process.instance}
         return (RequestEndpoint(route=KV_CONTROL, handler=self._control, address=here),)
 
@@ -89,7 +87,6 @@ class KvStorageService:
         return None
 
     def report(self) -> Report:
-        """The number of open leases."""
         return Report(load=len(self._leases))
 
     async def drain(self) -> None:
@@ -219,7 +216,6 @@ class Leases:
         return len(self._leases)
 
     def grant(self, lease_s: float) -> Lease:
-        """Begin a lease without pages."""
         lease = Lease(new_token(), self._unix_ms() + int(lease_s * 1000))
         self._leases[lease.name] = lease
         return lease
@@ -243,12 +239,10 @@ class Leases:
             self._memory.unpin(page.digest)
 
     def sweep(self) -> None:
-        """End expired leases."""
         now = self._unix_ms()
         for name in [n for n, lease in self._leases.items() if lease.expires_unix_ms < now]:
             self.release(name)
 
     def get(self, token: str) -> bytes | bytearray | None:
-        """Return a leased page's bytes."""
         page = self._pages.get(token)
         return None if page is None else page.data

@@ -31,8 +31,6 @@ class Page:
 
 
 class MemoryTier:
-    """Pages in memory, up to a number of bytes."""
-
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
@@ -46,14 +44,12 @@ class MemoryTier:
         return len(self._pages)
 
     def get(self, digest: bytes) -> Page | None:
-        """Return a page and mark it as the most recently used one."""
         page = self._pages.get(digest)
         if page is not None:
             self._pages.move_to_end(digest)
         return page
 
     def touch(self, digest: bytes) -> None:
-        """Mark a page as the most recently used one, if it is here."""
         if digest in self._pages:
             self._pages.move_to_end(digest)
 
@@ -87,7 +83,6 @@ class MemoryTier:
         self._pins[digest] += 1
 
     def unpin(self, digest: bytes) -> None:
-        """Remove one pin."""
         assert self._pins[digest] > 0, "unpinned a page that is not pinned"
         self._pins[digest] -= 1
         if not self._pins[digest]:
@@ -95,7 +90,6 @@ class MemoryTier:
 
     @property
     def pinned(self) -> int:
-        """Number of pages that cannot be evicted."""
         return len(self._pins)
 
     def _remove(self, page: Page) -> None:
@@ -110,7 +104,10 @@ CHECKSUM_BYTES = 32
 
 
 class DiskTier:
-    """Pages in a folder of its own, up to a number of bytes.
+    """Pages in a folder of its own: one file per page, named by its digest, with LRU eviction.
+
+    A file is the SHA-256 of the content, then the content; a file that fails the check is dropped.
+    All calls block and must come from one thread.
 
     Raises:
         OSError: The folder cannot be made or read.
@@ -222,12 +219,10 @@ def _digest_of(name: str) -> bytes | None:
 
 
 class PageStore:
-    """Pages of one node.
+    """Both tiers as one store: evicted pages go to disk, pages that are read come back.
 
-    Args:
-        memory: Used by the event loop only.
-        disk: None if there is none; used by `thread` only, except for its index.
-        thread: A single thread, so that disk calls are serialized.
+    The event loop uses the memory tier, and of the disk tier only its index; all other disk calls
+    run in `thread`, a single one, which serializes them.
     """
 
     def __init__(self, memory: MemoryTier, disk: DiskTier | None, thread: Executor) -> None:
@@ -280,7 +275,6 @@ class PageStore:
         return self._memory.get(digest)
 
     async def _to_disk(self, pages: Sequence[Page], keep: Container[bytes] = ()) -> bool:
-        """Write pages; returns False if one was not written."""
         if self._disk is None:
             return not pages
         loop = asyncio.get_running_loop()

@@ -31,7 +31,10 @@ ControlMessage = (
 
 
 class ControlEndpoint:
-    """Answers control calls. The loop applies its commands in the order in which they arrived."""
+    """Answers control calls. The loop applies its commands in the order in which they arrived.
+
+    `live_count` is the number of running choices, by what was sent of them.
+    """
 
     def __init__(
         self,
@@ -41,15 +44,6 @@ class ControlEndpoint:
         live_count: Callable[[], int],
         send_heartbeat: Callable[[], Awaitable[None]],
     ) -> None:
-        """Make it.
-
-        Args:
-            mailbox: The mailbox of the loop, which applies most commands.
-            dumps: Writes plans.
-            drain: Starts draining.
-            live_count: Number of running choices, by what was sent of them.
-            send_heartbeat: Sends a heartbeat now.
-        """
         self._mailbox = mailbox
         self._dumps = dumps
         self._drain = drain
@@ -83,7 +77,6 @@ class ControlEndpoint:
                 return done
 
     def complete(self, replies: Iterable[ControlDone]) -> None:
-        """Complete the next commands with these results of the loop."""
         for reply in replies:
             waiting = self._waiting.popleft()
             if not waiting.done():

@@ -158,7 +158,6 @@ class ModelWorker:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Load the model, then run the batching loop in a thread of its own."""
         event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
         began = runtime.clock.now()
@@ -192,7 +191,6 @@ class ModelWorker:
             thread.shutdown(wait=False)
 
     def _start(self, ended: asyncio.Future[None]) -> None:
-        """Watch the loop, which ends with `ended`, and the peers."""
         for work, name in (
             (_watch(ended), "batching"),
             (_watch(self._reports.failed), "steps"),
@@ -205,7 +203,6 @@ class ModelWorker:
             self._on_peer(PeerChange.APPEARED, peer)
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Commands, stops, open lists, operator commands, and replays of KV events."""
         here = {"worker": self._runtime.process.instance}
         return (
             StreamEndpoint(route=COMMAND, apply=self._on_command, address=here),
@@ -216,11 +213,9 @@ class ModelWorker:
         )
 
     def model(self) -> ModelName | None:
-        """The served model."""
         return self._model
 
     def report(self) -> Report:
-        """Load and capacity for the heartbeat; empty while the model is being loaded."""
         if self._last is None:
             return Report(load=0)
         output, last, limits = self._output, self._last, self._engine.core.limits
@@ -491,7 +486,6 @@ class ModelWorker:
             self._kv_events.add(report.events)
 
     def _drop_failed(self, drops: Iterable[Action]) -> None:
-        """Drop choices that have ended by a failure from the loop."""
         for drop in drops:
             self._mailbox.drop(drop.key)
 

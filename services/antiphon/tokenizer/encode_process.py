@@ -40,7 +40,6 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
 
     def encoder(self) -> TextEncoder:
-        """Read the vocabulary and build the encoder."""
         words = vocabulary.read_model_tokenizer(
             Path(self.folder),
             self.chat_template,
@@ -51,8 +50,6 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeOutcome(msgspec.Struct, frozen=True):
-    """The result of one text: an encoded prompt or an error."""
-
     encoded: EncodedPrompt | None = None
     error: ErrorReply | None = None
 
@@ -79,7 +76,7 @@ class EncodeProcesses:
     async def encode(
         self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
     ) -> EncodedPrompt:
-        """Encode a text of a tenant; tenants are served round-robin.
+        """Encode a text; tenants are served round-robin.
 
         If the caller is cancelled, a text that is being encoded occupies its process to its end.
 
@@ -96,7 +93,6 @@ class EncodeProcesses:
 
 
 def main(arguments: list[str]) -> None:
-    """Encode until the parent ends."""
     shown, parent_pid, memory_bytes_max = arguments
     encoder = msgspec.json.decode(shown, type=EncoderSettings).encoder()
 

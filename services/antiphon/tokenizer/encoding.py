@@ -209,7 +209,7 @@ class TextEncoder:
 
 
 def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...]:
-    """Decode each row of ids to text. Called in a thread.
+    """Decode each row of ids, in a thread.
 
     Raises:
         InvalidRequest: An id is not in the vocabulary.
@@ -232,8 +232,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class BatchJob(Generic[T, R]):
-    """One item and the future of its result."""
-
     item: T
     result: asyncio.Future[R]
 
@@ -244,11 +242,9 @@ class Batcher(Generic[T, R]):
     A batch does not wait to fill: it takes the items that are there, and the next batch collects
     while it runs. The number of callers bounds the queue: each waits for its own item.
 
-    Args:
-        work: Items in, as many results out, in order; an exception in place of a result is raised
-            to that item's caller. An exception raised by `work` itself is a bug, and is raised to
-            all callers of that batch; the next batch continues, since one text must not end the
-            process.
+    `work` returns a result for each item, in order; an exception in place of a result is raised to
+    that item's caller. An exception raised by `work` itself is a bug, and is raised to all callers
+    of that batch; the next batch continues, since one text must not end the process.
     """
 
     def __init__(
@@ -264,7 +260,7 @@ class Batcher(Generic[T, R]):
         self._arrived = asyncio.Event()
 
     async def submit(self, item: T) -> R:
-        """Return the result of one item. A caller that is cancelled is skipped."""
+        """Return the result of one item. An item whose caller was cancelled is skipped."""
         job = BatchJob[T, R](item, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self._arrived.set()

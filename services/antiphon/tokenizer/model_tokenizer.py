@@ -26,8 +26,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A special token that is stored as an object instead of a string."""
-
     content: str
 
 
@@ -70,8 +68,7 @@ def read_model_tokenizer(
     Args:
         folder: Holds tokenizer.json and, mostly, tokenizer_config.json.
         template_file: A template that replaces the folder's own; empty: none.
-        completion_template: Name or file of the fill-in-the-middle template; empty: detect it by
-            the tokenizer.
+        completion_template: Name or file of the fill-in-the-middle template; empty: detect it.
         template_name: The folder's template for all conversations; empty: chosen by whether a
             conversation has tools.
 
@@ -134,7 +131,6 @@ def _read(file: Path, kind: type[T]) -> T:
 
 
 def _sources(folder: Path, file: str, name: str) -> TemplateSources | None:
-    """Find the templates: the configured file, or the folder's own."""
     if not file:
         return choose_templates(folder, name)
     try:
@@ -148,9 +144,7 @@ def choose_completion_template(
 ) -> CompletionTemplate | None:
     """Return the configured template, or the only one whose markers are all special tokens here.
 
-    Args:
-        tokenizer: Its added tokens are matched; text is never split within one.
-        name_or_file: A name or a file; empty: detect it by the tokenizer.
+    Text is never split within a special token.
 
     Raises:
         ConfigError: The template cannot be read, or this tokenizer lacks one of its markers.

@@ -82,7 +82,6 @@ class TokenizerService:
     @classmethod
     @asynccontextmanager
     async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Load the tokenizer and run its threads."""
         settings, threads = runtime.settings, runtime.settings.tokenizer.threads
         # In a thread, since a model of the hub may have to be downloaded first.
         files = await asyncio.to_thread(model_files, settings, weights=False)
@@ -107,7 +106,6 @@ class TokenizerService:
                 yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Encode and decode calls, and cancellations of encode calls."""
         address = {"model": self._model}
         return (
             RequestEndpoint(route=TOKENIZE, handler=self._encode, address=address),
@@ -116,11 +114,9 @@ class TokenizerService:
         )
 
     def model(self) -> ModelName | None:
-        """The model of the tokenizer."""
         return self._model
 
     def report(self) -> Report:
-        """The number of calls in flight."""
         return Report(load=self._in_flight)
 
     async def drain(self) -> None:

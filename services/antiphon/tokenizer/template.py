@@ -54,7 +54,6 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Read up to the end of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -62,10 +61,8 @@ class GenerationBlock(Extension):
 class ChatTemplate:
     """Renders a conversation as the text that the model was trained on.
 
-    Args:
-        source: The template.
-        special_tokens: `bos_token`, `eos_token` and so on, which templates write themselves.
-        tool_source: The template for conversations with tools, if it is a different one.
+    `tool_source` is the template for conversations with tools, if it is a different one.
+    `special_tokens` are `bos_token`, `eos_token` and so on, which templates write themselves.
 
     Raises:
         jinja2.TemplateSyntaxError: A template is not valid.
@@ -120,8 +117,6 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
-    """A template, and whether it mentions the role `developer`."""
-
     template: jinja2.Template
     knows_developer: bool
 
@@ -148,7 +143,6 @@ def _without_developer(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The functions and filters that a template may use."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, LoopControlExtension]
     )
@@ -229,11 +223,6 @@ class ToolCallArguments(dict[str, object]):
 
 
 def _arguments(text: str) -> ToolCallArguments:
-    """Parse the arguments of a tool call.
-
-    Raises:
-        InvalidRequest: They are not a JSON object.
-    """
     try:
         return ToolCallArguments(text or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
@@ -263,7 +252,6 @@ def _options(text: str | None) -> dict[str, object]:
 
 
 def _deepest(messages: Sequence[ChatMessage], params: TemplateParams) -> str:
-    """The field whose JSON is nested deepest."""
     calls = [call.arguments for message in messages for call in message.tool_calls or ()]
     given = {
         "tools": params.tools or "",
@@ -280,7 +268,6 @@ def _nesting(text: str) -> int:
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Cut a rendered text after the prefix of the answer."""
     at = text.rfind(_CONTINUED.strip())
     if not content.strip() or at < 0:
         raise InvalidRequest(

@@ -164,6 +164,18 @@ class Metrics:
         return Gauge(f"antiphon_{name}", meaning, labels, registry=self.registry)
 
 
+class Total:
+    """A counter that follows a running total, which is counted elsewhere."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0
+
+    def follow(self, total: int) -> None:
+        self._counter.inc(total - self._seen)
+        self._seen = total
+
+
 class _Shared(NamedTuple):
     family: MetricSpec
     labels: tuple[str, ...]

@@ -10,6 +10,7 @@ import pytest
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.queue import Backlog
+from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepLog
 
 
@@ -32,7 +33,7 @@ def written(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
-    log = StepLog(40, pages_total=100, page_tokens=16)
+    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
     prefill = report(
         tokens=52,
         rows=6,
@@ -53,7 +54,7 @@ def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
 
 
 def test_each_so_many_decode_batches_have_a_line(written: pytest.LogCaptureFixture) -> None:
-    log = StepLog(3, pages_total=100, page_tokens=16)
+    log = StepLog(3, WorkerSize(pages_total=100, page_tokens=16))
     for step in range(1, 8):
         log.step(report(), 4, float(step))
     assert [record.message for record in written.records] == [
@@ -64,7 +65,7 @@ def test_each_so_many_decode_batches_have_a_line(written: pytest.LogCaptureFixtu
 
 
 def test_a_retraction_is_warned_of(written: pytest.LogCaptureFixture) -> None:
-    log = StepLog(40, pages_total=100, page_tokens=16)
+    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
     log.step(report(new_token_ratio=0.5), 0, 1.0)
     log.step(report(retractions=2, retracted_tokens=90, new_token_ratio=0.75), 0, 2.0)
     log.step(report(retractions=2, retracted_tokens=90, new_token_ratio=0.7), 0, 3.0)

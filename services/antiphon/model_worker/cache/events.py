@@ -18,9 +18,7 @@ BLOCKS_MAX = 1024
 class StoredEvent:
     """All pages of these consecutive blocks are cached now.
 
-    Attributes:
-        parent: Digest of the block before the first, or the root of the namespace.
-        blocks: Their digests, each chained from the one before.
+    `parent` is the digest of the block before the first, or the root of the namespace.
     """
 
     parent: bytes
@@ -29,14 +27,12 @@ class StoredEvent:
 
 @dataclass(frozen=True, slots=True)
 class RemovedEvent:
-    """A page of each of these blocks was evicted."""
-
     blocks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClearedEvent:
-    """Every block was removed."""
+    pass
 
 
 CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
@@ -58,7 +54,6 @@ class BlockTracker:
         self._events: list[CacheEvent] = []
 
     def stored(self, parent: bytes, blocks: list[bytes]) -> None:
-        """Add consecutive blocks that follow `parent`."""
         known = sum(block in self._copies for block in blocks)  # the first ones, for all follow
         self._copies.update(blocks)
         chain = [parent, *blocks]
@@ -77,12 +72,10 @@ class BlockTracker:
             self._events.append(RemovedEvent(tuple(gone[start : start + BLOCKS_MAX])))
 
     def cleared(self) -> None:
-        """Remove all blocks."""
         self._copies.clear()
         self._events.append(ClearedEvent())
 
     def take(self) -> tuple[CacheEvent, ...]:
-        """The events since the last call."""
         if not self._events:
             return ()
         events, self._events = tuple(self._events), []
@@ -93,9 +86,7 @@ class BlockTracker:
 class EventReplay:
     """Events that bring a listener up to `seq`.
 
-    Attributes:
-        events: In order. Where too many were missed, a `ClearedEvent` and then all present blocks.
-        seq: Number of the newest event that is included.
+    Where too many were missed: a `ClearedEvent` and then all present blocks.
     """
 
     events: tuple[CacheEvent, ...]
@@ -116,11 +107,9 @@ class EventLog:
         self._parents: dict[bytes, bytes] = {}  # of present blocks, oldest first
 
     def __len__(self) -> int:
-        """Number of present blocks."""
         return len(self._parents)
 
     def add(self, events: Iterable[CacheEvent]) -> None:
-        """Append events."""
         for event in events:
             self.seq += 1
             self._newest.append(event)
@@ -134,14 +123,12 @@ class EventLog:
                     self._parents.clear()
 
     def reaches(self, after: int) -> bool:
-        """Whether all events after `after` are still in the log."""
         return 0 <= self.seq - after <= len(self._newest)
 
     def replay(self, after: int) -> EventReplay:
         """The events after `after`, or all present blocks if that is too long ago.
 
-        A number beyond the newest one is from a previous process of this worker, and gets all
-        present blocks as well.
+        A number beyond the newest one is from a previous process of this worker.
         """
         if not self.reaches(after):
             return self._everything()

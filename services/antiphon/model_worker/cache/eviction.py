@@ -65,13 +65,11 @@ class EvictionHeap:
         self._serial = count()  # nodes have no order of their own
 
     def put(self, node: RadixNode) -> None:
-        """Add a node whose pages may be loose, now or later."""
         if node not in self._nodes:
             self._nodes.add(node)
             self._push(node)
 
     def take(self) -> RadixNode | None:
-        """Take the node of the lowest rank out, if there is one."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
             if node not in self._nodes:
@@ -89,14 +87,12 @@ class EvictionHeap:
             self._watched[page] = node
 
     def refresh(self) -> None:
-        """Put the nodes back whose watched pages have become loose."""
         for page in self.pool.take_loosened():
             node = self._watched.pop(page, None)
             if node is not None and node.length:
                 self.put(node)
 
     def remove(self, node: RadixNode) -> None:
-        """Remove a node that is no longer in the tree."""
         self._nodes.discard(node)
         if len(self._heap) > 2 * len(self._nodes) + 64:
             # Removed entries may never come up, and each keeps a node alive.
@@ -152,7 +148,6 @@ class Evictor:
                 self._shorten(heap, node, excess)
 
     def _shorten(self, heap: EvictionHeap, node: RadixNode, count: int) -> None:
-        """Evict the loose pages at the end of a leaf, at most `count`."""
         pages = node.pages[heap.group]
         loose = heap.pool.loose_end(pages, count)
         self._trim(node, loose)

@@ -35,8 +35,6 @@ STATES_RUNNING = 2
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of each page this rank holds."""
-
     rank: int = 0
     ranks: int = 1
 
@@ -45,10 +43,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One pool of pages and how many of them a request needs.
 
     Attributes:
-        layers: The decoder layers whose cache is in these pages.
         page_bytes: Bytes of a page, all layers together, this rank's shard.
         page_tokens: Tokens of a page; equal in all groups. States are cached at the end of a page.
-        pages_total: Size of the pool.
         window: Tokens that a query attends to, itself included; only for a window group.
     """
 

@@ -58,25 +58,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_namespace(digest: bytes, salt: bytes) -> bytes:
-    """The part of a namespace that requests of the same salt share.
-
-    Args:
-        digest: Digest of the namespace.
-        salt: The request's salt; empty for a request without one, which uses `digest` itself.
-    """
+    """The part of a namespace that requests of the same salt share; without a salt: all of it."""
     return salted(digest[:DIGEST_BYTES], salt) + salted(digest[DIGEST_BYTES:], salt)
 
 
 def announced_root(digest: bytes) -> bytes:
-    """The part of a namespace's digest from which announced blocks are chained."""
+    """The part from which announced blocks are chained."""
     return digest[:DIGEST_BYTES]
 
 
 def page_name(digest: bytes, block: bytes) -> bytes:
-    """The name of a block's pages outside of this worker, unique across layouts and versions.
-
-    Args:
-        digest: Digest of the namespace.
-        block: The block's digest, chained from `announced_root`.
-    """
+    """The name of a block's pages outside of this worker, unique across layouts and versions."""
     return hashlib.sha256(digest + block).digest()

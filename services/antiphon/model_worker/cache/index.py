@@ -30,9 +30,7 @@ class PrefixNode(Protocol):
     """A node of the radix tree, for policies that order requests by it. Hashed by identity."""
 
     @property
-    def parent(self) -> PrefixNode | None:
-        """The node of the next shorter prefix; None for a namespace's root."""
-        ...
+    def parent(self) -> PrefixNode | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,15 @@ class PrefixIndex(Protocol):
 
     @property
     def generation(self) -> int:
-        """Grows whenever the result of a `peek` may change: with insert, evict and clear."""
+        """Grows whenever the result of a `peek` may change: with insert, evict and clear.
+
+        While it is unchanged, the lengths of earlier peeks are exact. Their nodes may have been
+        split: they are still on the path of the key.
+        """
         ...
 
     def peek(self, key: CacheKey) -> Prefix:
-        """The prefix that `match` would return, without a reference."""
+        """The prefix that `match` would return; takes no reference and marks nothing as used."""
         ...
 
     def touch(self, key: CacheKey) -> None:
@@ -83,7 +85,8 @@ class PrefixIndex(Protocol):
     def match(self, key: CacheKey) -> PrefixMatch:
         """Find the longest cached prefix that leaves at least one token to compute.
 
-        This does not count as a hit, since the caller may release the table again: see `use`.
+        This marks nothing as used: the first waiting request is matched in each step, and its table
+        may be released again. See `use`.
         """
         ...
 
@@ -97,11 +100,8 @@ class PrefixIndex(Protocol):
         Where a page for the same tokens is cached already, the table takes that one and releases
         its own: entries of the table change, and `PageTable.revision` grows.
 
-        Args:
-            key: Key of the table's tokens, from the first one. The inserted prefix ends with the
-                key or with `committed`, whichever is shorter.
-            table: The table of a request that has ended, or still runs. Nothing is inserted of one
-                that was started before the last `clear`.
+        The inserted prefix ends with the key or with `committed`, whichever is shorter. Nothing is
+        inserted of a table that was started before the last `clear`.
         """
         ...
 
@@ -111,7 +111,7 @@ class PrefixIndex(Protocol):
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens that were evicted since start."""
+        """Tokens evicted since start; for a model with only states, the tokens of their pages."""
         ...
 
     def evictable(self) -> list[int]:
@@ -119,7 +119,11 @@ class PrefixIndex(Protocol):
         ...
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Evict at least so many pages by group, the least useful first; return how many."""
+        """Evict at least so many pages by group, the least useful first; return how many.
+
+        Fewer only if fewer are evictable. More in other groups: a page evicted from a full group
+        takes along the pages of the same tokens in window groups.
+        """
         ...
 
     def clear(self) -> int:
@@ -138,43 +142,32 @@ class NoIndex:
 
     @property
     def generation(self) -> int:
-        """Always 0."""
         return 0
 
     def peek(self, key: CacheKey) -> Prefix:
-        """Find no prefix."""
         return Prefix(0, None)
 
-    def touch(self, key: CacheKey) -> None:
-        """Do nothing."""
+    def touch(self, key: CacheKey) -> None: ...
 
     def match(self, key: CacheKey) -> PrefixMatch:
-        """Find no prefix."""
         return PrefixMatch(length=0, table=None)
 
-    def use(self, key: CacheKey, tokens: int) -> None:
-        """Do nothing."""
+    def use(self, key: CacheKey, tokens: int) -> None: ...
 
-    def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Do nothing."""
+    def insert(self, key: CacheKey, table: PageTable) -> None: ...
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """No events."""
         return ()
 
     @property
     def evicted_tokens(self) -> int:
-        """Always 0."""
         return 0
 
     def evictable(self) -> list[int]:
-        """No pages."""
         return [0] * self._groups
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Evict nothing."""
         return 0
 
     def clear(self) -> int:
-        """Remove nothing."""
         return 0

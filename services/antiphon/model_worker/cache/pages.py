@@ -49,7 +49,6 @@ class PagePool:
 
     @property
     def loose_count(self) -> int:
-        """Cached pages that only the prefix cache holds."""
         return self._loose
 
     def holders(self, page: int) -> int:
@@ -57,7 +56,6 @@ class PagePool:
         return self._holders[page]
 
     def is_loose(self, page: int) -> bool:
-        """Whether only the prefix cache holds a page."""
         return self._holders[page] == 1 and self._cached[page] > 0
 
     def loose_end(self, pages: Sequence[int], limit: int) -> int:
@@ -71,7 +69,7 @@ class PagePool:
         return count
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` pages. The caller has checked `free_count`."""
+        """The caller has checked `free_count`."""
         assert count <= len(self._free), "more pages allocated than are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -79,7 +77,6 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that have one already."""
         holders = self._holders
         for page in pages:
             count = holders[page]

@@ -56,34 +56,22 @@ class RadixIndex:
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens evicted since start; for a model with only states, the tokens of their pages."""
         return self._evicted_tokens
 
     @property
     def generation(self) -> int:
-        """Grows whenever the result of a `peek` may change.
-
-        While it is unchanged, the lengths of earlier peeks are exact. Their nodes may have been
-        split: they are still on the path of the key.
-        """
         return self._generation
 
     def peek(self, key: CacheKey) -> Prefix:
-        """The prefix that `match` would return; takes no reference and marks nothing as used."""
         path, length = self._longest(key)
         holder = next((node for node in path if node.end >= length), None) if length else None
         return Prefix(length * self._page_tokens, holder)
 
     def touch(self, key: CacheKey) -> None:
-        """Mark the cached prefix of a key as recently used, because it will be needed soon."""
         path, length = self._longest(key)
         self._touch([node for node in path if node.start < length])
 
     def match(self, key: CacheKey) -> PrefixMatch:
-        """Find the longest cached prefix that leaves at least one token to compute.
-
-        This marks nothing as used, like `peek`: the first waiting request is matched in each step.
-        """
         path, length = self._longest(key)
         if not length:
             return PrefixMatch(length=0, table=None)
@@ -93,7 +81,6 @@ class RadixIndex:
         return PrefixMatch(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
 
     def use(self, key: CacheKey, tokens: int) -> None:
-        """Count a hit: a request has started with so many cached or shared tokens."""
         path, length = self._tree.find(key, tokens // self._page_tokens)
         path = self._settle(path, length)
         self._touch(path)
@@ -101,7 +88,6 @@ class RadixIndex:
             node.hits += 1
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Insert the full committed pages of a table; see `PrefixIndex.insert`."""
         end = min(table.committed // self._page_tokens, len(key.token_ids) // self._page_bytes)
         if not end or table.outdated:
             return
@@ -119,22 +105,15 @@ class RadixIndex:
             self._evictor.grown(path[-1])
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Blocks stored and removed since the last call, if events are published."""
         if self._tracker is None:
             return ()
         self._tree.settle()
         return self._tracker.take()
 
     def evictable(self) -> list[int]:
-        """Evictable pages by group. Costs nothing."""
         return self._pools.loose()
 
     def evict(self, pages: Sequence[int]) -> int:
-        """Evict at least so many pages by group, the least useful first; return how many.
-
-        Fewer only if fewer are evictable. More in other groups: a page evicted from a full group
-        takes along the pages of the same tokens in window groups.
-        """
         pool = self._pools.pools[self._counted]
         before = pool.loose_count
         evicted = self._evictor.evict(pages)
@@ -143,7 +122,6 @@ class RadixIndex:
         return evicted
 
     def clear(self) -> int:
-        """Remove everything; return how many pages no request held. See `PrefixIndex.clear`."""
         evicted = sum(self._pools.loose())
         self._tree.clear()
         self._evictor = Evictor(self._pools, self._tree, self._strategy)
@@ -207,7 +185,6 @@ class RadixIndex:
     def _grow(
         self, path: list[RadixNode], key: CacheKey, table: PageTable, end: int
     ) -> list[RadixNode]:
-        """Insert the pages of a table that follow a path, up to page `end`."""
         self._generation += 1
         last = path[-1] if path else self._tree.root(key.namespace)
         if path and not last.children and not last.hits:
@@ -227,7 +204,7 @@ def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
 
 
 def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int, int]]:
-    """Where table and node have different pages: group, entry, and both pages."""
+    """Group, entry, and both pages, where table and node have different ones."""
     for group, pages in enumerate(node.pages):
         begin = max(node.start, table.dead(group))
         own, theirs = table.entries(group, begin, node.end), pages[begin - node.start :]

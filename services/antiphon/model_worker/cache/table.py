@@ -29,7 +29,6 @@ class StateChain:
     """
 
     def __init__(self, pool: PagePool, tokens: int = 0, page: int = HOLE) -> None:
-        """Start from a state that is held already, or with none at 0 tokens."""
         self._pool = pool
         self.pages = [page]
         self.ends = [tokens]
@@ -44,7 +43,6 @@ class StateChain:
         self.pages += self._pool.allocate(self.need)
 
     def launch(self, end: int) -> None:
-        """Note that a row up to token `end` was launched."""
         assert not self.need, "a row has nowhere to write its state"
         self.ends.append(end)
 
@@ -79,15 +77,12 @@ class StateChain:
         self._pool.release((old,))
 
     def release(self) -> None:
-        """Release all states, and start with none at 0 tokens."""
         self._pool.release(page for page in self.pages if page != HOLE)
         self.pages = [HOLE]
         self.ends = [0]
 
 
 class CachePools:
-    """All cache groups of a worker, each with its pool of pages."""
-
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         sizes = {group.page_tokens for group in groups}
         assert groups, "a worker has at least one cache group"
@@ -112,7 +107,6 @@ class CachePools:
 
     @property
     def tokens_max(self) -> int:
-        """Maximum length of a request that runs alone."""
         return min(group.tokens_max for group in self.groups)
 
     @property
@@ -121,24 +115,21 @@ class CachePools:
         return min(self.groups[index].pages_total for index in self.measured)
 
     def free(self) -> list[int]:
-        """Free pages by group."""
         return [pool.free_count for pool in self.pools]
 
     def used(self) -> list[int]:
-        """Pages with a holder, by group."""
         return [pool.used_count for pool in self.pools]
 
     def loose(self) -> list[int]:
-        """Pages that only the prefix cache holds, by group."""
         return [pool.loose_count for pool in self.pools]
 
     def launched(self, step: int) -> None:
-        """Note that a plan is about to run; see `PagePool.launched`."""
+        """See `PagePool.launched`."""
         for pool in self.pools:
             pool.launched(step)
 
     def finished(self, step: int) -> None:
-        """Note that a plan has run; see `PagePool.finished`."""
+        """See `PagePool.finished`."""
         for pool in self.pools:
             pool.finished(step)
 
@@ -168,11 +159,8 @@ class PageTable:
     def sharing(cls, pools: CachePools, tokens: int, pages: Sequence[list[int]]) -> PageTable:
         """A table with a shared prefix of `tokens` tokens, which ends at a page border.
 
-        Args:
-            pools: The pools of the pages.
-            tokens: Number of committed tokens.
-            pages: Entries by group. The new table adds a reference to those that a query at
-                `tokens` attends to; the others become holes.
+        `pages` are the entries by group. The new table adds a reference to those that a query at
+        `tokens` attends to; the others become holes.
         """
         table = cls(pools)
         for index, group in enumerate(pools.groups):
@@ -303,14 +291,10 @@ class PageTable:
         return whole
 
     def fork(self, tokens: int | None = None) -> PageTable:
-        """A second table that shares full committed pages of this one.
+        """A second table that shares `shareable_tokens` of this one, at most `tokens`.
 
         The fork prefills the tokens of the last, partial page again: at most a page less one
         token, which is cheaper than a copy within the step.
-
-        Args:
-            tokens: Maximum number of shared tokens; None: all committed ones. The actual number is
-                `shareable_tokens`.
         """
         tokens = self.shareable_tokens(self.committed if tokens is None else tokens)
         lengths = [group.table_len(tokens) for group in self._pools.groups]
@@ -332,5 +316,4 @@ class PageTable:
         self.revision += 1
 
     def _page_end(self, tokens: int) -> int:
-        """The end of the page of the last of so many tokens."""
         return -(-tokens // self._pools.page_tokens) * self._pools.page_tokens

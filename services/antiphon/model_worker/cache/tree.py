@@ -77,7 +77,6 @@ class RadixTree:
         self._moved: dict[RadixNode, None] = {}
 
     def nodes(self) -> Iterator[RadixNode]:
-        """All nodes but the roots, each before its children."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -100,11 +99,9 @@ class RadixTree:
         return root
 
     def find(self, key: CacheKey, pages_max: int) -> tuple[list[RadixNode], int]:
-        """Follow a key for up to so many pages.
+        """Follow a key for so many pages: the nodes without the root, and how many pages match.
 
-        Returns:
-            The nodes along the key, without the root, and how many of their pages match. The match
-            may end within the last node.
+        The match may end within the last node.
         """
         path: list[RadixNode] = []
         length, step, ids = 0, self._step, key.token_ids
@@ -222,7 +219,6 @@ class RadixTree:
                 self._retract(self._tracker, node, border)
 
     def clear(self) -> None:
-        """Remove everything."""
         for node in self.nodes():
             for pool, pages in zip(self._pools.pools, node.pages, strict=True):
                 pool.forget(_listed(pages))

@@ -20,19 +20,17 @@ class CpuTime(Collector):
 
     `bus` is the thread that creates this, which handles the bus: heartbeats, commands, and all
     results of steps but tokens. `sending` is the time that the batching loop's thread spends on
-    sending tokens itself, `kernels` the time in kernels, and `python` the rest of the batching
-    loop's thread, which alone calls kernels once the model is loaded. The other threads of torch's
-    pool compute beside it, each about as long as `kernels`.
+    sending tokens itself (`relayed_s`), `kernels` the time in kernels, and `python` the rest of the
+    batching loop's thread, which alone calls kernels once the model is loaded. The other threads of
+    torch's pool compute beside it, each about as long as `kernels`.
     """
 
     def __init__(self, batching: Callable[[], int | None], relayed_s: Callable[[], float]) -> None:
-        """`batching` returns the loop's native thread id; `relayed_s` its CPU time for sending."""
         self._bus = threading.get_native_id()
         self._batching = batching
         self._relayed_s = relayed_s
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Seconds since start, of running threads."""
         family = CounterMetricFamily(
             "antiphon_worker_cpu_seconds",
             "Processor time by part: bus; and of the batching thread kernels, python and sending.",

@@ -19,12 +19,9 @@ _TOKEN_BYTES = 12  # id, position, and perhaps a logit row
 
 
 class StepRecord(msgspec.Struct, gc=False):
-    """A plan, and its outcome once that is known.
+    """A plan, and its outcome once that is known, or what the runner raised instead.
 
-    Attributes:
-        plan: The plan.
-        outcome: Without logprobs and vectors: a replay compares tokens and statuses.
-        failure: What the runner raised instead.
+    The outcome has no logprobs and vectors: a replay compares tokens and statuses.
     """
 
     plan: StepPlan
@@ -32,7 +29,6 @@ class StepRecord(msgspec.Struct, gc=False):
     failure: str = ""
 
     def end(self, outcome: StepOutcome) -> None:
-        """Store the outcome."""
         if outcome.details is not None or outcome.vectors is not None:
             outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
         self.outcome = outcome
@@ -64,13 +60,11 @@ class FlightRecorder:
         return record
 
     def records(self) -> tuple[StepRecord, ...]:
-        """The recorded plans, oldest first."""
         # One call into C: no other thread runs in between.
         return tuple(record for record, _ in self._records.copy())
 
 
 def summary(plan: StepPlan) -> dict[str, int]:
-    """A plan in a few numbers, for a log line."""
     return {
         "step": plan.step,
         "rows": len(plan.slot),

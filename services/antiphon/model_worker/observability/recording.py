@@ -41,12 +41,7 @@ class RecordingBroken(Exception):
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is needed to replay the plans, and why they were written.
-
-    Attributes:
-        resolved: The resolved configuration of the worker; None where it ran no model.
-        weights_digest: Digest of the model, if the cluster has one.
-    """
+    """All that is needed to replay the plans; `resolved` is None where the worker ran no model."""
 
     reason: str
     unix_ms: int
@@ -59,8 +54,6 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The content of a file, oldest plan first."""
-
     header: RecordingHeader
     records: tuple[StepRecord, ...]
 
@@ -116,7 +109,6 @@ def _put(stream: BinaryIO, part: RecordingHeader | StepRecord) -> None:
 
 
 def _block(stream: BinaryIO) -> bytes:
-    """The next part; empty at the end of the file."""
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
     block = stream.read(length)
     if len(block) != length:
@@ -144,10 +136,7 @@ log = logging.getLogger(__name__)
 
 
 class PlanDumps:
-    """Writes recordings to `batching.dump_folder`; without one, prompts stay in memory.
-
-    They hold the tokens of prompts and outputs, so they are only written if a folder is configured.
-    """
+    """Writes recordings to `batching.dump_folder`, if set: they hold prompts and outputs."""
 
     def __init__(
         self,

@@ -56,10 +56,9 @@ class Difference:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The result of a replay.
+    """The result of a replay: numbers of plans and of rows.
 
     Attributes:
-        plans: Plans that were run.
         rows: Rows that were compared and equal.
         passed: Rows that were not compared, because their context is not in the recording.
         failed: Plans that failed when they were recorded, and again.
@@ -175,18 +174,13 @@ class ReplayState:
 
 
 def _places_total(group: CacheGroup) -> int:
-    """Number of tokens of all pages, or of states."""
     if group.kind is GroupKind.STATE:
         return group.pages_total
     return group.pages_total * group.page_tokens
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a file.
-
-    Returns:
-        0 if the outcomes are as recorded, 1 if not, 2 if the file could not be replayed.
-    """
+    """Replay a file: 0 if the outcomes are as recorded, 1 if not, 2 if it cannot be run."""
     parser = argparse.ArgumentParser(
         "antiphon replay", description="Run recorded plans again and print the first difference."
     )

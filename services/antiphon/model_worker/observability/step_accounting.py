@@ -46,7 +46,7 @@ class StepAccounting:
         decode_log_interval: int = 40,
     ) -> None:
         self.metrics = WorkerMetrics(metrics, size)
-        self._step_log = StepLog(decode_log_interval, size.pages_total, size.page_tokens)
+        self._step_log = StepLog(decode_log_interval, size)
         self._request_log = WorkerRequestLog()
         self._load_stats = LoadStats(resolved)
         self._uncounted: deque[tuple[StepReport, float]] = deque()
@@ -58,11 +58,9 @@ class StepAccounting:
         return len(self._uncounted) >= REPORTS_MAX - 1
 
     def begin(self, run: RunChoice, now: float) -> None:
-        """Note that a choice is added to the loop."""
         self._request_log.begin(run, now)
 
     def drop(self, key: ChoiceKey, now: float) -> None:
-        """Note that a choice was dropped."""
         self.process_pending()
         self._request_log.drop(key, now)
 
@@ -73,7 +71,6 @@ class StepAccounting:
             self.process_pending()
 
     def process_pending(self) -> None:
-        """Count the stored reports."""
         for _ in range(len(self._uncounted)):
             report, now = self._uncounted.popleft()
             try:
@@ -86,7 +83,6 @@ class StepAccounting:
                 log.exception("report not counted", extra={"step": report.step})
 
     def load_stats(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
-        """The heartbeat's statistics; `grammars` requests wait for their grammars."""
         self.process_pending()
         stats = self._load_stats.snapshot(last, grammars=grammars, now=now)
         self.metrics.show_load_stats(stats)
@@ -112,7 +108,6 @@ class SlidingSum:
         self._sum = 0
 
     def add(self, amount: int, now: float) -> None:
-        """Add an amount at `now`."""
         second = int(now)
         self._sum += amount
         if self._seconds and self._seconds[-1][0] == second:
@@ -121,7 +116,6 @@ class SlidingSum:
         self._forget(second)
 
     def total(self, now: float) -> int:
-        """The sum of the window."""
         self._forget(int(now))
         return self._sum
 
@@ -131,10 +125,9 @@ class SlidingSum:
 
 
 class LoadStats:
-    """Collects load statistics from the reports of the batching loop."""
+    """Recent load statistics of a worker, and its sizes: for monitoring, not for placement."""
 
     def __init__(self, resolved: Resolved | None) -> None:
-        """Make empty statistics. An engine that runs no model has no resolved configuration."""
         self._device = "" if resolved is None else str(resolved.device.value)
         self._weight_bytes = 0 if resolved is None else resolved.weight_bytes.value
         self._cache_bytes = 0 if resolved is None else resolved.cache_bytes.value
@@ -143,7 +136,6 @@ class LoadStats:
         self._cached = SlidingSum(PROMPTS_S)
 
     def observe(self, report: StepReport, output_tokens: int, now: float) -> None:
-        """Count a turn of the loop, which generated `output_tokens` tokens."""
         if output_tokens:
             self._output.add(output_tokens, now)
         if report.started:
@@ -151,7 +143,6 @@ class LoadStats:
             self._cached.add(report.cached_tokens, now)
 
     def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
-        """The heartbeat's statistics; `grammars` requests wait for their grammars."""
         return WorkerStats(
             device=self._device,
             weight_bytes=self._weight_bytes,
@@ -166,22 +157,12 @@ class LoadStats:
         )
 
 
-log = logging.getLogger(__name__)
-
-
 class StepLog:
-    """Logs each prefill batch, every `interval`-th decode batch, and retractions.
+    """Logs each prefill batch, every `interval`-th decode batch, and retractions."""
 
-    Args:
-        interval: Number of decode batches from one of their lines to the next.
-        pages_total: Pages of the KV cache.
-        page_tokens: Tokens of a page.
-    """
-
-    def __init__(self, interval: int, pages_total: int, page_tokens: int) -> None:
+    def __init__(self, interval: int, size: WorkerSize) -> None:
         self._interval = interval
-        self._pages_total = pages_total
-        self._page_tokens = page_tokens
+        self._size = size
         self._decodes = 0
         self._generated = 0
         self._decoded_at: float | None = None
@@ -191,7 +172,6 @@ class StepLog:
         self._ratio: float | None = None
 
     def step(self, report: StepReport, output_tokens: int, now: float) -> None:
-        """Log a turn of the loop at `now`, which generated `output_tokens` tokens."""
         if report.retractions > self._retractions:
             self._retraction(report)
         self._ratio = report.new_token_ratio
@@ -213,7 +193,7 @@ class StepLog:
             report.prefill_rows,
             report.prefill_tokens,
             report.cached_tokens,
-            self._usage(report),
+            self._size.usage(report),
             max(0, report.running - report.prefill_rows),
             report.waiting,
             report.backlog.tokens,
@@ -226,8 +206,8 @@ class StepLog:
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             report.running,
-            self._used(report) * self._page_tokens,
-            self._usage(report),
+            self._size.used_pages(report) * self._size.page_tokens,
+            self._size.usage(report),
             _rate(self._generated, self._decoded_at, now),
             report.waiting,
         )
@@ -246,19 +226,10 @@ class StepLog:
         self._retractions = report.retractions
         self._retracted_tokens = report.retracted_tokens
 
-    def _used(self, report: StepReport) -> int:
-        """Pages that requests hold, by the capacity in the report."""
-        return self._pages_total - report.credit.pages_free - report.credit.pages_evictable
-
-    def _usage(self, report: StepReport) -> float:
-        return self._used(report) / self._pages_total if self._pages_total else 0.0
-
 
 def _rate(tokens: int, since: float | None, now: float) -> float:
     return 0.0 if since is None or now <= since else tokens / (now - since)
 
-
-log = logging.getLogger(__name__)
 
 _ID_BYTES = 4
 
@@ -273,13 +244,15 @@ class _LoggedChoice:
 
 
 class WorkerRequestLog:
-    """Tracks each choice from when it is added to the loop to its end. Times are `Clock.now`."""
+    """One log line and one span for each choice, from when it is added to the loop to its end.
+
+    Times are `Clock.now`.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[ChoiceKey, _LoggedChoice] = {}
 
     def begin(self, run: RunChoice, now: float) -> None:
-        """Start the span of a choice that is added to the loop."""
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _LoggedChoice(run, here, now)
 

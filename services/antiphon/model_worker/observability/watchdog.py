@@ -26,7 +26,7 @@ class StallVerdict(Enum):
 
 
 class LoopHung(Exception):
-    """The batching loop hangs, which ends the process."""
+    pass
 
 
 class StallDetector:
@@ -55,7 +55,6 @@ class StallDetector:
         return None
 
     def stalled_s(self, now: float) -> float:
-        """For how long the counter has been unchanged."""
         return now - self._since
 
 
@@ -69,14 +68,6 @@ log = logging.getLogger(__name__)
 
 
 class LoopWatchdog:
-    """Watches the batching loop from the event loop.
-
-    Args:
-        loop: The loop to watch.
-        watchdog: The detector with its time limits.
-        stalled: Called when the loop stalls.
-    """
-
     def __init__(
         self, loop: BatchingLoop, watchdog: StallDetector, stalled: Callable[[], None]
     ) -> None:
