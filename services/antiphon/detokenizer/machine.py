@@ -175,7 +175,7 @@ class Detokenizer:
         listed = {entry.request_id for entry in open_list.opened}
         actions: list[Action] = []
         for request in self._owned(owner):
-            if request.id in listed:
+            if request.request_id in listed:
                 request.listed_at = now
             elif now - request.listed_at > UNLISTED_S:
                 actions += self._drop(request)
@@ -187,7 +187,7 @@ class Detokenizer:
         reaction = Reaction()
         for request in self._owned(resume.gateway):
             for index, choice in request.choices.items():
-                place = places.get((request.id, index))
+                place = places.get((request.request_id, index))
                 start = place.text_offset if place else 0
                 token_start = place.token_offset if place else None
                 token_start = choice.first if token_start is None else token_start
@@ -202,7 +202,7 @@ class Detokenizer:
         for request in list(self.requests.values()):
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
-                del self.requests[request.id]
+                del self.requests[request.request_id]
         self._refused_at = {
             k: at for k, at in self._refused_at.items() if now - at < RESEND_INTERVAL_S
         }
@@ -327,7 +327,7 @@ class Detokenizer:
         self._resend_pending.discard(worker)
         self._resend_requested_at[worker] = now
         places = tuple(
-            TokenCursor(request_id=request.id, choice=index, offset=choice.offset)
+            TokenCursor(request_id=request.request_id, choice=index, offset=choice.offset)
             for request in self.requests.values()
             if request.worker == worker
             for index, choice in request.choices.items()
@@ -340,14 +340,8 @@ class Detokenizer:
         if now - request.stopped_at.get(index, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
         request.stopped_at[index] = now
-        stop = StopChoice(
-            request_id=request.id,
-            attempt=request.attempt,
-            detokenizer=self._process,
-            choice=index,
-            offset=request.choices[index].offset,
-        )
-        return [SendStop(request.worker.instance, stop)]
+        offset = request.choices[index].offset
+        return self._send_stop(request, request.worker, choice=index, offset=offset)
 
     def _refuse(self, row: TokenRow, worker: Process, now: float) -> list[Action]:
         """Stop an attempt that is superseded, or that exceeds `requests_max`."""
@@ -355,16 +349,20 @@ class Detokenizer:
         if now - self._refused_at.get(key, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
         self._refused_at[key] = now
-        stop = StopChoice(request_id=row.request_id, attempt=row.attempt, detokenizer=self._process)
-        return [SendStop(worker.instance, stop)]
+        return self._send_stop(row, worker)
 
     def _drop(self, request: DetokenizerRequest) -> list[Action]:
         """Forget a request that its gateway does not want, and stop it if it runs."""
-        del self.requests[request.id]
-        if request.ended:
-            return []
-        stop = StopChoice(request_id=request.id, attempt=request.attempt, detokenizer=self._process)
-        return [SendStop(request.worker.instance, stop)]
+        del self.requests[request.request_id]
+        return [] if request.ended else self._send_stop(request, request.worker)
+
+    def _send_stop(
+        self, of: TokenRow | DetokenizerRequest, worker: Process, **at: int
+    ) -> list[Action]:
+        stop = StopChoice(
+            request_id=of.request_id, attempt=of.attempt, detokenizer=self._process, **at
+        )
+        return [SendStop(worker.instance, stop)]
 
     def _forget(self, request_id: RequestId, owner: Process) -> None:
         request = self.requests.get(request_id)

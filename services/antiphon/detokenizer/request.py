@@ -32,7 +32,7 @@ class DetokenizerRequest:
         error: The error that ended the whole request, after a failure here.
     """
 
-    id: RequestId
+    request_id: RequestId
     stream: TokenStream
     attempt: Attempt
     worker: Process
@@ -70,7 +70,7 @@ class DetokenizerRequest:
         """Yield text and token outputs from these offsets; the last row has the end, if any."""
         if self.error is not None:
             yield TextRow(
-                request_id=self.id,
+                request_id=self.request_id,
                 choice=index,
                 attempt=self.attempt,
                 continues=self.stream.continues,
@@ -90,7 +90,7 @@ class DetokenizerRequest:
         for number, (text_offset, text) in enumerate(texts):
             end = choice.end if number == len(texts) - 1 else None
             yield TextRow(
-                request_id=self.id,
+                request_id=self.request_id,
                 choice=index,
                 attempt=self.attempt,
                 continues=self.stream.continues,

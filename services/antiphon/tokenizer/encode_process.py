@@ -13,13 +13,12 @@ import msgspec
 
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
+from antiphon.wire.tokenize import EncodeRequest
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from antiphon.wire.ids import TenantId
 
 _MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3
@@ -73,9 +72,7 @@ class EncodeProcesses:
     async def __aexit__(self, *_: object) -> None:
         await self.pool.__aexit__()
 
-    async def encode(
-        self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
-    ) -> EncodedPrompt:
+    async def encode(self, text: EncodeRequest, *, timeout_s: float) -> EncodedPrompt:
         """Encode a text; tenants are served round-robin.
 
         If the caller is cancelled, a text that is being encoded occupies its process to its end.
@@ -84,7 +81,7 @@ class EncodeProcesses:
             EngineError: The text is rejected, too many texts wait, or it took too long.
         """
         job = msgspec.msgpack.encode(text)
-        result = await self.pool.run(job, timeout_s=timeout_s, owner=tenant)
+        result = await self.pool.run(job, timeout_s=timeout_s, owner=text.tenant)
         outcome = msgspec.msgpack.decode(result, type=EncodeOutcome)
         if outcome.error is not None:
             raise decode_error(outcome.error)
@@ -97,7 +94,7 @@ def main(arguments: list[str]) -> None:
     encoder = msgspec.json.decode(shown, type=EncoderSettings).encoder()
 
     def work(job: bytes) -> bytes:
-        (result,) = encoder.encode([msgspec.msgpack.decode(job, type=EncodeInput)])
+        (result,) = encoder.encode([msgspec.msgpack.decode(job, type=EncodeRequest)])
         if isinstance(result, EncodedPrompt):
             return msgspec.msgpack.encode(EncodeOutcome(encoded=result))
         error = result if isinstance(result, EngineError) else Internal("internal error")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -17,7 +17,7 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unsupported,
 )
-from antiphon.wire.tokenize import ChatMessage, TemplateParams, characters_max
+from antiphon.wire.tokenize import characters_max
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
-    from antiphon.wire.tokenize import DecodeRequest
+    from antiphon.wire.tokenize import DecodeRequest, EncodeRequest
 
 
 log = logging.getLogger(__name__)
@@ -38,47 +38,28 @@ TEXT_END = 64
 """How many characters of a rendered prompt's end are returned: every reasoning marker fits."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeInput:
-    """Input to encode: a conversation, or plain text; `pair` is a second text after it.
+def character_count(request: EncodeRequest) -> int:
+    """The length of a request's text, without the markers of a template."""
+    content = sum(len(message.content) for message in request.messages or ())
+    return content + sum(len(text or "") for text in (request.prompt, request.pair, request.suffix))
 
-    With a `suffix`, prompt and suffix form a fill-in-the-middle prompt. With `truncate` only the
-    ids that fit the context are kept.
-    """
 
-    messages: tuple[ChatMessage, ...] | None
-    prompt: str | None
-    continue_final: bool = False
-    template: TemplateParams = field(default_factory=TemplateParams)
-    special_tokens: bool = True
-    pair: str | None = None
-    cache_salt: bytes = b""
-    suffix: str | None = None
-    truncate: bool = False
-
-    @property
-    def characters(self) -> int:
-        """Its length, without the markers of a template."""
-        content = sum(len(message.content) for message in self.messages or ())
-        return content + sum(len(text or "") for text in (self.prompt, self.pair, self.suffix))
-
-    @property
-    def is_heavy(self) -> bool:
-        """Whether encoding it would hold the interpreter for more than about 10 ms."""
-        messages = self.messages or ()
-        calls = [call for message in messages for call in message.tool_calls]
-        if len(messages) + len(calls) > _LIGHT_MESSAGES:
-            return True
-        beside = len(self.template.tools or "") + len(self.template.options or "")
-        beside += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
-        beside += sum(
-            len(message.role)
-            + len(message.name or "")
-            + len(message.reasoning_content or "")
-            + len(message.tool_call_id or "")
-            for message in messages
-        )
-        return self.characters + beside > _LIGHT_CHARACTERS
+def is_heavy(request: EncodeRequest) -> bool:
+    """Whether encoding it would hold the interpreter for more than about 10 ms."""
+    messages = request.messages or ()
+    calls = [call for message in messages for call in message.tool_calls]
+    if len(messages) + len(calls) > _LIGHT_MESSAGES:
+        return True
+    beside = len(request.template.tools or "") + len(request.template.options or "")
+    beside += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
+    beside += sum(
+        len(message.role)
+        + len(message.name or "")
+        + len(message.reasoning_content or "")
+        + len(message.tool_call_id or "")
+        for message in messages
+    )
+    return character_count(request) + beside > _LIGHT_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +92,11 @@ class TextEncoder:
         self._text_bytes_max = text_bytes_max
         self._context_tokens = context_tokens
 
-    def encode(self, texts: Sequence[EncodeInput]) -> list[EncodedPrompt | Exception]:
+    def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | Exception]:
         """Encode each text; an error in one is its result and does not affect the others."""
         return [self._encode_one(text) for text in texts]
 
-    def _encode_one(self, text: EncodeInput) -> EncodedPrompt | EngineError:
+    def _encode_one(self, text: EncodeRequest) -> EncodedPrompt | EngineError:
         try:
             return self._encoded(text)
         except EngineError as error:
@@ -126,7 +107,7 @@ class TextEncoder:
             log.exception("encoding failed")
             return Internal("internal error")
 
-    def _encoded(self, text: EncodeInput) -> EncodedPrompt:
+    def _encoded(self, text: EncodeRequest) -> EncodedPrompt:
         rendered = self._render(text)
         size = len(rendered.encode()) + len((text.pair or "").encode())
         if size > self._text_bytes_max:
@@ -145,7 +126,7 @@ class TextEncoder:
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 
-    def _tokens_kept(self, text: EncodeInput, encoding: Encoding) -> int | None:
+    def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
         most = self._context_tokens
         if not text.truncate or most is None or len(encoding.ids) <= most:
@@ -154,7 +135,7 @@ class TextEncoder:
             return None  # nothing would be left of the second text: it fails as too long
         return most
 
-    def check_length(self, text: EncodeInput, characters: int) -> None:
+    def check_length(self, text: EncodeRequest, characters: int) -> None:
         """Reject a text that cannot fit before it is encoded, which may take seconds.
 
         Raises:
@@ -174,7 +155,7 @@ class TextEncoder:
                 param="prompt" if text.messages is None else "messages",
             )
 
-    def _render(self, text: EncodeInput) -> str:
+    def _render(self, text: EncodeRequest) -> str:
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
@@ -195,7 +176,9 @@ class TextEncoder:
                 "this model has no chat template; send a prompt, or set model.chat_template",
                 param="messages",
             )
-        return template.render(text.messages, text.template, continue_final=text.continue_final)
+        return template.render(
+            text.messages, text.template, continue_final=text.continue_final_message
+        )
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
         template = self.vocabulary.completion

@@ -17,7 +17,14 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
-from antiphon.tokenizer.encoding import Batcher, EncodedPrompt, EncodeInput, TextEncoder, decode
+from antiphon.tokenizer.encoding import (
+    Batcher,
+    EncodedPrompt,
+    TextEncoder,
+    character_count,
+    decode,
+    is_heavy,
+)
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace
@@ -73,7 +80,7 @@ class TokenizerService:
         self._vocabulary = encoder.vocabulary
         self._processes = processes
         self._executor = executor
-        self._batcher = Batcher[EncodeInput, EncodedPrompt](
+        self._batcher = Batcher[EncodeRequest, EncodedPrompt](
             encoder.encode, executor, runtime.settings.tokenizer.batch_max
         )
         self._in_flight = 0
@@ -124,21 +131,10 @@ class TokenizerService:
 
     async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
         check(request, self._runtime.clock)
-        text = EncodeInput(
-            request.messages,
-            request.prompt,
-            request.continue_final_message,
-            request.template,
-            request.special_tokens,
-            request.pair,
-            request.cache_salt,
-            request.suffix,
-            request.truncate,
-        )
         self._in_flight += 1
         try:
             with span("tokenize", request.traceparent):
-                encoded = await self._encoded_once(request, text)
+                encoded = await self._encoded_once(request)
         finally:
             self._in_flight -= 1
         card, context_tokens = self._card, self._context_tokens
@@ -170,7 +166,7 @@ class TokenizerService:
             untruncated_tokens=encoded.untruncated_tokens,
         )
 
-    async def _encoded_once(self, request: EncodeRequest, text: EncodeInput) -> EncodedPrompt:
+    async def _encoded_once(self, request: EncodeRequest) -> EncodedPrompt:
         """Encode a text, or wait for a running call with the same request id.
 
         A gateway calls again if this process seems to be gone, while it may only be busy.
@@ -183,7 +179,7 @@ class TokenizerService:
         running = _Running(task, asyncio.get_running_loop().create_future())
         self._running[request.request_id] = running
         try:
-            encoded = await self._encode_text(request, text)
+            encoded = await self._encode_text(request)
         except EngineError as error:
             running.result.set_exception(error)
             running.result.exception()  # mark it as retrieved: there may be no other call
@@ -197,13 +193,12 @@ class TokenizerService:
         finally:
             del self._running[request.request_id]
 
-    async def _encode_text(self, request: EncodeRequest, text: EncodeInput) -> EncodedPrompt:
-        self._encoder.check_length(text, text.characters)
-        if not text.is_heavy:
-            return await self._batcher.submit(text)
+    async def _encode_text(self, request: EncodeRequest) -> EncodedPrompt:
+        self._encoder.check_length(request, character_count(request))
+        if not is_heavy(request):
+            return await self._batcher.submit(request)
         left_s = remaining_s(request.deadline_unix_ms, self._runtime.clock)
-        timeout_s = min(left_s, _HEAVY_S)
-        return await self._processes.encode(text, timeout_s=timeout_s, tenant=request.tenant)
+        return await self._processes.encode(request, timeout_s=min(left_s, _HEAVY_S))
 
     def _cancel(self, message: CancelEncode) -> None:
         running = self._running.get(message.request_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from itertools import accumulate, takewhile
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, cast
 
 import jinja2
 import msgspec
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
     from antiphon.wire.tokenize import ChatMessage
+
+T = TypeVar("T")
 
 _PLAIN = TemplateParams()
 _SYSTEM, _DEVELOPER = "system", "developer"
@@ -95,13 +97,14 @@ class ChatTemplate:
             InvalidRequest: The template rejects these messages, does not show the last one, or
                 cannot render a value that is nested so deeply.
         """
-        tools = _tools(params.tools)
+        tools = _decoded(params.tools, list[dict[str, object]], "tools") or None
+        options = _decoded(params.options, dict[str, object], "chat_template_kwargs") or {}
         compiled = self._with_tools if tools else self._plain
         known = messages if compiled.knows_developer else _without_developer(messages)
         variables = {
             **self._special_tokens,
             "documents": None,
-            **_options(params.options),
+            **options,
             "messages": _turns(known, continue_final=continue_final),
             "tools": tools,
             "add_generation_prompt": params.generation_prompt and not continue_final,
@@ -231,24 +234,11 @@ def _arguments(text: str) -> ToolCallArguments:
         ) from error
 
 
-def _tools(text: str | None) -> object:
-    if text is None:
-        return None
+def _decoded(text: str | None, kind: type[T], param: str) -> T | None:
     try:
-        return msgspec.json.decode(text, type=list[dict[str, object]]) or None
+        return None if text is None else msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"tools: {error}", param="tools") from error
-
-
-def _options(text: str | None) -> dict[str, object]:
-    if text is None:
-        return {}
-    try:
-        return msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(
-            f"chat_template_kwargs: {error}", param="chat_template_kwargs"
-        ) from error
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
 
 
 def _deepest(messages: Sequence[ChatMessage], params: TemplateParams) -> str:

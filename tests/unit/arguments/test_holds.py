@@ -44,7 +44,7 @@ from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service.sockets import CannotStart
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -432,7 +432,7 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
     sizes: list[int] = []
 
     def noted(
-        encoder: TextEncoder, texts: Sequence[EncodeInput]
+        encoder: TextEncoder, texts: Sequence[EncodeRequest]
     ) -> Sequence[EncodedPrompt | Exception]:
         sizes.append(len(texts))
         if len(sizes) == 1:

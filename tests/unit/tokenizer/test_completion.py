@@ -6,12 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.tokenizer.requests import asks
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from antiphon.config.completion_template import TEMPLATES, CompletionTemplate
 from antiphon.config.errors import ConfigError
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.digests import namespace
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
@@ -20,7 +21,9 @@ from antiphon.wire.tokenize import ChatMessage
 if TYPE_CHECKING:
     from pathlib import Path
 
-GAP = EncodeInput(None, "a", suffix="b")
+    from antiphon.wire.tokenize import EncodeRequest
+
+GAP = asks(None, "a", suffix="b")
 FILE = {
     "name": "mine",
     "fim_begin_token": "[PRE]",
@@ -41,7 +44,7 @@ def write(folder: Path, *marks: str, special: bool = False) -> None:
 
 
 def encode(
-    folder: Path, text: EncodeInput = GAP, said: str = "", bytes_max: int = 1000
+    folder: Path, text: EncodeRequest = GAP, said: str = "", bytes_max: int = 1000
 ) -> list[int]:
     words = vocabulary.read_model_tokenizer(folder, completion_template=said)
     (result,) = TextEncoder(words, namespace("model", ""), bytes_max).encode([text])
@@ -59,8 +62,8 @@ def test_a_form_is_known_by_its_marks(
     write(tmp_path, *template.marks, special=special)
     assert encode(tmp_path) == [0, 4, 2, 5, 3, 6]
     assert encode(tmp_path, said=template.name) == [0, 4, 2, 5, 3, 6]
-    assert encode(tmp_path, EncodeInput(None, "", suffix="b")) == [0, 4, 5, 3, 6]
-    assert encode(tmp_path, EncodeInput(None, "a")) == [0, 2]
+    assert encode(tmp_path, asks(None, "", suffix="b")) == [0, 4, 5, 3, 6]
+    assert encode(tmp_path, asks(None, "a")) == [0, 2]
 
 
 def test_the_forms_are_those_the_models_were_trained_on() -> None:
@@ -112,11 +115,11 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, text: str | N
 def test_both_sides_of_the_gap_count_for_its_size(tmp_path: Path) -> None:
     write(tmp_path, *TEMPLATES[1].marks)
     with pytest.raises(RequestTooLarge):
-        encode(tmp_path, EncodeInput(None, "a" * 10, suffix="b" * 10), bytes_max=50)
+        encode(tmp_path, asks(None, "a" * 10, suffix="b" * 10), bytes_max=50)
 
 
 def test_a_conversation_has_no_gap(tmp_path: Path) -> None:
     write(tmp_path, *TEMPLATES[1].marks)
     turns = (ChatMessage(role="user", content="a"),)
     with pytest.raises(InvalidRequest):
-        encode(tmp_path, EncodeInput(turns, None, suffix="b"))
+        encode(tmp_path, asks(turns, None, suffix="b"))

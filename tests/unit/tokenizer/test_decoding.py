@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.tokenizer.requests import asks
 
 from antiphon import embedded
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder, decode
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, decode
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import namespace
@@ -15,6 +16,7 @@ from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.tokenize import (
     ChatMessage,
     DecodeRequest,
+    EncodeRequest,
     MessageToolCall,
     TemplateParams,
 )
@@ -33,14 +35,14 @@ def request(*rows: list[int], skip: bool = True) -> DecodeRequest:
     )
 
 
-def encode(text: EncodeInput) -> EncodedPrompt:
+def encode(text: EncodeRequest) -> EncodedPrompt:
     (encoded,) = TextEncoder(WORDS, namespace("m", ""), 1000).encode([text])
     assert isinstance(encoded, EncodedPrompt)
     return encoded
 
 
 def test_each_row_becomes_a_text():
-    ids = list(unpack_ids(encode(EncodeInput(None, "one two")).token_ids))
+    ids = list(unpack_ids(encode(asks(None, "one two")).token_ids))
     assert decode(WORDS, request(ids, [], [2, *ids])) == ("one two", "", "one two")
     assert decode(WORDS, request([2, *ids], skip=False)) == ("<|end|>one two",)
 
@@ -51,8 +53,8 @@ def test_an_id_beyond_the_vocabulary_is_refused():
 
 
 def test_end_of_a_rendered_prompt_is_returned():
-    assert encode(EncodeInput(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
-    assert encode(EncodeInput(None, "hi")).text_end == ""
+    assert encode(asks(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
+    assert encode(asks(None, "hi")).text_end == ""
 
 
 def test_a_template_sees_tools_calls_and_variables():

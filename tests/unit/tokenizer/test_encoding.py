@@ -9,12 +9,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.tokenizer.requests import asks
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, is_heavy
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace
 from antiphon.wire.errors import Internal, InvalidRequest, RequestTooLarge, Unsupported
@@ -22,6 +23,8 @@ from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.wire.tokenize import EncodeRequest
 
 ROOT = namespace("model", "")
 HELLO = (ChatMessage(role="user", content="Hello"),)
@@ -39,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def encode(folder: Path, text: EncodeInput, bytes_max: int = 1000) -> EncodedPrompt | Exception:
+def encode(folder: Path, text: EncodeRequest, bytes_max: int = 1000) -> EncodedPrompt | Exception:
     (result,) = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, bytes_max).encode([text])
     return result
 
@@ -50,7 +53,7 @@ def ids(result: EncodedPrompt | Exception) -> list[int]:
 
 
 def test_plain_text_gets_the_tokenizers_special_tokens(folder: Path):
-    assert ids(encode(folder, EncodeInput(None, "a b"))) == [0, 2, 3]
+    assert ids(encode(folder, asks(None, "a b"))) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("length", [None, 4])
@@ -58,8 +61,8 @@ def test_tokenizer_pads_no_text_whatever_its_file_says(folder: Path, length: int
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_padding(length=length, pad_to_multiple_of=8, pad_id=1, pad_token="<unk>")
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert ids(encode(folder, EncodeInput(None, "a b"))) == [0, 2, 3]
-    assert ids(encode(folder, EncodeInput(None, "a", pair="b"))) == [2, 3]
+    assert ids(encode(folder, asks(None, "a b"))) == [0, 2, 3]
+    assert ids(encode(folder, asks(None, "a", pair="b"))) == [2, 3]
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
@@ -67,39 +70,37 @@ def test_tokenizer_cuts_no_text_whatever_its_file_says(folder: Path, direction: 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(max_length=3, direction=direction)
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert ids(encode(folder, EncodeInput(None, "a b a b a"))) == [0, 2, 3, 2, 3, 2]
+    assert ids(encode(folder, asks(None, "a b a b a"))) == [0, 2, 3, 2, 3, 2]
 
 
 def test_a_template_writes_its_own_special_tokens(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     turns = (ChatMessage(role="user", content="a"),)
-    assert ids(encode(folder, EncodeInput(turns, None))) == [2]
+    assert ids(encode(folder, asks(turns, None))) == [2]
 
 
 def test_a_conversation_without_a_template_is_unsupported(folder: Path):
-    assert isinstance(encode(folder, EncodeInput(HELLO, None)), Unsupported)
+    assert isinstance(encode(folder, asks(HELLO, None)), Unsupported)
 
 
 def test_long_text_is_rejected_with_both_numbers(folder: Path):
-    error = encode(folder, EncodeInput(None, "a" * 11), bytes_max=10)
+    error = encode(folder, asks(None, "a" * 11), bytes_max=10)
     assert isinstance(error, RequestTooLarge)
     assert error.details == {"size_bytes": "11", "bytes_max": "10"}
 
 
-@pytest.mark.parametrize(
-    "text", [EncodeInput(None, None), EncodeInput(HELLO, "a"), EncodeInput((), None)]
-)
-def test_none_or_both_is_refused(folder: Path, text: EncodeInput):
+@pytest.mark.parametrize("text", [asks(None, None), asks(HELLO, "a"), asks((), None)])
+def test_none_or_both_is_refused(folder: Path, text: EncodeRequest):
     assert isinstance(encode(folder, text), InvalidRequest)
 
 
 def test_lone_surrogates_are_the_callers_error(folder: Path):
-    assert isinstance(encode(folder, EncodeInput(None, "\ud800")), InvalidRequest)
+    assert isinstance(encode(folder, asks(None, "\ud800")), InvalidRequest)
 
 
 def test_an_error_hurts_no_other_text(folder: Path):
     encoder = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000)
-    bad, good = encoder.encode([EncodeInput(HELLO, None), EncodeInput(None, "a")])
+    bad, good = encoder.encode([asks(HELLO, None), asks(None, "a")])
     assert isinstance(bad, Unsupported)
     assert ids(good) == [0, 2]
 
@@ -108,7 +109,7 @@ def test_bug_with_one_text_is_raised_to_its_caller_only(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     (folder / "chat_template.jinja").write_text("{{ 'a' * (messages[0].content | int) }}")
-    texts = [EncodeInput((ChatMessage(role="user", content=n),), None) for n in (f"{10**18}", "1")]
+    texts = [asks((ChatMessage(role="user", content=n),), None) for n in (f"{10**18}", "1")]
     bad, good = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode(texts)
     assert isinstance(bad, Internal)
     assert ids(good) == [2]
@@ -137,7 +138,7 @@ def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
             role="user", content="a", tool_calls=(call,) if field == "messages" else ()
         )
         template = params[field](deep) if field in params else TemplateParams()
-        (done,) = encoder.encode([EncodeInput((turn,), None, template=template)])
+        (done,) = encoder.encode([asks((turn,), None, template=template)])
         errors += [done] if isinstance(done, Exception) else []
     assert {type(error) for error in errors} == {InvalidRequest}
     assert {getattr(error, "param", None) for error in errors} == {field}
@@ -150,7 +151,7 @@ def test_a_broken_card_names_its_file(folder: Path):
 
 
 def test_the_embedded_model_encodes_a_conversation():
-    assert len(ids(encode(embedded.path(), EncodeInput(HELLO, None)))) > 3
+    assert len(ids(encode(embedded.path(), asks(HELLO, None)))) > 3
 
 
 def test_blocks_are_chained_by_hand():
@@ -179,9 +180,7 @@ def test_salt_and_model_separate_namespaces():
 
 
 def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
-    texts = [
-        EncodeInput(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID
-    ]
+    texts = [asks(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID]
     encoded = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode(texts)
     digests = [one.block_digests for one in encoded if isinstance(one, EncodedPrompt)]
     assert len({one.token_ids for one in encoded if isinstance(one, EncodedPrompt)}) == 1
@@ -190,7 +189,7 @@ def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
 
 
 def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
-    pair = EncodeInput(None, "a b", pair="b a a")
+    pair = asks(None, "a b", pair="b a a")
     (plain,) = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode([pair])
     assert isinstance(plain, EncodedPrompt)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -201,12 +200,12 @@ def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
     told_apart = encode(folder, pair)
     assert isinstance(told_apart, EncodedPrompt)
     assert (ids(told_apart), told_apart.second_from) == ([0, 2, 3, 0, 3, 2, 2], 4)
-    alone = encode(folder, EncodeInput(None, "a b"))
+    alone = encode(folder, asks(None, "a b"))
     assert isinstance(alone, EncodedPrompt)
     assert (ids(alone), alone.second_from) == ([0, 2, 3], None)
 
 
-def truncate(folder: Path, text: EncodeInput, context_tokens: int) -> EncodedPrompt:
+def truncate(folder: Path, text: EncodeRequest, context_tokens: int) -> EncodedPrompt:
     """Encode a text under a context; it must not be refused."""
     encoder = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 100_000, context_tokens)
     (result,) = encoder.encode([text])
@@ -219,8 +218,8 @@ def truncate(folder: Path, text: EncodeInput, context_tokens: int) -> EncodedPro
 def test_truncated_prompt_is_the_beginning_of_the_whole_one(
     folder: Path, words: int, context_tokens: int
 ):
-    whole = encode(folder, EncodeInput(None, "a b " * words))
-    made = truncate(folder, EncodeInput(None, "a b " * words, truncate=True), context_tokens)
+    whole = encode(folder, asks(None, "a b " * words))
+    made = truncate(folder, asks(None, "a b " * words, truncate=True), context_tokens)
     assert ids(made) == ids(whole)[:context_tokens]
     assert made.block_digests == block_digests(ROOT, made.token_ids)
     fits = len(ids(whole)) <= context_tokens
@@ -230,20 +229,18 @@ def test_truncated_prompt_is_the_beginning_of_the_whole_one(
 def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} <think>")
     turns = (ChatMessage(role="user", content="a b a b"),)
-    assert (
-        truncate(folder, EncodeInput(turns, None, truncate=True), 9).text_end == "a b a b <think>"
-    )
-    assert truncate(folder, EncodeInput(turns, None, truncate=True), 3).text_end == ""
+    assert truncate(folder, asks(turns, None, truncate=True), 9).text_end == "a b a b <think>"
+    assert truncate(folder, asks(turns, None, truncate=True), 3).text_end == ""
 
 
 def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Path):
-    pair = EncodeInput(None, "a b", pair="b a a", truncate=True)  # type ids do not separate the two
+    pair = asks(None, "a b", pair="b a a", truncate=True)  # type ids do not separate the two
     assert ids(truncate(folder, pair, 3)) == [2, 3, 3]
     assert len(ids(truncate(folder, pair, 2))) == 5  # refused by its length
 
 
 def test_both_texts_of_a_pair_count_for_its_size(folder: Path):
-    assert isinstance(encode(folder, EncodeInput(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)
+    assert isinstance(encode(folder, asks(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)
 
 
 LONG = "a" * 20_000
@@ -268,10 +265,10 @@ TURN = ChatMessage(role="assistant", content="a")
     ids=("content", "role", "name", "thinking", "answered", "id", "call", "arguments", "calls"),
 )
 def test_text_is_heavy_by_every_part_of_a_message(message: ChatMessage) -> None:
-    assert EncodeInput((message,), None).is_heavy
+    assert is_heavy(asks((message,), None))
 
 
 def test_short_conversation_with_calls_is_not_heavy() -> None:
     call = MessageToolCall(id="call_1", name="f", arguments='{"a": 1}')
     turn = msgspec.structs.replace(TURN, name="f", tool_call_id="call_1", tool_calls=(call,))
-    assert not EncodeInput((turn,) * 8, None).is_heavy
+    assert not is_heavy(asks((turn,) * 8, None))

@@ -15,7 +15,7 @@ from antiphon import embedded
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.cluster import ClusterConfig
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, character_count
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, unpack_ids
@@ -82,17 +82,15 @@ class HeldProcesses:
     """In place of the child processes: holds texts until it is let go."""
 
     def __init__(self) -> None:
-        self.texts: list[EncodeInput] = []
+        self.texts: list[EncodeRequest] = []
         self.tenants: list[TenantId] = []
         self.ended = 0
         self.go = asyncio.Event()
 
-    async def encode(
-        self, text: EncodeInput, *, timeout_s: float, tenant: TenantId
-    ) -> EncodedPrompt:
+    async def encode(self, text: EncodeRequest, *, timeout_s: float) -> EncodedPrompt:
         assert timeout_s > 0
         self.texts.append(text)
-        self.tenants.append(tenant)
+        self.tenants.append(text.tenant)
         try:
             await self.go.wait()
         finally:
@@ -134,8 +132,8 @@ async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
     here: list[int] = []
     encoded = TextEncoder._encoded
 
-    def noted(self: TextEncoder, text: EncodeInput) -> EncodedPrompt:
-        here.append(text.characters)
+    def noted(self: TextEncoder, text: EncodeRequest) -> EncodedPrompt:
+        here.append(character_count(text))
         return encoded(self, text)
 
     monkeypatch.setattr(TextEncoder, "_encoded", noted)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.groups import HOLE
 
@@ -19,31 +20,21 @@ Rank = tuple[int, int]
 """The lowest is evicted first."""
 
 
-class Strategy(Protocol):
-    """The rank of a node. It may only grow: the heaps hold old ranks for a while."""
-
-    def rank(self, node: RadixNode, group: int) -> Rank:
-        """The rank of its pages of a group."""
-        ...
+Strategy = Callable[["RadixNode", int], Rank]
+"""The rank of a node's pages of a group. It may only grow: the heaps hold old ranks for a while."""
 
 
-class LruStrategy:
-    """Evicts the least recently used first."""
-
-    def rank(self, node: RadixNode, group: int) -> Rank:
-        """By the time of last use."""
-        return node.used[group], 0
+def lru(node: RadixNode, group: int) -> Rank:
+    """The least recently used first."""
+    return node.used[group], 0
 
 
-class LfuStrategy:
-    """Evicts the least frequently used first, and among those the least recently used."""
-
-    def rank(self, node: RadixNode, group: int) -> Rank:
-        """By hits, then the time of last use."""
-        return node.hits, node.used[group]
+def lfu(node: RadixNode, group: int) -> Rank:
+    """The least frequently used first, and among those the least recently used."""
+    return node.hits, node.used[group]
 
 
-STRATEGIES: dict[str, Strategy] = {"lru": LruStrategy(), "lfu": LfuStrategy()}
+STRATEGIES: dict[str, Strategy] = {"lru": lru, "lfu": lfu}
 """By the name of SGLang's `--radix-eviction-policy`."""
 
 
@@ -74,7 +65,7 @@ class EvictionHeap:
             rank, _, node = heapq.heappop(self._heap)
             if node not in self._nodes:
                 continue
-            if rank == self._strategy.rank(node, self.group):
+            if rank == self._strategy(node, self.group):
                 self._nodes.remove(node)
                 return node
             self._push(node)
@@ -100,7 +91,7 @@ class EvictionHeap:
             heapq.heapify(self._heap)
 
     def _push(self, node: RadixNode) -> None:
-        rank = self._strategy.rank(node, self.group)
+        rank = self._strategy(node, self.group)
         heapq.heappush(self._heap, (rank, next(self._serial), node))
 
 
