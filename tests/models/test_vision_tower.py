@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from antiphon.config.errors import ConfigError
+from antiphon.encoder.model import VisionTower, read_weights
 from antiphon.encoder.spec import VisionActivation, read_spec
-from antiphon.encoder.tower import VisionTower, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""State of one choice of one request: token ids in, text out, and its end."""
+"""State of one choice: token ids in, text out, its stops, its reasoning tokens, and its end."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop, SendText
@@ -45,7 +45,7 @@ TICK_S = 0.5
 class DetokenizerService:
     """Answers resumes, follows tokens; sends text, stops and resends."""
 
-    role = Role.DETOKENIZER
+    role: ClassVar = Role.DETOKENIZER
 
     def __init__(self, runtime: Runtime, tokenizer: Tokenizer, tokens: Sequence[bytes]) -> None:
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -63,13 +63,13 @@ class DetokenizerService:
         self._moved = asyncio.Event()
         self._spans = TextSpans()
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[DetokenizerService]:
         folder = await asyncio.to_thread(tokenizer_folder, runtime.settings)
         tokenizer = await asyncio.to_thread(open_tokenizer, folder)
         tokens = await asyncio.to_thread(_read_token_bytes, folder)
-        service = cls(runtime, tokenizer, tokens)
+        service = DetokenizerService(runtime, tokenizer, tokens)
         runtime.peers.watch(service._on_peer)
         runtime.group.create_task(service._tick(), name="tick")
         yield service

@@ -1,4 +1,4 @@
-"""LRU cache of embeddings by the content of their image."""
+"""LRU cache of embeddings by the content of their image, and the jobs that fill it."""
 
 from __future__ import annotations
 

@@ -1,21 +1,218 @@
-"""Loads a vision model that maps encoded images to embeddings. Imports torch."""
+"""The vision transformer of CLIP and SigLIP, in torch.
+
+Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
+
+Source: Dosovitskiy et al. 2020, arXiv:2010.11929; Radford et al. 2021, arXiv:2103.00020 (CLIP);
+Zhai et al. 2023, arXiv:2303.15343 (SigLIP).
+"""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config
-from antiphon.encoder.spec import read_spec
-from antiphon.encoder.tower import VisionTower, read_weights
+from antiphon.encoder.spec import VisionActivation, VisionFamily, VisionTowerSpec, read_spec
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from antiphon.config.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayerWeights:
+    """The weights of one layer. Query, key and value are fused, (3 C, C)."""
+
+    norm1: Affine
+    qkv: Affine
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTowerWeights:
+    """All weights. The optional ones differ between CLIP and SigLIP.
+
+    Attributes:
+        patch: (C, 3, patch, patch).
+        patch_bias: (C,), SigLIP only.
+        positions: (T, C).
+        class_token: (C,), CLIP only.
+        norm_before: Before the first layer, CLIP only.
+        norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
+    """
+
+    patch: Tensor
+    patch_bias: Tensor | None
+    class_token: Tensor | None
+    positions: Tensor
+    norm_before: Affine | None
+    layers: tuple[VisionLayerWeights, ...]
+    norm_after: Affine | None
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's approximation of GELU: x * sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
+    VisionActivation.QUICK_GELU: quick_gelu,
+    VisionActivation.GELU: F.gelu,
+    VisionActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
+
+
+class VisionTower:
+    """Computes one embedding per token, the `last_hidden_state` of the original models."""
+
+    def __init__(self, spec: VisionTowerSpec, weights: VisionTowerWeights) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._activation = ACTIVATIONS[spec.activation]
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Embed: pixels (B, 3, image_size, image_size)  ->  (B, T, C)."""
+        weights = self._weights
+        patches = F.conv2d(pixels, weights.patch, weights.patch_bias, stride=self.spec.patch_size)
+        x = patches.flatten(2).transpose(1, 2)  # (B, patches, C)
+        if weights.class_token is not None:
+            x = torch.cat((weights.class_token.expand(len(x), 1, -1), x), dim=1)  # (B, T, C)
+        x = x + weights.positions
+        if weights.norm_before is not None:
+            x = self._norm(x, weights.norm_before)
+        for layer in weights.layers:
+            x = x + self._attend(self._norm(x, layer.norm1), layer)
+            x = x + self._mlp(self._norm(x, layer.norm2), layer)
+        return x if weights.norm_after is None else self._norm(x, weights.norm_after)
+
+    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
+        return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
+
+    def _attend(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
+        """Bidirectional attention: (B, T, C)  ->  (B, T, C)."""
+        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
+        split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
+        q, k, v = split.transpose(1, 3).unbind(2)  # each (B, N, T, D)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return F.linear(out.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
+
+    def _mlp(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
+        wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
+        return F.linear(wide, layer.down.weight, layer.down.bias)
+
+
+INNER = "vision_model."
+"""Prefix of the tower's tensor names in models that have more than the tower."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
+    """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
+
+    Raises:
+        ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
+            an unsupported dtype.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: there is no .safetensors file")
+    with ExitStack() as open_files:
+        return _read(_Checkpoint(files, open_files), spec)
+
+
+class _OpenSafetensors(Protocol):
+    """An open safetensors file; the package has no type hints for it."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _Checkpoint:
+    def __init__(self, files: list[Path], open_files: ExitStack) -> None:
+        self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
+        for file in files:
+            try:
+                opened = cast(
+                    "_OpenSafetensors", open_files.enter_context(safe_open(file, framework="pt"))
+                )
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file}: not a safetensors file: {error}") from error
+            self._homes |= dict.fromkeys(opened.keys(), (file, opened))
+        self._folder = files[0].parent
+        self._prefix = INNER if any(name.startswith(INNER) for name in self._homes) else ""
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        name = self._prefix + name
+        if name not in self._homes:
+            raise ConfigError(f"{self._folder}: the weights lack {name}")
+        file, opened = self._homes[name]
+        tensor = opened.get_tensor(name)
+        if tensor.shape != shape:
+            raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
+        if tensor.dtype not in DTYPES:
+            raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
+        return tensor.float()
+
+    def affine(self, name: str, *shape: int) -> Affine:
+        """`shape` is that of the weight; the bias is as long as its first dimension."""
+        return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
+
+
+def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
+    clip = spec.family is VisionFamily.CLIP
+    hidden, patch = spec.hidden, spec.patch_size
+    take, affine = checkpoint.read, checkpoint.affine
+    return VisionTowerWeights(
+        patch=take("embeddings.patch_embedding.weight", hidden, 3, patch, patch),
+        patch_bias=None if clip else take("embeddings.patch_embedding.bias", hidden),
+        class_token=take("embeddings.class_embedding", hidden) if clip else None,
+        positions=take("embeddings.position_embedding.weight", spec.tokens, hidden),
+        # The misspelling is in every CLIP checkpoint.
+        norm_before=affine("pre_layrnorm", hidden) if clip else None,
+        layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.layers)),
+        norm_after=None if clip else affine("post_layernorm", hidden),
+    )
+
+
+def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionLayerWeights:
+    hidden, wide, affine = spec.hidden, spec.intermediate, checkpoint.affine
+    q, k, v = (affine(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv")
+    return VisionLayerWeights(
+        norm1=affine(f"{name}.layer_norm1", hidden),
+        qkv=Affine(torch.cat((q.weight, k.weight, v.weight)), torch.cat((q.bias, k.bias, v.bias))),
+        out=affine(f"{name}.self_attn.out_proj", hidden, hidden),
+        norm2=affine(f"{name}.layer_norm2", hidden),
+        up=affine(f"{name}.mlp.fc1", wide, hidden),
+        down=affine(f"{name}.mlp.fc2", hidden, wide),
+    )
 
 
 class VisionModel:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
@@ -45,7 +45,7 @@ DTYPE = "float32"
 class EncoderService:
     """Embeds images; without a vision model it answers `unsupported`."""
 
-    role = Role.ENCODER
+    role: ClassVar = Role.ENCODER
 
     def __init__(self, runtime: Runtime, images: ImageEncoder | None) -> None:
         self._runtime = runtime
@@ -53,12 +53,12 @@ class EncoderService:
         self._served = served_name(runtime.settings)
         self._in_flight = 0
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[EncoderService]:
         config = runtime.settings.encoder
         if not config.model_path:
-            yield cls(runtime, None)
+            yield EncoderService(runtime, None)
             return
         model = await asyncio.to_thread(_open, runtime.settings)
         with (
@@ -68,7 +68,7 @@ class EncoderService:
             address = address_for_others(bound, config.host, config.advertise_host)
             shelf = BlobStore(address, config.claims_bytes_max, runtime.clock.unix_ms)
             runtime.group.create_task(BlobServer(bound, shelf).run())
-            yield cls(runtime, ImageEncoder(runtime, model, thread, shelf))
+            yield EncoderService(runtime, ImageEncoder(runtime, model, thread, shelf))
 
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"model": self._served}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class GatewayService:
     """Serves one model over HTTP and NATS."""
 
-    role = Role.GATEWAY
+    role: ClassVar = Role.GATEWAY
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class GatewayService:
         self._model_metrics = model_metrics
         self._request_log = request_log
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[GatewayService]:
         """Bind the HTTP port first: without it nothing else needs to start.
 
         Raises:
@@ -137,7 +137,7 @@ class GatewayService:
                 runtime.group.create_task(keys.follow(access, metrics))
             try:
                 with _crash_dump(runtime, requests):
-                    yield cls(
+                    yield GatewayService(
                         runtime,
                         model,
                         port,

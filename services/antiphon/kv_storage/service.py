@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.kv_storage.store import DiskTier, MemoryTier, Page, PageStore
 from antiphon.service.deadline import time_left_s
@@ -54,7 +54,7 @@ Reply = PagesStored | PagesFound | PagesLeased | LeaseReleased
 class KvStorageService:
     """Puts, looks up, leases and releases pages; bytes travel by claim check."""
 
-    role = Role.KV_STORAGE
+    role: ClassVar = Role.KV_STORAGE
 
     def __init__(self, runtime: Runtime, address: str, store: PageStore, leases: Leases) -> None:
         self._runtime = runtime
@@ -63,9 +63,9 @@ class KvStorageService:
         self._store = store
         self._leases = leases
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[KvStorageService]:
         config = runtime.settings.kv_storage
         bound = bind(config.host, config.port)
         address = address_for_others(bound, config.host, config.advertise_host)
@@ -73,7 +73,7 @@ class KvStorageService:
             memory = MemoryTier(config.ram_bytes_max)
             disk = await asyncio.to_thread(_open_disk, config)
             leases = Leases(memory, runtime.clock.unix_ms)
-            service = cls(runtime, address, PageStore(memory, disk, thread), leases)
+            service = KvStorageService(runtime, address, PageStore(memory, disk, thread), leases)
             runtime.group.create_task(BlobServer(bound, leases).run())
             runtime.group.create_task(service._sweep())
             yield service

@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -15,8 +15,7 @@ from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import ControlEndpoint
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
-from antiphon.model_worker.observability.cpu_time import CpuTime
-from antiphon.model_worker.observability.metrics import WorkerSize
+from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog, StallDetector
@@ -76,9 +75,7 @@ LEAVE_S = 2.0
 class ModelWorker:
     """Runs admitted requests and sends their tokens to the detokenizers."""
 
-    role = Role.WORKER
-
-    open_engine: ClassVar[Callable[[Settings], Engine]] = staticmethod(open_engine)
+    role: ClassVar = Role.WORKER
 
     def __init__(
         self, runtime: Runtime, engine: Engine, grammars: GrammarBackend, counts: GrammarMetrics
@@ -155,14 +152,16 @@ class ModelWorker:
             CpuTime(lambda: self._loop.native_thread, lambda: self._sender.relayed_s)
         )
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(
+        runtime: Runtime, opener: Callable[[Settings], Engine] = open_engine
+    ) -> AsyncGenerator[ModelWorker]:
         event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
         began = runtime.clock.now()
         try:
-            engine = await event_loop.run_in_executor(thread, cls.open_engine, runtime.settings)
+            engine = await event_loop.run_in_executor(thread, opener, runtime.settings)
             loaded = runtime.clock.now()
             limits, counts = engine.core.limits, GrammarMetrics(runtime.metrics)
             grammars = GrammarBackend(
@@ -172,7 +171,7 @@ class ModelWorker:
                 runtime.group,
                 counts,
             )
-            service = cls(runtime, engine, grammars, counts)
+            service = ModelWorker(runtime, engine, grammars, counts)
             warm = partial(warm_up, service._loop, pools=limits.pool_width is not None)
             service._on_report(await event_loop.run_in_executor(thread, warm))
             warmed = runtime.clock.now()

@@ -1,4 +1,4 @@
-"""Attempts by worker, from the workers' heartbeats."""
+"""What workers and gateways report of requests; followed by leader and standbys alike."""
 
 from __future__ import annotations
 

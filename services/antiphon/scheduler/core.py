@@ -151,7 +151,7 @@ class SchedulerCore:
         self._check_term()
 
     def take_actions(self) -> list[Action]:
-        return self._leader_term.take_actions() if self._leader_term else []
+        return self._leader_term.outbox.take_actions() if self._leader_term else []
 
     def _require_leader_term(self) -> LeaderTerm:
         if self._leader_term is not None:
@@ -222,17 +222,10 @@ class SchedulerCore:
             rules=self._rules,
             clock=self._clock,
             peers=self._peers,
-            holdings=self._assignments,
+            assignments=self._assignments,
             caches=self.caches,
         )
-        self._reconciliation = Reconciliation(
-            self._leader_term,
-            rules=self._rules,
-            clock=self._clock,
-            peers=self._peers,
-            holdings=self._assignments,
-            lists=self._lists,
-        )
+        self._reconciliation = Reconciliation(self._leader_term, self._lists)
         self._not_ready_since = self._clock.now()
 
     def _check_term(self) -> None:

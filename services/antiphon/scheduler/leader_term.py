@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
 from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
 from antiphon.scheduler.outbox import (
-    Action,
     CommandOutbox,
     FailedRequest,
     RequestBound,
@@ -46,8 +45,6 @@ from antiphon.wire.errors import (
 from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, SubmitRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import PeerTable
@@ -67,7 +64,7 @@ class LeaderTerm:
         rules: LeaderConfig,
         clock: Clock,
         peers: PeerTable,
-        holdings: WorkerAssignments,
+        assignments: WorkerAssignments,
         caches: WorkerCaches,
     ) -> None:
         self.term = term
@@ -78,25 +75,22 @@ class LeaderTerm:
         self.failed: dict[RequestId, FailedRequest] = {}
         self.ready = False
         """Whether all processes have had time to report; nothing is bound or aborted before."""
-        self._rules = rules
-        self._clock = clock
-        self._peers = peers
-        self._holdings = holdings
+        self.rules = rules
+        self.clock = clock
+        self.peers = peers
+        self.assignments = assignments
         self._caches = caches
         self._placement = Placement(model, peers, rules, caches)
         self._matching = Dispatcher(self.queue, self.ledger, self._placement, clock)
         self._rate = DrainRate()
-        self._outbox = CommandOutbox(term, clock, rules)
+        self.outbox = CommandOutbox(term, clock, rules)
         self._numbers = itertools.count(1)
-
-    def take_actions(self) -> list[Action]:
-        return self._outbox.take_actions()
 
     def clear_ready(self) -> None:
         """Wait for reports again: the link was down, so missing ones mean nothing."""
         self.ready = False
         for entry in self.ledger.entries():
-            entry.wait(self._clock.now())
+            entry.wait(self.clock.now())
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
         """Accept a request, or confirm an earlier acceptance.
@@ -123,12 +117,15 @@ class LeaderTerm:
             position=self.queue.position(request.request_id),
         )
 
+    def has_ended(self, request_id: RequestId) -> bool:
+        return request_id in self.tombstones or request_id in self.failed
+
     def cancel(self, request: CancelRequest) -> CancelAccepted:
         """Free a request wherever it is, and keep a late submit of it from running."""
         entry = self.ledger.find(request.request_id)
         if entry is None or entry.owner == request.owner:
-            due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
-            until = due_ms + round(self._rules.tombstone_s * 1000)
+            due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
+            until = due_ms + round(self.rules.tombstone_s * 1000)
             self.tombstones.add(request.request_id, request.owner, until)
             self.failed.pop(request.request_id, None)
         if entry is not None and entry.owner == request.owner:
@@ -140,7 +137,7 @@ class LeaderTerm:
 
         No live gateway would list its requests as open, so they would be dropped while they run.
         """
-        if not self._peers.is_alive(request.owner):
+        if not self.peers.is_alive(request.owner):
             raise Unavailable(
                 "the scheduler receives no valid heartbeats from this gateway", retry_after_s=0.5
             )
@@ -158,14 +155,14 @@ class LeaderTerm:
         """Accept the binding that a worker reports, and abort the attempt bound elsewhere."""
         self._leave(entry)
         self.queue.remove(entry.request_id)
-        binding = Binding(held.attempt, held.worker, None, self._clock.now())
+        binding = Binding(held.attempt, held.worker, None, self.clock.now())
         self.ledger.bind(entry, binding)
-        entry.seen_at = self._clock.now()
+        entry.seen_at = self.clock.now()
         entry.disputed_at = None
 
     def follow(self, entry: RequestEntry, attempt: Attempt) -> None:
         """Accept the attempt that the gateway shows. No other attempt can serve it from now on."""
-        now = self._clock.now()
+        now = self.clock.now()
         entry.followed = attempt
         if entry.request_id in self.queue:
             self.queue.remove(entry.request_id)
@@ -173,43 +170,43 @@ class LeaderTerm:
         if entry.binding is None or entry.binding.attempt == attempt:
             entry.disputed_at = None
             return
-        held = self._holdings.find(entry.request_id, attempt)
+        held = self.assignments.find(entry.request_id, attempt)
         if held is not None:
             self.adopt(entry, held)
         elif entry.disputed_at is None:
             entry.disputed_at = now
-        elif now - entry.disputed_at >= self._rules.beats(GRACE_BEATS):
+        elif now - entry.disputed_at >= self.rules.beats(GRACE_BEATS):
             self.fail(entry, WorkerLost("the answer that was being read is lost"))
 
     def admit(self, entry: RequestEntry) -> None:
         """Send an admit to a bound request's worker. Repeating it changes nothing there."""
         assert entry.binding is not None
-        entry.binding.admitted_at = now = self._clock.now()
-        self._outbox.command(entry.binding.worker, admit_command(entry, now))
+        entry.binding.admitted_at = now = self.clock.now()
+        self.outbox.command(entry.binding.worker, admit_command(entry, now))
 
     def abort(self, request_id: RequestId, held: HeldAttempt) -> None:
         """Send an abort of an attempt to its worker. The attempt takes a slot until applied."""
         self.ledger.capacity(held.worker).orphans.add(request_id)
-        self._outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
+        self.outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
 
     def restart(self, entry: RequestEntry) -> None:
         """Put a request back at its old queue position: it restarts as a new attempt."""
         assert entry.restartable
         self._leave(entry)
-        entry.seen_at = self._clock.now()
+        entry.seen_at = self.clock.now()
         self._queue(entry)
 
     def expire(self, entry: RequestEntry) -> None:
-        timeout_s = self._rules.queue_timeout_s
+        timeout_s = self.rules.queue_timeout_s
         assert timeout_s is not None
-        retry_after_s = self._rate.retry_after_s(len(self.queue), self._clock.now())
+        retry_after_s = self._rate.retry_after_s(len(self.queue), self.clock.now())
         self.fail(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
 
     def requeue(self, entry: RequestEntry, worker: Process) -> None:
         """Requeue a request that a worker returned unstarted: another one gets it, if any can."""
         entry.requeued_by.add(worker)
         self.ledger.capacity(worker).suspended = True
-        self._outbox.add_action(RequestRequeued(entry.request_id, worker))
+        self.outbox.add_action(RequestRequeued(entry.request_id, worker))
         self.restart(entry)
 
     def drop(self, entry: RequestEntry) -> None:
@@ -221,7 +218,7 @@ class LeaderTerm:
         """Free a request that has ended; its worker knows that already."""
         self.queue.remove(entry.request_id)
         self.ledger.remove(entry)
-        self._outbox.add_action(RequestRemoved(entry.request_id))
+        self.outbox.add_action(RequestRemoved(entry.request_id))
 
     def fail(self, entry: RequestEntry, error: EngineError) -> None:
         """End a request that cannot continue: notices go to its gateway until it has closed it."""
@@ -233,35 +230,32 @@ class LeaderTerm:
         self.failed[entry.request_id] = FailedRequest(
             entry.request_id, entry.owner, attempt, encode_error(error), entry.deadline_unix_ms
         )
-        self._outbox.notice(self.failed[entry.request_id])
+        self.outbox.notice(self.failed[entry.request_id])
         self.drop(entry)
 
     def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
         """Restart a request after a failed attempt if none of its output was read; else fail it."""
         entry.failed_attempts += 1
-        entry.queued_at = self._clock.now()  # it may have been started, so the wait begins anew
+        entry.queued_at = self.clock.now()  # it may have been started, so the wait begins anew
         if entry.restartable and entry.failed_attempts < FAILED_ATTEMPTS_MAX:
             self.restart(entry)
         else:
             self.fail(entry, error)
 
     def on_worker_died(self, worker: Process) -> None:
-        self._outbox.forget(worker)
+        self.outbox.forget(worker)
         for entry in self.ledger.bound_to(worker):
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
 
-    def request_resubmission(self, owner: Process, requests: Sequence[RequestId]) -> None:
-        self._outbox.request_resubmission(owner, requests)
-
     def resend_failures(self) -> None:
         for failed in self.failed.values():
-            self._outbox.notice(failed)
+            self.outbox.notice(failed)
 
     def _reject_ended(self, request: SubmitRequest) -> None:
-        due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
-        if due_ms <= self._clock.unix_ms():
+        due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
+        if due_ms <= self.clock.unix_ms():
             raise DeadlineExceeded("the request's deadline has passed")
         if self.tombstones.was_ended_by(request.request_id, request.owner):
             raise Cancelled("the request was cancelled")
@@ -270,11 +264,11 @@ class LeaderTerm:
             raise decode_error(failed.error)
 
     def _accept(self, request: SubmitRequest) -> None:
-        held = self._holdings.find(request.request_id, request.attempt_floor)
+        held = self.assignments.find(request.request_id, request.attempt_floor)
         if held is None and request.attempt_floor is None:
             self._reject_overload(request)
-        due_ms = self._peers.to_local_ms(request.deadline_unix_ms, request.owner)
-        entry = RequestEntry.of(request, self._clock.now(), due_ms)
+        due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
+        entry = RequestEntry.of(request, self.clock.now(), due_ms)
         self.ledger.add(entry)
         if held is not None:
             self.adopt(entry, held)
@@ -283,33 +277,33 @@ class LeaderTerm:
 
     def _queue(self, entry: RequestEntry) -> None:
         assert entry.submit is not None
-        rank = self._rules.precedence.rank(entry.submit.priority)
+        rank = self.rules.precedence.rank(entry.submit.priority)
         if entry.policy_key is None:
             entry.policy_key = self._policy.static_key(entry.submit)
         key = (rank, entry.policy_key, entry.came_at, entry.number)
         self.queue.put(entry.request_id, key, entry.submit.block_digests)
 
     def _reject_overload(self, request: SubmitRequest) -> None:
-        bytes_max = self._rules.payload_bytes_max
+        bytes_max = self.rules.payload_bytes_max
         size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
         if size_bytes > bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
         waiting = self._waiting()
-        if waiting >= self._rules.queue_max:
+        if waiting >= self.rules.queue_max:
             raise Overloaded(
                 f"the queue is full: {waiting} requests wait, at most "
-                f"{self._rules.queue_max} may (scheduler.queue_max)",
-                retry_after_s=self._rate.retry_after_s(waiting, self._clock.now()),
+                f"{self.rules.queue_max} may (scheduler.queue_max)",
+                retry_after_s=self._rate.retry_after_s(waiting, self.clock.now()),
             )
 
     def _waiting(self) -> int:
         """Count the requests that no worker runs: in the queue, and bound ahead of a free slot."""
-        if len(self.ledger) < self._rules.queue_max:
+        if len(self.ledger) < self.rules.queue_max:
             return len(self.queue)  # all requests together would not fill it
         return len(self.queue) + self._placement.queued(self.ledger)
 
     def _bind(self, entry: RequestEntry, submit: SubmitRequest, place: PlacementTarget) -> None:
-        now = self._clock.now()
+        now = self.clock.now()
         self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
         binding = Binding(attempt, place.worker, place.detokenizer, now, steps=place.steps)
@@ -320,7 +314,7 @@ class LeaderTerm:
         self._rate.record(now)
         cached, waited_s = place.cached_blocks, now - entry.since
         blocks = cached + place.charge.blocks
-        self._outbox.add_action(
+        self.outbox.add_action(
             RequestBound(entry.request_id, attempt, place.worker, waited_s, blocks, cached)
         )
         self.admit(entry)
@@ -329,7 +323,7 @@ class LeaderTerm:
         """Unbind and abort what may run there: an admit in transit is in no report yet."""
         binding = entry.binding
         self.ledger.unbind(entry)
-        if binding is not None and self._peers.is_alive(binding.worker):
+        if binding is not None and self.peers.is_alive(binding.worker):
             self.abort(entry.request_id, HeldAttempt(binding.attempt, binding.worker))
 
 

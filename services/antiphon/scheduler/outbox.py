@@ -1,4 +1,7 @@
-"""Outgoing messages of a leader: numbered command batches per worker, notices per gateway."""
+"""Outgoing messages of a leader: numbered command batches per worker, notices per gateway.
+
+They leave as actions for the service. A lost action is repaired from state.
+"""
 
 from __future__ import annotations
 

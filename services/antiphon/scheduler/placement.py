@@ -1,4 +1,4 @@
-"""Cache-aware placement: the worker and the detokenizer of a request."""
+"""Cache-aware placement: which request is next, and its worker and detokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The queue of requests that wait for a worker, and the rate at which they leave it."""
+"""The queue of requests that wait for a worker: their order, and the rate at which they leave.
+
+Pure, the clock passed in. A worker applies the same policies to the requests bound to it. The
+leader's view of caches is coarser: 64-token blocks that some worker is known to hold, or to hold
+soon.
+"""
 
 from __future__ import annotations
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
+from antiphon.scheduler.cluster_view import HeldAttempt
 from antiphon.scheduler.leader_config import (
     ATTEMPT_TIMEOUT_BEATS,
     FREE_AFTER_MS,
     GRACE_BEATS,
-    LeaderConfig,
 )
 from antiphon.scheduler.request_table import RequestEntry
 from antiphon.wire.base import ProcessState
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from antiphon.scheduler.cluster_view import OpenLists
     from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.outbox import FailedRequest
-    from antiphon.service.clock import Clock
-    from antiphon.service.peers import Peer, PeerTable
+    from antiphon.service.peers import Peer
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
@@ -45,28 +43,19 @@ if TYPE_CHECKING:
 class Reconciliation:
     """Updates a leader term from reports and lists. Aborts nothing before the term is ready."""
 
-    def __init__(
-        self,
-        leader_term: LeaderTerm,
-        *,
-        rules: LeaderConfig,
-        clock: Clock,
-        peers: PeerTable,
-        holdings: WorkerAssignments,
-        lists: OpenLists,
-    ) -> None:
+    def __init__(self, leader_term: LeaderTerm, lists: OpenLists) -> None:
         self._leader_term = leader_term
         self._ledger = leader_term.ledger
-        self._rules = rules
-        self._clock = clock
-        self._peers = peers
-        self._assignments = holdings
+        self._rules = leader_term.rules
+        self._clock = leader_term.clock
+        self._peers = leader_term.peers
+        self._assignments = leader_term.assignments
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
         # Consecutive full lists without the request.
         self._unlisted: dict[Process, dict[RequestId, int]] = {}
         self._dead_detokenizers: dict[InstanceId, float] = {}  # and the time of death
-        self._resent_at = clock.now()
+        self._resent_at = self._clock.now()
 
     def on_worker_report(self, peer: Peer) -> None:
         worker, load = peer.process, peer.heartbeat.worker
@@ -169,7 +158,7 @@ class Reconciliation:
         self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
     ) -> None:
         entry = self._ledger.find(request_id)
-        if request_id in self._leader_term.tombstones or request_id in self._leader_term.failed:
+        if self._leader_term.has_ended(request_id):
             self._abort(request_id, held)
         elif entry is None:
             self._reconcile_unknown_held(request_id, held, unowned)
@@ -189,11 +178,7 @@ class Reconciliation:
         """Place a requeued request again. Its worker reports it until the attempt is aborted."""
         entry = self._ledger.find(line.request_id)
         binding = None if entry is None else entry.binding
-        ended = (
-            line.request_id in self._leader_term.tombstones
-            or line.request_id in self._leader_term.failed
-        )
-        if entry is None and not ended:
+        if entry is None and not self._leader_term.has_ended(line.request_id):
             return  # of an earlier leader: its gateway submits it again or no longer lists it
         if entry is None or binding is None or binding.attempt != line.attempt:
             self._abort(line.request_id, HeldAttempt(line.attempt, worker))
@@ -273,7 +258,7 @@ class Reconciliation:
         self._drop_unlisted(change.owner, listed)
         # A new leader is sent everything anyway.
         if lacking and self._leader_term.ready:
-            self._leader_term.request_resubmission(change.owner, lacking)
+            self._leader_term.outbox.request_resubmission(change.owner, lacking)
 
     def _line(self, owner: Process, line: OpenRequest) -> bool:
         """Apply one entry of an open list. Returns False if the request must be submitted again."""
@@ -291,10 +276,7 @@ class Reconciliation:
 
         Returns False for any other request.
         """
-        if (
-            line.request_id in self._leader_term.tombstones
-            or line.request_id in self._leader_term.failed
-        ):
+        if self._leader_term.has_ended(line.request_id):
             return True
         held = self._assignments.find(line.request_id, line.attempt)
         if held is None and line.attempt is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -68,7 +68,7 @@ TICKS_A_BEAT = 5
 class SchedulerService:
     """Follows open lists and peers always; accepts submits and cancels while it leads."""
 
-    role = Role.SCHEDULER
+    role: ClassVar = Role.SCHEDULER
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -87,10 +87,10 @@ class SchedulerService:
         self._subscriptions: list[Subscription] = []
         self._announced_term: Term | None = None
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
-        service = cls(runtime)
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[SchedulerService]:
+        service = SchedulerService(runtime)
         runtime.metrics.before_collect(service._measure)
         runtime.peers.watch(service._note_peer)
         runtime.group.create_task(service._tick(), name="tick")

@@ -1,4 +1,4 @@
-"""The work of the tokenizer's threads: render, encode, and compute block digests."""
+"""The work of the tokenizer's threads: batch, render, encode, and compute block digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a model folder's tokenizer, special tokens and chat template."""
+"""Reads a model folder's tokenizer, special tokens and templates, and detects their formats."""
 
 # ruff: noqa: RUF001  # these bars are part of some markers
 

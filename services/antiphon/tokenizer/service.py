@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
@@ -60,7 +60,7 @@ class _Running:
 class TokenizerService:
     """Renders and encodes prompts; returns the model card's sampling defaults and lengths."""
 
-    role = Role.TOKENIZER
+    role: ClassVar = Role.TOKENIZER
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class TokenizerService:
         self._in_flight = 0
         self._running: dict[RequestId, _Running] = {}
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
-    async def lifespan(cls, runtime: Runtime) -> AsyncGenerator[Self]:
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[TokenizerService]:
         settings, threads = runtime.settings, runtime.settings.tokenizer.threads
         # In a thread, since a model of the hub may have to be downloaded first.
         files = await asyncio.to_thread(model_files, settings, weights=False)
@@ -107,7 +107,7 @@ class TokenizerService:
         encoder = await asyncio.to_thread(shared.encoder)
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
             async with EncodeProcesses(shared, threads) as processes:
-                service = cls(runtime, card, pooling, encoder, processes, executor)
+                service = TokenizerService(runtime, card, pooling, encoder, processes, executor)
                 for _ in range(threads):
                     runtime.group.create_task(service._batcher.run())
                 yield service

@@ -102,7 +102,7 @@ S_co = TypeVar("S_co", bound=Service, covariant=True)
 
 
 class ServiceFactory(Protocol[S_co]):
-    """What starts a service: its class, whose `lifespan` is a class method."""
+    """What starts a service: its class, whose `lifespan` is a static method."""
 
     @property
     def role(self) -> Role: ...

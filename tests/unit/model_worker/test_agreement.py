@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.services import running
 from tests.support.wait import until
-from tests.unit.model_worker.test_service import open_hash_engine, process, worker_of
+from tests.unit.model_worker.test_service import WorkerFactory, open_hash_engine, process
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.protocol.peers import NumericsCheck
@@ -108,7 +108,7 @@ def open_with(bits: str) -> Callable[[Settings], Engine]:
 
 async def test_a_worker_does_not_join_one_that_gives_its_model_other_bits() -> None:
     broker = MemoryBroker()
-    first, second = worker_of(open_with(OTHER_ISA)), worker_of(open_with(BITS))
+    first, second = WorkerFactory(open_with(OTHER_ISA)), WorkerFactory(open_with(BITS))
     async with running(first, MemoryTransport(broker)) as there:
         transport = MemoryTransport(broker)
         async with running(

@@ -15,9 +15,9 @@ from tests.unit.model_worker.test_service import (
     HeldRunner,
     ShiftedClock,
     Stage,
+    WorkerFactory,
     admit,
     open_hash_engine,
-    worker_of,
 )
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
@@ -72,7 +72,7 @@ async def staged(
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
         running(
-            worker_of(opener), MemoryTransport(broker), settings=settings, clock=clock
+            WorkerFactory(opener), MemoryTransport(broker), settings=settings, clock=clock
         ) as worker,
     ):
         stage = ControlStage(broker, worker, bus)

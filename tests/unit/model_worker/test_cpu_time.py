@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from tests.system.stack import wait_until
 
 from antiphon.kernels.cpu import extension
-from antiphon.model_worker.observability.cpu_time import CpuTime
+from antiphon.model_worker.observability.metrics import CpuTime
 
 NAME = "antiphon_worker_cpu_seconds_total"
 PARTS = ("bus", "kernels", "python", "sending")

@@ -64,13 +64,14 @@ from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from prometheus_client import CollectorRegistry
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
-    from antiphon.service.service import Service
+    from antiphon.service.service import Runtime, Service
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
@@ -89,13 +90,16 @@ DETOKENIZER, GATEWAY = process("detokenizer-0"), process("gateway-0")
 TERM = Term(number=1, scheduler=process("scheduler-0"))
 
 
-def worker_of(opener: Callable[[Settings], Engine]) -> type[ModelWorker]:
-    """A worker with the engine that `opener` makes."""
+class WorkerFactory:
+    """Starts a worker with the engine that `opener` makes."""
 
-    class Worker(ModelWorker):
-        open_engine = staticmethod(opener)
+    role = Role.WORKER
 
-    return Worker
+    def __init__(self, opener: Callable[[Settings], Engine]) -> None:
+        self._opener = opener
+
+    def lifespan(self, runtime: Runtime) -> AbstractAsyncContextManager[ModelWorker]:
+        return ModelWorker.lifespan(runtime, self._opener)
 
 
 def open_hash_engine(settings: Settings) -> Engine:
@@ -228,7 +232,7 @@ async def stage() -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(worker_of(open_hash_engine), MemoryTransport(broker)) as worker,
+        running(WorkerFactory(open_hash_engine), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -506,7 +510,7 @@ async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> Non
         return engine
 
     with pytest.RaisesGroup(CannotStart, flatten_subgroups=True):
-        async with running(worker_of(open_broken), MemoryTransport(MemoryBroker())):
+        async with running(WorkerFactory(open_broken), MemoryTransport(MemoryBroker())):
             pass
 
 
@@ -518,7 +522,7 @@ async def test_worker_survives_an_outcome_of_another_plan() -> None:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(worker_of(open_buggy), MemoryTransport(broker)) as worker,
+        running(WorkerFactory(open_buggy), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -540,7 +544,7 @@ async def test_worker_with_broken_pages_ends_and_says_why(
     with pytest.RaisesGroup(SharedStateBroken, flatten_subgroups=True):
         async with (
             client_bus(MemoryTransport(broker), party="client") as bus,
-            running(worker_of(open_hash_engine), MemoryTransport(broker)) as worker,
+            running(WorkerFactory(open_hash_engine), MemoryTransport(broker)) as worker,
         ):
             monkeypatch.setattr(PagePool, "allocate", lambda pool, count: pool.release(range(3)))
             stage = Stage(broker, worker, bus)
@@ -575,7 +579,7 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
     broker, clock = MemoryBroker(), ShiftedClock()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(worker_of(open_held), MemoryTransport(broker), clock=clock) as worker,
+        running(WorkerFactory(open_held), MemoryTransport(broker), clock=clock) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
@@ -602,7 +606,7 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(client_bus(MemoryTransport(broker), party="client"))
-        slow, idle = worker_of(open_slow_engine), worker_of(open_hash_engine)
+        slow, idle = WorkerFactory(open_slow_engine), WorkerFactory(open_hash_engine)
         up = running(slow, MemoryTransport(broker), settings=settings)
         worker = await stack.enter_async_context(up)
         if other:

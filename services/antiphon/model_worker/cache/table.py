@@ -1,4 +1,4 @@
-"""Page tables: the pages of one request in every cache group."""
+"""Page tables: the pages and recurrent states of one request in every cache group."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.simulation.test_guided_choices import MaskedRunner
 from tests.support.services import client_bus, running
 from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import Compiler
-from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine, worker_of
+from tests.unit.model_worker.test_service import Stage, WorkerFactory, admit, open_hash_engine
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.wire.base import Attempt, FinishReason
@@ -49,7 +49,7 @@ async def stage(compiler: Compiler) -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(worker_of(open_guided), MemoryTransport(broker)) as worker,
+        running(WorkerFactory(open_guided), MemoryTransport(broker)) as worker,
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
