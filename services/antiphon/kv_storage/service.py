@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from antiphon.config.kv_storage import KvStorageConfig
+
     from antiphon.wire.ids import ModelName
 
 
