@@ -1,8 +1,4 @@
-"""The disk tier: one file per page, named by its digest, with LRU eviction.
-
-A file is the SHA-256 of the content, then the content; a file that fails the check is dropped. All
-calls block and must come from one thread.
-"""
+"""Stored pages: a tier in memory, a tier on disk, and both as one store."""
 
 from __future__ import annotations
 
@@ -61,21 +57,19 @@ class MemoryTier:
         if page.digest in self._pages:
             self._pages.move_to_end(page.digest)
             return []
-        leaving: list[Page] = []
-        free = self._bytes_max - self.bytes_held
-        for old in self._pages.values():
-            if free >= len(page.data):
-                break
-            if not self._pins[old.digest] and old.digest not in protected:
-                leaving.append(old)
-                free += len(old.data)
-        if free < len(page.data):
+        evictable = (
+            (digest, len(old.data))
+            for digest, old in self._pages.items()
+            if not self._pins[digest] and digest not in protected
+        )
+        leaving = _evicted(evictable, self._bytes_max - self.bytes_held, len(page.data))
+        if leaving is None:
             return None
-        for old in leaving:
-            self._remove(old)
+        evicted = [self._pages.pop(digest) for digest in leaving]
+        self.bytes_held -= sum(len(old.data) for old in evicted)
         self._pages[page.digest] = page
         self.bytes_held += len(page.data)
-        return leaving
+        return evicted
 
     def pin(self, digest: bytes) -> None:
         """Protect a page, which must be here, from eviction until it is unpinned as often."""
@@ -91,10 +85,6 @@ class MemoryTier:
     @property
     def pinned(self) -> int:
         return len(self._pins)
-
-    def _remove(self, page: Page) -> None:
-        del self._pages[page.digest]
-        self.bytes_held -= len(page.data)
 
 
 log = logging.getLogger(__name__)
@@ -141,16 +131,9 @@ class DiskTier:
             self._sizes.move_to_end(page.digest)
             return True
         size = len(page.data) + CHECKSUM_BYTES
-        if size > self._bytes_max:
-            return False
-        free, leaving = self._bytes_max - self.bytes_held, list[bytes]()
-        for old in self._sizes:
-            if free >= size:
-                break
-            if old not in protected:
-                leaving.append(old)
-                free += self._sizes[old]
-        if free < size:
+        evictable = ((old, held) for old, held in self._sizes.items() if old not in protected)
+        leaving = _evicted(evictable, self._bytes_max - self.bytes_held, size)
+        if leaving is None:
             return False
         for old in leaving:
             self._drop(old)
@@ -280,3 +263,14 @@ class PageStore:
         loop = asyncio.get_running_loop()
         written = [await loop.run_in_executor(self._thread, self._disk.put, p, keep) for p in pages]
         return all(written)
+
+
+def _evicted(held: Iterable[tuple[bytes, int]], free: int, size: int) -> list[bytes] | None:
+    """The first of the held pages that make room for `size` bytes; None if all of them do not."""
+    leaving: list[bytes] = []
+    for digest, held_bytes in held:
+        if free >= size:
+            break
+        leaving.append(digest)
+        free += held_bytes
+    return leaving if free >= size else None

@@ -22,53 +22,57 @@ class HeldAttempt:
     worker: Process
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker holds by its last heartbeat.
+
+    Requests in `ended` have sent their last token and wait for the gateway to read it.
+    """
+
+    beat: Heartbeat
+    received_at: float
+    held: Mapping[RequestId, Attempt]
+    ended: set[RequestId]
+
+
 class WorkerAssignments:
-    """The attempts in each live worker's last report; followed by leader and standbys alike."""
+    """The attempts in each live worker's last report."""
 
     def __init__(self) -> None:
-        self._held: dict[Process, Mapping[RequestId, Attempt]] = {}
-        self._ended: dict[Process, set[RequestId]] = {}
-        self._reported_at: dict[Process, float] = {}
-        self._beats: dict[Process, Heartbeat] = {}
+        self._reports: dict[Process, WorkerReport] = {}
 
     def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> bool:
         """Apply a worker's heartbeat. Returns False for one that was applied before."""
-        worker = beat.process
-        if self._beats.get(worker) is beat:
+        report = self._reports.get(beat.process)
+        if report is not None and report.beat is beat:
             return False
-        self._beats[worker] = beat
-        self._reported_at[worker] = now
-        # A requeued request is not held: it must not count as running there.
-        self._held[worker] = {
-            held.request_id: held.attempt for held in load.running if not held.returned
-        }
-        self._ended[worker] = {held.request_id for held in load.running if held.ended}
+        self._reports[beat.process] = WorkerReport(
+            beat,
+            now,
+            # A requeued request is not held: it must not count as running there.
+            {held.request_id: held.attempt for held in load.running if not held.returned},
+            {held.request_id for held in load.running if held.ended},
+        )
         return True
 
-    def of(self, worker: Process) -> Mapping[RequestId, Attempt]:
-        return self._held.get(worker, {})
-
-    def ended(self, worker: Process) -> set[RequestId]:
-        """Return those that have sent their last token and wait for the gateway to read it."""
-        return self._ended.get(worker, set())
+    def of(self, worker: Process) -> WorkerReport:
+        return self._reports[worker]
 
     def find(self, request_id: RequestId, attempt: Attempt | None = None) -> HeldAttempt | None:
         """Return where a request is held: the given attempt of it, or by default the highest."""
         found = [
-            HeldAttempt(held[request_id], worker)
-            for worker, held in self._held.items()
-            if request_id in held and attempt in (None, held[request_id])
+            HeldAttempt(report.held[request_id], worker)
+            for worker, report in self._reports.items()
+            if request_id in report.held and attempt in (None, report.held[request_id])
         ]
         return max(found, key=lambda holding: holding.attempt, default=None)
 
     def reported_since(self, worker: Process, since: float) -> bool:
-        return self._reported_at.get(worker, since) > since
+        report = self._reports.get(worker)
+        return report is not None and report.received_at > since
 
     def forget(self, worker: Process) -> None:
-        self._held.pop(worker, None)
-        self._ended.pop(worker, None)
-        self._reported_at.pop(worker, None)
-        self._beats.pop(worker, None)
+        self._reports.pop(worker, None)
 
 
 @dataclass(slots=True)

@@ -60,7 +60,8 @@ class Reconciliation:
     def on_worker_report(self, peer: Peer) -> None:
         worker, load = peer.process, peer.heartbeat.worker
         assert load is not None, "a worker's heartbeat has its load"
-        held, ended = self._assignments.of(worker), self._assignments.ended(worker)
+        report = self._assignments.of(worker)
+        held, ended = report.held, report.ended
         unowned = self._unowned_since.get(worker, {})
         self._unowned_since[worker] = {}
         for request_id, attempt in held.items():
