@@ -37,8 +37,7 @@ from antiphon.wire.storage import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    from antiphon.config.kv_storage import KvStorageConfig
-
+    from antiphon.config.settings import KvStorageConfig
     from antiphon.wire.ids import ModelName
 
 

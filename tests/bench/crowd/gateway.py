@@ -13,7 +13,6 @@ from tests.bench.crowd.sampler import Sampler, write
 
 from antiphon.gateway.service import GatewayService
 from antiphon.service.main import run
-from antiphon.wire.base import Role
 
 FILE = "samples.json"
 
@@ -24,7 +23,7 @@ def main() -> None:
     sampler = Sampler()
     signal.signal(signal.SIGUSR1, lambda *_: sampler.start())
     signal.signal(signal.SIGUSR2, lambda *_: write(sampler.stop(), file))
-    run(Role.GATEWAY, GatewayService)
+    run(GatewayService)
 
 
 if __name__ == "__main__":
