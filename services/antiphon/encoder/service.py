@@ -19,7 +19,7 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import Total
+from antiphon.telemetry.metrics import RunningTotal
 from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
@@ -196,7 +196,7 @@ class EncoderMetrics:
         self._hits = metrics.counter(catalog.ENCODER_HITS)
         self._tokens = metrics.counter(catalog.ENCODER_TOKENS)
         self._hit_tokens = metrics.counter(catalog.ENCODER_HIT_TOKENS)
-        self._evictions = Total(metrics.counter(catalog.ENCODER_EVICTIONS))
+        self._evictions = RunningTotal(metrics.counter(catalog.ENCODER_EVICTIONS))
         self.embed_seconds = metrics.histogram(catalog.ENCODER_SECONDS)
         metrics.gauge(catalog.ENCODER_CACHE_BYTES).set_function(lambda: cache.bytes_held)
         metrics.gauge(catalog.ENCODER_ENTRIES).set_function(lambda: len(cache))

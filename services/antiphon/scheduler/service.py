@@ -26,7 +26,7 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import Total
+from antiphon.telemetry.metrics import RunningTotal
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
@@ -317,7 +317,7 @@ class SchedulerMetrics:
         self._blocks = metrics.counter(catalog.PROMPT_BLOCKS)
         self._cached_blocks = metrics.counter(catalog.CACHED_PROMPT_BLOCKS)
         self._known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
-        self._replays = Total(metrics.counter(catalog.KV_REPLAYS))
+        self._replays = RunningTotal(metrics.counter(catalog.KV_REPLAYS))
         self.failed = metrics.counter(catalog.FAILED_TERMS)
         self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
         self.lost = metrics.counter(catalog.LOST_REQS)

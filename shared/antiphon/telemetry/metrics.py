@@ -164,7 +164,7 @@ class Metrics:
         return Gauge(f"antiphon_{name}", meaning, labels, registry=self.registry)
 
 
-class Total:
+class RunningTotal:
     """A counter that follows a running total, which is counted elsewhere."""
 
     def __init__(self, counter: Counter) -> None:

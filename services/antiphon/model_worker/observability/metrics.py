@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from antiphon.kernels.cpu import extension
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import Total
+from antiphon.telemetry.metrics import RunningTotal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,19 +114,19 @@ class WorkerMetrics:
         self._extend_s, self._decode_s = forward.labels("extend"), forward.labels("decode")
         realtime = metrics.counter(catalog.REALTIME_TOKENS)
         self._token_totals = {
-            "computed": Total(metrics.counter(catalog.COMPUTED_TOKENS)),
+            "computed": RunningTotal(metrics.counter(catalog.COMPUTED_TOKENS)),
             **{
-                kind: Total(realtime.labels(kind))
+                kind: RunningTotal(realtime.labels(kind))
                 for kind in ("prefill_compute", "prefill_cache", "decode")
             },
         }
-        self._totals = [(Total(metrics.counter(spec)), read) for spec, read in _TOTALS]
+        self._totals = [(RunningTotal(metrics.counter(spec)), read) for spec, read in _TOTALS]
         self._gauges = [(metrics.gauge(spec), read) for spec, read in _GAUGES]
         self._load_gauges = [(metrics.gauge(spec), read) for spec, read in _LOAD_GAUGES]
         self._pools: dict[tuple[MetricSpec, ...], list[Gauge]] = {}
         self.refused = metrics.counter(catalog.REFUSED_COMMANDS)
         self._stalls = metrics.counter(catalog.STALLS)
-        self._overrun = Total(metrics.counter(catalog.OVERRUN_TOKENS))
+        self._overrun = RunningTotal(metrics.counter(catalog.OVERRUN_TOKENS))
         self._held = metrics.gauge(catalog.HELD_REQS)
         self._weight_load = metrics.gauge(catalog.WEIGHT_LOAD_SECONDS)
         self._startup = metrics.gauge(catalog.STARTUP_SECONDS)
