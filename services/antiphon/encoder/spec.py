@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
 
@@ -30,17 +29,19 @@ class VisionActivation(StrEnum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
-@dataclass(frozen=True, slots=True)
-class VisionTowerSpec:
-    family: VisionFamily
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    image_size: int
-    patch_size: int
-    activation: VisionActivation
-    norm_eps: float
+class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a tower, as in config.json. Missing fields have CLIP's defaults."""
+
+    family: ClassVar = VisionFamily.CLIP
+    hidden: Size = field(name="hidden_size", default=768)
+    intermediate: Size = field(name="intermediate_size", default=3072)
+    layers: Size = field(name="num_hidden_layers", default=12)
+    heads: Size = field(name="num_attention_heads", default=12)
+    image_size: Size = 224
+    patch_size: Size = 32
+    num_channels: Annotated[int, Meta(ge=3, le=3)] = 3
+    activation: VisionActivation = field(name="hidden_act", default=VisionActivation.QUICK_GELU)
+    norm_eps: float = field(name="layer_norm_eps", default=1e-5)
 
     @property
     def patches(self) -> int:
@@ -51,6 +52,15 @@ class VisionTowerSpec:
     def tokens(self) -> int:
         """Rows of the embedding: the patches, preceded by the class token for CLIP."""
         return self.patches + (self.family is VisionFamily.CLIP)
+
+
+class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
+    """Missing fields have SigLIP's defaults."""
+
+    family: ClassVar = VisionFamily.SIGLIP
+    patch_size: Size = 16
+    activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU_TANH)
+    norm_eps: float = field(name="layer_norm_eps", default=1e-6)
 
 
 def read_spec(folder: Path) -> VisionTowerSpec:
@@ -65,33 +75,23 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         kind = msgspec.json.decode(text, type=_Kind).model_type
         if kind not in _KINDS:
             raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
-        family, config_type, nested = _KINDS[kind]
+        spec_type, nested = _KINDS[kind]
         raw = msgspec.json.decode(text, type=_Both).vision_config if nested else text
-        config = msgspec.json.decode(raw, type=config_type)
+        spec = msgspec.json.decode(raw, type=spec_type)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from error
-    if config.hidden_size % config.num_attention_heads:
+    if spec.hidden % spec.heads:
         raise ConfigError(
-            f"{file}: hidden_size = {config.hidden_size} is not a multiple of "
-            f"num_attention_heads = {config.num_attention_heads}"
+            f"{file}: hidden_size = {spec.hidden} is not a multiple of "
+            f"num_attention_heads = {spec.heads}"
         )
-    if config.patch_size > config.image_size:
+    if spec.patch_size > spec.image_size:
         raise ConfigError(
-            f"{file}: patch_size = {config.patch_size} exceeds image_size = {config.image_size}"
+            f"{file}: patch_size = {spec.patch_size} exceeds image_size = {spec.image_size}"
         )
-    return VisionTowerSpec(
-        family=family,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        activation=config.hidden_act,
-        norm_eps=config.layer_norm_eps,
-    )
+    return spec
 
 
 class _Kind(msgspec.Struct):
@@ -102,32 +102,10 @@ class _Both(msgspec.Struct):
     vision_config: msgspec.Raw
 
 
-class _Clip(msgspec.Struct):
-    """Missing fields have CLIP's defaults."""
-
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Size = 12
-    num_attention_heads: Size = 12
-    image_size: Size = 224
-    patch_size: Size = 32
-    num_channels: Annotated[int, Meta(ge=3, le=3)] = 3
-    hidden_act: VisionActivation = VisionActivation.QUICK_GELU
-    layer_norm_eps: float = 1e-5
-
-
-class _Siglip(_Clip):
-    """Missing fields have SigLIP's defaults."""
-
-    patch_size: Size = 16
-    hidden_act: VisionActivation = VisionActivation.GELU_TANH
-    layer_norm_eps: float = 1e-6
-
-
-_KINDS: dict[str, tuple[VisionFamily, type[_Clip], bool]] = {
-    "clip_vision_model": (VisionFamily.CLIP, _Clip, False),
-    "clip": (VisionFamily.CLIP, _Clip, True),
-    "siglip_vision_model": (VisionFamily.SIGLIP, _Siglip, False),
-    "siglip": (VisionFamily.SIGLIP, _Siglip, True),
+_KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
+    "clip_vision_model": (VisionTowerSpec, False),
+    "clip": (VisionTowerSpec, True),
+    "siglip_vision_model": (SiglipSpec, False),
+    "siglip": (SiglipSpec, True),
 }
-"""By `model_type`: the family, the struct, and whether the tower is in `vision_config`."""
+"""By `model_type`: the spec, and whether the tower is in `vision_config`."""
