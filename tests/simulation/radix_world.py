@@ -167,11 +167,6 @@ class RadixWorld:
         if self.reserve(holder, len(ids) // 4):
             holder.key = CacheKey(namespace=holder.key.namespace, token_ids=ids)
 
-    def shorten(self, holder: Holder) -> None:
-        """Reserved pages are given back."""
-        end = self.random.randint(holder.table.committed, holder.table.reserved)
-        holder.table.truncate(end)
-
     def fork(self, holder: Holder) -> None:
         """A choice goes on from the same prompt, and then perhaps otherwise."""
         some = self.random.randint(0, holder.table.committed)

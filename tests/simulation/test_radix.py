@@ -19,7 +19,7 @@ from tests.simulation.radix_world import RadixWorld
 
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 
-SHAPES = ["full", "full window", "full draft window window", "window", "latent window"]
+SHAPES = ["full", "full window", "full latent window window", "window", "latent window"]
 SHAPES += ["full state", "full state", "full window state state", "state"]
 
 
@@ -53,7 +53,7 @@ def act(world: RadixWorld) -> None:
     elif random.random() < 0.02 * len(world.holders):
         random.choice([world.complete, world.complete, world.end])(random.choice(world.holders))
     elif random.random() < 0.85:
-        choices = [world.advance, world.lengthen, world.shorten, world.fork]
+        choices = [world.advance, world.lengthen, world.fork]
         choices += [world.advance, world.insert, world.insert]
         random.choice(choices)(random.choice(world.holders))
     elif random.random() < 0.03:
@@ -121,9 +121,7 @@ class Index(RuleBasedStateMachine):
     @precondition(lambda self: self.world.holders)
     @rule(
         data=st.data(),
-        what=st.sampled_from(
-            ["advance", "lengthen", "shorten", "fork", "insert", "complete", "end"]
-        ),
+        what=st.sampled_from(["advance", "lengthen", "fork", "insert", "complete", "end"]),
     )
     def do(self, data: st.DataObject, what: str) -> None:
         getattr(self.world, what)(data.draw(st.sampled_from(self.world.holders)))

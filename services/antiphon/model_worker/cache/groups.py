@@ -21,10 +21,6 @@ class GroupKind(StrEnum):
     """A recurrent state, of fixed size: a page is one whole state."""
     PASS = "pass"  # noqa: S105 (no password)
     """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
-    CROSS = "cross"
-    """Keys and values of another sequence, such as an image: written once, as long as that one."""
-    DRAFT = "draft"
-    """Keys and values of a draft model's layers, of every token."""
 
 
 HOLE = -1
@@ -59,9 +55,6 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.kind is GroupKind.WINDOW) != (self.window is not None):
             raise ValueError("a window group, and only a window group, has a window")
-        if self.kind is GroupKind.CROSS:
-            # Its length is the other sequence's, which no request carries yet.
-            raise ValueError("this build has no model with cross attention")
 
     def table_len(self, tokens: int) -> int:
         """Page-table entries of a request of `tokens` tokens, or its number of states."""

@@ -65,8 +65,3 @@ def request_namespace(digest: bytes, salt: bytes) -> bytes:
 def announced_root(digest: bytes) -> bytes:
     """The part from which announced blocks are chained."""
     return digest[:DIGEST_BYTES]
-
-
-def page_name(digest: bytes, block: bytes) -> bytes:
-    """The name of a block's pages outside of this worker, unique across layouts and versions."""
-    return hashlib.sha256(digest + block).digest()

@@ -266,16 +266,6 @@ class PageTable:
         pages[index] = page
         self.revision += 1
 
-    def truncate(self, tokens: int) -> None:
-        """Release the pages beyond `tokens` tokens, as after a rejected draft."""
-        assert self.committed <= tokens <= self.reserved, "committed tokens stay"
-        for index, group in enumerate(self._pools.groups):
-            keep = group.table_len(tokens)
-            self._pools.pools[index].release(self._pages[index][keep:])
-            del self._pages[index][keep:]
-        self.reserved = self._page_end(tokens)
-        self.revision += 1
-
     def shareable_tokens(self, tokens: int) -> int:
         """The longest prefix, up to `tokens`, that a fork can share.
 
