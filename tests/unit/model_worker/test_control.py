@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.support.services import client_bus, running
 from tests.support.wait import until
 from tests.unit.model_worker.test_service import (
     QUICK,
     HeldRunner,
     ShiftedClock,
     Stage,
-    WorkerFactory,
     admit,
     open_hash_engine,
+    staged,
 )
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.observability.recording import read
 from antiphon.model_worker.observability.watchdog import LoopHung
@@ -39,7 +36,8 @@ from antiphon.wire.errors import Internal, InvalidRequest, Unsupported
 from antiphon.wire.routes import WORKER_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from antiphon.config.settings import Settings
@@ -62,25 +60,12 @@ class ControlStage(Stage):
         return self.worker.metrics.registry.get_sample_value(f"antiphon_{name}")
 
 
-@asynccontextmanager
-async def staged(
+def controlled(
     settings: Settings = QUICK,
     opener: Callable[[Settings], Engine] = open_hash_engine,
     clock: ShiftedClock | None = None,
-) -> AsyncGenerator[ControlStage]:
-    broker = MemoryBroker()
-    async with (
-        client_bus(MemoryTransport(broker), party="client") as bus,
-        running(
-            WorkerFactory(opener), MemoryTransport(broker), settings=settings, clock=clock
-        ) as worker,
-    ):
-        stage = ControlStage(broker, worker, bus)
-        await stage.listen()
-        # So that the leader is known before the first command: messages of two subjects race.
-        await until(lambda: bool(stage.beats))
-        yield stage
-        await stage.close(*{row.request_id for row in stage.rows})
+) -> AbstractAsyncContextManager[ControlStage]:
+    return staged(opener, ControlStage, settings, clock)
 
 
 def dumping_to(folder: Path) -> Settings:
@@ -89,7 +74,7 @@ def dumping_to(folder: Path) -> Settings:
 
 
 async def test_paused_worker_reports_it_and_lets_requests_wait() -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         assert await stage.order(PauseWorker()) == ControlDone()
         await until(lambda: stage.load is not None and stage.load.paused)
         await stage.command(admit("a"))
@@ -107,7 +92,7 @@ async def test_paused_worker_reports_it_and_lets_requests_wait() -> None:
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
 async def test_paused_request_sends_all_of_its_output(mode: PauseMode) -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
         done = await stage.order(PauseWorker(mode=mode))
@@ -118,7 +103,7 @@ async def test_paused_request_sends_all_of_its_output(mode: PauseMode) -> None:
 
 
 async def test_aborting_pause_ends_requests_with_their_outputs_so_far() -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
         await stage.order(PauseWorker(mode=PauseMode.ABORT))
@@ -128,7 +113,7 @@ async def test_aborting_pause_ends_requests_with_their_outputs_so_far() -> None:
 
 
 async def test_commands_are_answered_each_with_its_own_result() -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         await stage.command(admit("a", 900))
         await until(lambda: bool(stage.ids("a")))
         assert (await stage.order(FlushCache())).requests == 0
@@ -142,7 +127,7 @@ async def test_commands_are_answered_each_with_its_own_result() -> None:
 
 async def test_flush_unless_busy_is_skipped_while_a_request_runs() -> None:
     gently = FlushCache(unless_busy=True)
-    async with staged() as stage:
+    async with controlled() as stage:
         await stage.order(PauseWorker())
         await stage.command(admit("a"), admit("b", 900))
         await stage.load_is(2)
@@ -154,13 +139,13 @@ async def test_flush_unless_busy_is_skipped_while_a_request_runs() -> None:
 
 
 async def test_weight_version_without_a_name_is_rejected() -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         with pytest.raises(InvalidRequest, match="version"):
             await stage.order(SetWeightVersion(version=""))
 
 
 async def test_plans_are_written_by_a_command(tmp_path: Path) -> None:
-    async with staged(dumping_to(tmp_path)) as stage:
+    async with controlled(dumping_to(tmp_path)) as stage:
         await stage.command(admit("a"))
         await until(lambda: stage.ended("a"))
         done = await stage.order(DumpPlans())
@@ -171,7 +156,7 @@ async def test_plans_are_written_by_a_command(tmp_path: Path) -> None:
 
 
 async def test_plans_are_not_written_without_a_folder() -> None:
-    async with staged() as stage:
+    async with controlled() as stage:
         with pytest.raises(Unsupported, match="dump_folder is empty"):
             await stage.order(DumpPlans())
 
@@ -179,7 +164,7 @@ async def test_plans_are_not_written_without_a_folder() -> None:
 async def test_dump_to_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
-    async with staged(dumping_to(file)) as stage:
+    async with controlled(dumping_to(file)) as stage:
         with pytest.raises(Internal, match="cannot be written"):
             await stage.order(DumpPlans())
 
@@ -202,7 +187,7 @@ async def test_stalled_step_is_logged_once_with_its_stack_and_plan(
 ) -> None:
     stuck = Stuck()
     with caplog.at_level(logging.ERROR):
-        async with staged(opener=stuck.open, clock=stuck.clock) as stage:
+        async with controlled(opener=stuck.open, clock=stuck.clock) as stage:
             stuck.runner.go.clear()
             await stage.command(admit("a"))
             await stage.watched()
@@ -220,7 +205,7 @@ async def test_stalled_step_is_logged_once_with_its_stack_and_plan(
 async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -> None:
     stuck = Stuck()
     with pytest.RaisesGroup(LoopHung, flatten_subgroups=True):
-        async with staged(dumping_to(tmp_path), stuck.open, stuck.clock) as stage:
+        async with controlled(dumping_to(tmp_path), stuck.open, stuck.clock) as stage:
             stuck.runner.go.clear()
             await stage.command(admit("a"))
             await stage.watched()
@@ -250,7 +235,7 @@ async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Pa
         batching = engine.core
         return Engine(Babbling(batching.limits, batching.pools), engine.runner)
 
-    async with staged(dumping_to(tmp_path), open_babbling) as stage:
+    async with controlled(dumping_to(tmp_path), open_babbling) as stage:
         await stage.order(SetWeightVersion(version="broken"))
         await stage.command(admit("a"))
         await until(lambda: stage.ended("a"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import pytest
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
+    from antiphon.service.clock import Clock
     from antiphon.service.service import Runtime, Service
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
@@ -227,18 +228,34 @@ def admit(name: str, max_new_tokens: int = 5, prompt: Sequence[int] = (1, 2, 3))
     )
 
 
-@pytest.fixture
-async def stage() -> AsyncGenerator[Stage]:
+S = TypeVar("S", bound=Stage)
+
+
+@asynccontextmanager
+async def staged(
+    opener: Callable[[Settings], Engine] = open_hash_engine,
+    kind: type[S] = Stage,
+    settings: Settings = QUICK,
+    clock: Clock | None = None,
+) -> AsyncGenerator[S]:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
-        running(WorkerFactory(open_hash_engine), MemoryTransport(broker)) as worker,
+        running(
+            WorkerFactory(opener), MemoryTransport(broker), settings=settings, clock=clock
+        ) as worker,
     ):
-        stage = Stage(broker, worker, bus)
+        stage = kind(broker, worker, bus)
         await stage.listen()
         yield stage
         # Else the worker would linger for owners that never come.
         await stage.close(*{row.request_id for row in stage.rows})
+
+
+@pytest.fixture
+async def stage() -> AsyncGenerator[Stage]:
+    async with staged() as stage:
+        yield stage
 
 
 async def test_an_admitted_request_is_answered_with_numbered_tokens_up_to_its_end(
@@ -519,39 +536,24 @@ async def test_worker_survives_an_outcome_of_another_plan() -> None:
         engine = open_hash_engine(settings)
         return Engine(engine.core, WrongStep(engine.runner))
 
-    broker = MemoryBroker()
-    async with (
-        client_bus(MemoryTransport(broker), party="client") as bus,
-        running(WorkerFactory(open_buggy), MemoryTransport(broker)) as worker,
-    ):
-        stage = Stage(broker, worker, bus)
-        await stage.listen()
-        await until(lambda: bool(stage.beats))
+    async with staged(open_buggy) as stage:
         await stage.command(admit("a"))
         await until(lambda: stage.ended("a"))
         (end,) = (row for row in stage.rows if row.finish_reason is not None)
         assert end.error is not None
         assert end.error.code == "internal"
         await stage.load_is(0)
-        assert not worker.gone.is_set()
-        await stage.close("a")
+        assert not stage.worker.gone.is_set()
 
 
 async def test_worker_with_broken_pages_ends_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broker = MemoryBroker()
     with pytest.RaisesGroup(SharedStateBroken, flatten_subgroups=True):
-        async with (
-            client_bus(MemoryTransport(broker), party="client") as bus,
-            running(WorkerFactory(open_hash_engine), MemoryTransport(broker)) as worker,
-        ):
+        async with staged() as stage:
             monkeypatch.setattr(PagePool, "allocate", lambda pool, count: pool.release(range(3)))
-            stage = Stage(broker, worker, bus)
-            await stage.listen()
-            await until(lambda: bool(stage.beats))
             await stage.command(admit("a"))
-            await worker.gone.wait()
+            await stage.worker.gone.wait()
     assert "pages or the prefix tree" in caplog.text
 
 
@@ -576,14 +578,8 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
         held.runner = engine.runner
         return Engine(engine.core, held)
 
-    broker, clock = MemoryBroker(), ShiftedClock()
-    async with (
-        client_bus(MemoryTransport(broker), party="client") as bus,
-        running(WorkerFactory(open_held), MemoryTransport(broker), clock=clock) as worker,
-    ):
-        stage = Stage(broker, worker, bus)
-        await stage.listen()
-        await until(lambda: bool(stage.beats))  # and so the leader is known
+    clock = ShiftedClock()
+    async with staged(open_held, clock=clock) as stage:
         clock.shift_s = 600.0
         held.go.clear()
         await stage.command(admit("a"))
@@ -592,7 +588,6 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
         assert 0 < stage.load.step_age_s < 60
         held.go.set()
         await until(lambda: stage.ended("a"))
-        await stage.close("a")
 
 
 @asynccontextmanager
@@ -603,19 +598,13 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
         batching=msgspec.structs.replace(QUICK.batching, running_max=1),
         queue=msgspec.structs.replace(QUICK.queue, hand_back_s=hand_back_s),
     )
-    broker = MemoryBroker()
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(client_bus(MemoryTransport(broker), party="client"))
-        slow, idle = WorkerFactory(open_slow_engine), WorkerFactory(open_hash_engine)
-        up = running(slow, MemoryTransport(broker), settings=settings)
-        worker = await stack.enter_async_context(up)
+        stage = await stack.enter_async_context(staged(open_slow_engine, settings=settings))
         if other:
-            transport = MemoryTransport(broker)
+            idle, transport = WorkerFactory(open_hash_engine), MemoryTransport(stage.broker)
             await stack.enter_async_context(
                 running(idle, transport, settings=settings, instance="worker-1")
             )
-        stage = Stage(broker, worker, bus)
-        await stage.listen()
         await until(lambda: len({beat.process for beat in stage.beats if beat.worker}) == 1 + other)
         yield stage
         await stage.close("a", "b")

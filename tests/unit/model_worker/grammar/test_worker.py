@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.test_guided_choices import MaskedRunner
-from tests.support.services import client_bus, running
 from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import Compiler
-from tests.unit.model_worker.test_service import Stage, WorkerFactory, admit, open_hash_engine
+from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine, staged
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.wire.base import Attempt, FinishReason
 from antiphon.wire.command import Abort
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -46,16 +44,9 @@ async def stage(compiler: Compiler) -> AsyncGenerator[Stage]:
         runner = MaskedRunner(engine.core.pools.groups, engine.core.limits.vocab_size)
         return dataclasses.replace(engine, runner=runner, open_compiler=lambda: compiler)
 
-    broker = MemoryBroker()
-    async with (
-        client_bus(MemoryTransport(broker), party="client") as bus,
-        running(WorkerFactory(open_guided), MemoryTransport(broker)) as worker,
-    ):
-        stage = Stage(broker, worker, bus)
-        await stage.listen()
+    async with staged(open_guided) as stage:
         yield stage
         compiler.released.set()
-        await stage.close(*{row.request_id for row in stage.rows})
 
 
 async def test_a_guided_request_says_what_its_grammar_says_and_stops(stage: Stage) -> None:
