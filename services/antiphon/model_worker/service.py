@@ -18,7 +18,7 @@ from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
-from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog, StallDetector
+from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.model_worker.protocol.peers import (
     NumericsCheck,
@@ -193,7 +193,7 @@ class ModelWorker:
         for work, name in (
             (_watch(ended), "batching"),
             (_watch(self._reports.failed), "steps"),
-            (self._tick(self._watchdog()), "tick"),
+            (self._tick(), "tick"),
             (self._numerics.wait_for_conflict(), "numerics"),
         ):
             self._runtime.group.create_task(self._guard(work), name=name)
@@ -499,12 +499,9 @@ class ModelWorker:
             except EngineError as error:
                 log.warning("KV events not sent", extra={"seq": batch.seq, "error": error})
 
-    def _watchdog(self) -> LoopWatchdog:
-        batching = self._runtime.settings.batching
-        detector = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        return LoopWatchdog(self._loop, detector, self._accounting.metrics.stalled)
-
-    async def _tick(self, watchdog: LoopWatchdog) -> None:
+    async def _tick(self) -> None:
+        stalled, batching = self._accounting.metrics.stalled, self._runtime.settings.batching
+        watchdog = LoopWatchdog(self._loop, batching, stalled)
         while True:
             await asyncio.sleep(TICK_S)
             try:

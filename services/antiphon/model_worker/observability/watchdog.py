@@ -6,14 +6,17 @@ import logging
 import sys
 import traceback
 from enum import Enum
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from antiphon.model_worker.observability.flight_recorder import summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.config.worker import BatchingConfig
     from antiphon.model_worker.batching.loop import BatchingLoop
+
+log = logging.getLogger(__name__)
 
 
 class StallVerdict(Enum):
@@ -64,15 +67,12 @@ def stack_of(thread: int | None) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-log = logging.getLogger(__name__)
-
-
 class LoopWatchdog:
     def __init__(
-        self, loop: BatchingLoop, watchdog: StallDetector, stalled: Callable[[], None]
+        self, loop: BatchingLoop, config: BatchingConfig, stalled: Callable[[], None]
     ) -> None:
         self._loop = loop
-        self._watchdog = watchdog
+        self._detector = StallDetector(stall_s=config.stall_s, limit_s=config.stall_limit_s)
         self._stalled = stalled
 
     def check(self, now: float) -> None:
@@ -81,10 +81,10 @@ class LoopWatchdog:
         Raises:
             LoopHung: It has stalled for so long that it will not recover.
         """
-        verdict = self._watchdog.observe(self._loop.progress_count, now)
+        verdict = self._detector.observe(self._loop.progress_count, now)
         if verdict is None:
             return
-        stalled_s = self._watchdog.stalled_s(now)
+        stalled_s = self._detector.stalled_s(now)
         records = self._loop.recorder.records()
         log.error(
             "batching loop stalled",
@@ -94,10 +94,6 @@ class LoopWatchdog:
                 **(summary(records[-1].plan) if records else {}),
             },
         )
-        match verdict:
-            case StallVerdict.STALLED:
-                self._stalled()
-            case StallVerdict.HUNG:
-                raise LoopHung(f"the batching loop has been stalled for {stalled_s:.0f} s")
-            case _:
-                assert_never(verdict)
+        if verdict is StallVerdict.HUNG:
+            raise LoopHung(f"the batching loop has been stalled for {stalled_s:.0f} s")
+        self._stalled()
