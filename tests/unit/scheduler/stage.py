@@ -224,6 +224,12 @@ class Stage:
         return [action for action in self.actions if isinstance(action, RequestBound)]
 
 
+def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor]:
+    """A stage, and its gateway, worker and detokenizer."""
+    stage = Stage(rules)
+    return stage, *stage.usual()
+
+
 def running(admit: Admit, *, ended: bool = False) -> RunningRequest:
     return RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=1, ended=ended)
 

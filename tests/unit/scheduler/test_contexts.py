@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, running
+from tests.unit.scheduler.stage import Actor, Stage, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import ProcessState, Role
@@ -15,8 +15,7 @@ from antiphon.wire.sampling import SamplingParams
 
 def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
     """Workers of 100 and of 400 tokens."""
-    stage = Stage(rules)
-    _, small, _ = stage.usual()
+    stage, _, small, _ = usual(rules)
     large = stage.enter(Role.WORKER, "worker-1")
     for worker, tokens in ((small, 100), (large, 400)):
         worker.load = msgspec.structs.replace(worker.load, context_tokens=tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import RequestRequeued
@@ -105,8 +105,7 @@ def refuses(worker: Actor, stage: Stage, *, refuses: bool = True) -> None:
 
 
 def test_worker_that_refuses_commands_loses_what_it_lacks_and_gets_nothing_new() -> None:
-    stage = Stage()
-    _, first, _ = stage.usual()
+    stage, _, first, _ = usual()
     stage.submit("r0")
     (admit,) = stage.admits(first)
     second = stage.enter(Role.WORKER, "worker-1")
@@ -135,8 +134,7 @@ def test_worker_that_refuses_commands_keeps_what_it_runs() -> None:
 
 
 def test_worker_that_refused_another_leader_is_given_work() -> None:
-    stage = Stage()
-    _, first, _ = stage.usual()
+    stage, _, first, _ = usual()
     assert stage.leader.term is not None
     other = msgspec.structs.replace(stage.leader.term, number=0)
     refused = RefusedCommands(leader=other, seq=1, reason=RefusalReason.CLOCK)
@@ -211,8 +209,7 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
 
 
 def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
-    stage = Stage(LeaderConfig(look_ahead=8))
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(LeaderConfig(look_ahead=8))
     worker.load = msgspec.structs.replace(worker.load, pages_free=4)
     stage.pass_s(0.6)
     for number in range(5):
@@ -228,8 +225,7 @@ def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
 
 
 def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r0")
     worker.runs(running(stage.admits()[0]))
     worker.load = msgspec.structs.replace(worker.load, pages_free=10, pages_promised=10)
@@ -242,8 +238,7 @@ def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> No
 
 
 def test_each_choice_of_a_request_takes_a_place() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(LeaderConfig(look_ahead=1))
     stage.submit("r0", choices=3)
     stage.submit("r1")
     assert [admit.request_id for admit in stage.admits(worker)] == ["r0"]
@@ -255,8 +250,7 @@ def test_each_choice_of_a_request_takes_a_place() -> None:
 
 
 def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahead() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(3):
         stage.submit(f"r{number}")
     stage.submit("many", choices=100)
@@ -272,8 +266,7 @@ def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahea
 
 
 def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1, waiting_max=8))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1, waiting_max=8))
     stage.submit("r0")
     stage.submit("r1")
     stage.submit("many", choices=9)
@@ -284,8 +277,7 @@ def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
 
 
 def test_the_pages_of_what_has_just_ended_are_there_before_the_next_report() -> None:
-    stage = Stage()
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual()
     stage.submit("r0")
     stage.submit("r1")
     first, second = stage.admits(worker)

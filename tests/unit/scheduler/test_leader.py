@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Stage, other_attempt, process, running
+from tests.unit.scheduler.stage import Stage, other_attempt, process, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import ProcessState, Role
@@ -21,8 +21,7 @@ from antiphon.wire.submit import OpenRequest
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     request = stage.submit("r", traceparent="00-1")
     (admit,) = stage.admits(worker)
     assert (admit.attempt.term, admit.attempt.n) == (stage.leader.term, 1)
@@ -59,8 +58,7 @@ def test_leader_without_all_reports_waits_two_beats() -> None:
 
 
 def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(5):
         stage.submit(f"r{number}")
     assert [admit.request_id for admit in stage.admits()] == ["r0", "r1", "r2"]
@@ -72,8 +70,7 @@ def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
 
 
 def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(4):
         stage.submit(f"r{number}")
     first, *others = stage.admits()
@@ -83,8 +80,7 @@ def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
 
 
 def test_full_queue_rejects_with_retry_after() -> None:
-    stage = Stage(LeaderConfig(queue_max=2, look_ahead=1))
-    stage.usual()
+    stage, *_ = usual(LeaderConfig(queue_max=2, look_ahead=1))
     for number in range(4):
         stage.submit(f"r{number}")
     with pytest.raises(Overloaded, match="2 requests wait, at most 2 may") as refused:
@@ -96,8 +92,7 @@ def test_full_queue_rejects_with_retry_after() -> None:
 @pytest.mark.parametrize("look_ahead", [1, 2, 5])
 @pytest.mark.parametrize("queue_max", [1, 2, 4])
 def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queue_max: int) -> None:
-    stage = Stage(LeaderConfig(queue_max=queue_max, look_ahead=look_ahead))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(queue_max=queue_max, look_ahead=look_ahead))
     worker.load = msgspec.structs.replace(worker.load, running_max=1)
     worker.beat()
     accepted = accepted_of(stage, 10)
@@ -108,8 +103,7 @@ def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queu
 
 
 def test_queue_bound_counts_no_request_that_has_a_slot() -> None:
-    stage = Stage(LeaderConfig(queue_max=1))
-    stage.usual()
+    stage, *_ = usual(LeaderConfig(queue_max=1))
     other = stage.enter(Role.WORKER, "worker-1")
     assert other.load.running_max == 2
     stage.pass_s(0.6)
@@ -129,8 +123,7 @@ def accepted_of(stage: Stage, count: int, name: str = "r") -> int:
 
 
 def test_the_same_request_again_is_a_retry_and_anything_else_of_its_id_a_clash() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     stage.submit("r")
     assert stage.leader.submit(stage.request("r")).position == 0
     with pytest.raises(DuplicateRequest):
@@ -141,15 +134,13 @@ def test_the_same_request_again_is_a_retry_and_anything_else_of_its_id_a_clash()
 
 
 def test_a_prompt_that_fits_into_no_message_is_refused_at_once() -> None:
-    stage = Stage(LeaderConfig(payload_bytes_max=16 * 1024))
-    stage.usual()
+    stage, *_ = usual(LeaderConfig(payload_bytes_max=16 * 1024))
     with pytest.raises(RequestTooLarge):
         stage.leader.submit(stage.request("r", prompt_ids=pack_ids(range(4096))))
 
 
 def test_the_least_loaded_worker_gets_the_next_request() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     second = stage.enter(Role.WORKER, "worker-1")
     second.load = msgspec.structs.replace(second.load, running_max=4)
     second.beat()
@@ -160,8 +151,7 @@ def test_the_least_loaded_worker_gets_the_next_request() -> None:
 
 @pytest.mark.parametrize("fault", ["draining", "suspect", "stalled", "paused", "no pages"])
 def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
-    stage = Stage(LeaderConfig(stall_s=5.0))
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(LeaderConfig(stall_s=5.0))
     stage.submit("r0")
     worker.runs(running(stage.admits()[0]))
     match fault:
@@ -183,8 +173,7 @@ def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
 
 
 def test_each_worker_keeps_one_detokenizer() -> None:
-    stage = Stage()
-    _, first, _ = stage.usual()
+    stage, _, first, _ = usual()
     second = stage.enter(Role.WORKER, "worker-1")
     stage.enter(Role.DETOKENIZER, "detokenizer-1")
     for number in range(8):
@@ -194,8 +183,7 @@ def test_each_worker_keeps_one_detokenizer() -> None:
 
 
 def test_lost_admit_is_sent_again_as_the_same_attempt() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r")
     stage.pass_s(1.2)
     assert len(stage.admits()) == 1
@@ -208,8 +196,7 @@ def test_lost_admit_is_sent_again_as_the_same_attempt() -> None:
 
 
 def test_commands_to_a_worker_are_numbered_without_a_gap() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     for number in range(3):
         stage.submit(f"r{number}")
     assert [batch.seq for batch in stage.batches()] == [1, 2, 3]
@@ -217,8 +204,7 @@ def test_commands_to_a_worker_are_numbered_without_a_gap() -> None:
 
 
 def test_frozen_worker_does_not_get_old_sequence_numbers() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r0")
     stage.submit("r1")
     worker.silent = True
@@ -231,8 +217,7 @@ def test_frozen_worker_does_not_get_old_sequence_numbers() -> None:
 
 
 def test_a_cancelled_request_is_aborted_and_stays_dead_until_long_after_its_deadline() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     request = stage.submit("r", deadline_s=5.0)
     stage.cancel(request)
     assert [abort.attempt for abort in stage.aborts(worker)] == [stage.admits()[0].attempt]
@@ -249,8 +234,7 @@ def test_a_cancelled_request_is_aborted_and_stays_dead_until_long_after_its_dead
 
 
 def test_a_cancel_that_overtakes_its_submit_wins() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     request = stage.request("r")
     stage.cancel(request)
     with pytest.raises(Cancelled):
@@ -258,8 +242,7 @@ def test_a_cancel_that_overtakes_its_submit_wins() -> None:
 
 
 def test_only_its_owner_cancels_a_request() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     stage.submit("r")
     stage.cancel(stage.request("r", process("gateway-1")))
     assert stage.leader.open_requests == 1
@@ -267,8 +250,7 @@ def test_only_its_owner_cancels_a_request() -> None:
 
 
 def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_later() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(4):
         stage.submit(f"r{number}", deadline_s=2.0)
     worker.runs(*map(running, stage.admits()))
@@ -282,8 +264,7 @@ def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_
 
 
 def test_what_runs_and_is_not_open_is_aborted_after_a_grace() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r")
     (admit,) = stage.admits()
     worker.runs(running(msgspec.structs.replace(admit, request_id="stray")), running(admit))
@@ -310,8 +291,7 @@ def test_what_runs_and_is_open_is_taken_over_by_a_new_leader() -> None:
 
 
 def test_what_was_accepted_and_is_not_open_is_dropped_after_a_grace() -> None:
-    stage = Stage()
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual()
     stage.submit("r")
     gateway.open.clear()
     stage.pass_s(1.0)
@@ -322,8 +302,7 @@ def test_what_was_accepted_and_is_not_open_is_dropped_after_a_grace() -> None:
 
 
 def test_what_its_owner_has_closed_is_forgotten_without_a_word() -> None:
-    stage = Stage()
-    gateway, _, _ = stage.usual()
+    stage, gateway, _, _ = usual()
     request = stage.submit("r")
     gateway.closes(request.request_id)
     stage.pass_s(3.0)
@@ -334,16 +313,14 @@ def test_what_its_owner_has_closed_is_forgotten_without_a_word() -> None:
 
 
 def test_a_list_that_comes_late_changes_nothing() -> None:
-    stage = Stage()
-    gateway, _, _ = stage.usual()
+    stage, gateway, _, _ = usual()
     request = stage.submit("r")
     gateway.list(whole=False, closed=(request.request_id,), version=1)
     assert stage.leader.open_requests == 1
 
 
 def test_unknown_open_request_is_requested_until_it_is_submitted() -> None:
-    stage = Stage()
-    gateway, _, _ = stage.usual()
+    stage, gateway, _, _ = usual()
     request = stage.request("r")
     gateway.open[request.request_id] = OpenRequest(
         request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms
@@ -360,8 +337,7 @@ def test_unknown_open_request_is_requested_until_it_is_submitted() -> None:
 
 
 def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
-    stage = Stage()
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual()
     request = stage.submit("r")
     (admit,) = stage.admits()
     worker.runs(running(admit))
@@ -375,8 +351,7 @@ def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
 
 
 def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(4):
         stage.submit(f"r{number}")
     worker.runs(*map(running, stage.admits()))
@@ -389,8 +364,7 @@ def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
 
 
 def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
-    stage = Stage()
-    gateway, _, _ = stage.usual()
+    stage, gateway, _, _ = usual()
     stage.submit("r")
     stage.pass_s(2.0)
     stage.actors.remove(gateway)
@@ -400,8 +374,7 @@ def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
 
 
 def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
-    stage = Stage(LeaderConfig(look_ahead=1))
-    _, first, _ = stage.usual()
+    stage, _, first, _ = usual(LeaderConfig(look_ahead=1))
     for number in range(4):
         stage.submit(f"r{number}")
     stage.actions.clear()
@@ -415,8 +388,7 @@ def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
 
 
 def test_read_request_of_a_dead_worker_is_lost_with_notices_until_closed() -> None:
-    stage = Stage()
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual()
     request = stage.submit("r")
     (admit,) = stage.admits()
     gateway.follows(request.request_id, admit.attempt)
@@ -434,8 +406,7 @@ def test_read_request_of_a_dead_worker_is_lost_with_notices_until_closed() -> No
 
 
 def test_a_request_under_which_two_workers_have_died_is_not_given_to_a_third() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r")
     for life in (2, 3):
         stage.actors.remove(worker)
@@ -446,8 +417,7 @@ def test_a_request_under_which_two_workers_have_died_is_not_given_to_a_third() -
 
 
 def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
-    stage = Stage()
-    gateway, _, _ = stage.usual()
+    stage, gateway, _, _ = usual()
     request = stage.submit("r")
     (admit,) = stage.admits()
     old = other_attempt(0)
@@ -462,8 +432,7 @@ def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
 
 
 def test_earlier_attempt_without_a_follower_is_aborted() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     request = stage.submit("r")
     second = stage.enter(Role.WORKER, "worker-1")
     second.runs(held(request.request_id, other_attempt(0)))
@@ -472,8 +441,7 @@ def test_earlier_attempt_without_a_follower_is_aborted() -> None:
 
 
 def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     request = stage.submit("r", attempt_floor=other_attempt(0))
     stage.pass_s(2.5)
     assert stage.leader.open_requests == 1, "a worker that is silent and not dead may run it"
@@ -483,8 +451,7 @@ def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
 
 
 def test_a_request_whose_detokenizer_stays_dead_begins_again_with_another() -> None:
-    stage = Stage()
-    _, worker, detokenizer = stage.usual()
+    stage, _, worker, detokenizer = usual()
     stage.submit("r")
     worker.runs(running(stage.admits()[0]))
     detokenizer.silent = True
@@ -496,8 +463,7 @@ def test_a_request_whose_detokenizer_stays_dead_begins_again_with_another() -> N
 
 
 def test_nothing_dies_while_the_link_is_down() -> None:
-    stage = Stage()
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual()
     stage.submit("r")
     worker.runs(running(stage.admits()[0]))
     stage.pass_s(0.6)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, process
+from tests.unit.scheduler.stage import Actor, Stage, process, usual
 
 from antiphon.wire.base import Role, Term
 from antiphon.wire.errors import Unavailable, WrongTerm
@@ -60,8 +60,7 @@ def test_a_standby_leads_at_once_when_the_leader_resigns() -> None:
 
 
 def test_a_lower_term_steps_down_and_drops_its_queue() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     for number in range(6):
         stage.submit(f"r{number}")
     assert stage.leader.open_requests == 6
@@ -74,22 +73,15 @@ def test_a_lower_term_steps_down_and_drops_its_queue() -> None:
         stage.leader.submit(stage.request("r6"))
 
 
-def test_a_higher_term_does_not_step_down_for_a_lower_one() -> None:
-    stage = Stage()
-    stage.usual()
+@pytest.mark.parametrize(("number", "stays"), [(0, True), (1, False)])
+def test_the_higher_term_leads_and_of_two_equal_numbers_the_higher_scheduler(
+    number: int, stays: bool
+) -> None:
+    stage, *_ = usual()
     other = stage.enter(Role.SCHEDULER, "scheduler-1")
-    other.leads = Term(number=0, scheduler=other.process)
+    other.leads = Term(number=number, scheduler=other.process)
     other.beat()
-    assert stage.leader.term is not None
-
-
-def test_of_two_equal_numbers_the_higher_scheduler_leads() -> None:
-    stage = Stage()
-    stage.usual()
-    other = stage.enter(Role.SCHEDULER, "scheduler-1")
-    other.leads = Term(number=1, scheduler=other.process)
-    other.beat()
-    assert stage.leader.term is None
+    assert (stage.leader.term is not None) == stays
 
 
 def test_a_term_that_a_worker_has_obeyed_is_surpassed() -> None:
@@ -115,8 +107,7 @@ def test_silence_while_the_link_is_down_makes_no_leader() -> None:
 
 
 def test_resigned_scheduler_never_leads_again() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     stage.leader.resign()
     stage.pass_s(10)
     assert stage.leader.term is None
@@ -150,8 +141,7 @@ def test_a_new_scheduler_follows_a_leader_whatever_its_number(number: int) -> No
 
 @pytest.mark.parametrize("number", [2**32 + 2, 2**62, 2**63 - 1])
 def test_a_leader_stays_one_beside_a_claim_that_no_election_gives(number: int) -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     reasons: list[str] = []
     stage.peers.on_reject(reasons.append)
     lead(stage, number)
@@ -161,8 +151,7 @@ def test_a_leader_stays_one_beside_a_claim_that_no_election_gives(number: int) -
 
 
 def test_a_leader_stays_one_beside_a_worker_whose_term_no_election_gives() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     reasons: list[str] = []
     stage.peers.on_reject(reasons.append)
     worker_obeyed(stage, 2**50)
@@ -195,8 +184,7 @@ def test_a_new_scheduler_leads_after_the_highest_term_there_is(number: int) -> N
 
 
 def test_jumps_of_forged_terms_are_surpassed_up_to_the_highest_and_anew_from_one() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     number = 2**62 - 3 * 2**32
     stage.leader._leadership._number_max = number
     for _ in range(6):
@@ -218,8 +206,7 @@ def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged()
 
 
 def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     assert stage.leader.start_over() is not None
     stage.pass_s(0.4)
     assert stage.leader.term is None
@@ -232,8 +219,7 @@ def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
 
 
 def test_a_lone_leader_that_fails_each_time_pauses_ever_longer_up_to_a_bound() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     pauses: list[float] = []
     for longest_s in (1, 2, 4, 8, 16, 30, 30):
         pause_s = stage.leader.start_over()
@@ -249,8 +235,7 @@ def test_a_lone_leader_that_fails_each_time_pauses_ever_longer_up_to_a_bound() -
 
 
 def test_a_term_that_lasts_ends_the_row_of_failures() -> None:
-    stage = Stage()
-    stage.usual()
+    stage, *_ = usual()
     for _ in range(4):
         stage.leader.start_over()
         stage.pass_s(10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, running
+from tests.unit.scheduler.stage import Actor, Stage, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.worker_caches import EXPECT_S
@@ -20,8 +20,7 @@ BLOCKS = block_digests(b"root", LONG)
 
 def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
     """A leader and two workers with room for eight requests each."""
-    stage = Stage(rules)
-    _, first, _ = stage.usual()
+    stage, _, first, _ = usual(rules)
     second = stage.enter(Role.WORKER, "worker-1")
     for worker in (first, second):
         worker.load = msgspec.structs.replace(
@@ -161,8 +160,7 @@ def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
 
 @pytest.mark.parametrize("reads", [(), ("TokenStep",), ("Another",)])
 def test_admit_names_what_the_detokenizer_reads(reads: tuple[str, ...]) -> None:
-    stage = Stage()
-    _, worker, detokenizer = stage.usual()
+    stage, _, worker, detokenizer = usual()
     detokenizer.reads = reads
     stage.pass_s(1.0)
     ask(stage)

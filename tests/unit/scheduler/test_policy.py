@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.config.test_sglang import serve
-from tests.unit.scheduler.stage import Actor, Stage, running
+from tests.unit.scheduler.stage import Actor, Stage, running, usual
 
 from antiphon.config.worker import Policy
 from antiphon.scheduler.leader_config import LeaderConfig
@@ -21,8 +21,7 @@ from antiphon.wire.sampling import SamplingParams
 def full(policy: Policy, **precedence: object) -> Stage:
     """A leader whose one worker has all three requests that it is given."""
     rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))  # type: ignore[arg-type]
-    stage = Stage(rules)
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(rules)
     for number in range(3):
         stage.submit(f"first-{number}")
     worker.runs(*map(running, stage.admits()))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.priority import PriorityPolicy
@@ -23,8 +23,7 @@ BY_PRIORITY = PriorityPolicy(priority=True, preempt_threshold=10, max_overtake_s
 
 def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
     """A worker that has all three requests of low priority that it is given, and more that wait."""
-    stage = Stage(rules)
-    _, worker, _ = stage.usual()
+    stage, _, worker, _ = usual(rules)
     for number in range(3 + waiting):
         stage.submit(f"low-{number}", priority=0)
     assert len(stage.admits()) == 3
@@ -197,8 +196,7 @@ def test_a_new_leader_counts_on_from_when_a_request_was_sent_first() -> None:
 
 
 def test_request_does_not_time_out_before_workers_have_reported() -> None:
-    stage = Stage(LeaderConfig(queue_timeout_s=3.0))
-    gateway, worker, _ = stage.usual()
+    stage, gateway, worker, _ = usual(LeaderConfig(queue_timeout_s=3.0))
     request = stage.request("r", waited_ms=10_000)
     stage.link_up = False
     stage.pass_s(0.2)
