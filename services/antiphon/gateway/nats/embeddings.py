@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.gather import gather
@@ -42,43 +43,34 @@ VECTORS_BYTES_MAX = 512 * 1024
 _NUMBER_BYTES = 4
 
 
+@dataclass(frozen=True)
 class NatsEmbeddingEndpoints:
     """Replies to each request once: nothing is retried by key or resumed."""
 
-    def __init__(
-        self,
-        served: Sequence[ModelName],
-        submission: Submission,
-        driver: OwnerDriver,
-        tokenizers: TokenizerClient,
-        metrics: GatewayMetrics,
-        access: Access,
-    ) -> None:
-        self._model = served[0]
-        self._served = served
-        self._submission = submission
-        self._driver = driver
-        self._tokenizers = tokenizers
-        self._metrics = metrics
-        self._access = access
+    served: Sequence[ModelName]  # the first is the name in replies
+    submission: Submission
+    driver: OwnerDriver
+    tokenizers: TokenizerClient
+    metrics: GatewayMetrics
+    access: Access
 
     def endpoints(self) -> Sequence[Endpoint]:
         return [
             RequestEndpoint(route=EMBED, handler=self._embed, address={"model": name})
-            for name in self._served
+            for name in self.served
         ]
 
     async def _embed(self, request: EmbedRequest, delivery: Delivery) -> EmbedReply:
-        with self._metrics.count_rejections():
-            tenant = self._access.authenticate_tenant(request.api_key, tenant_of(delivery))
-        with self._metrics.count_rejections(tenant):
-            self._access.count_request(tenant)
-            if request.model not in self._served:
-                raise UnknownModel.of(request.model, self._served)
-            card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
+        with self.metrics.count_rejections():
+            tenant = self.access.authenticate_tenant(request.api_key, tenant_of(delivery))
+        with self.metrics.count_rejections(tenant):
+            self.access.count_request(tenant)
+            if request.model not in self.served:
+                raise UnknownModel.of(request.model, self.served)
+            card = (await self.tokenizers.card(CARD_TIMEOUT_S)).pooling
             gen_requests = _requests(request, card, tenant)
-        budget = self._submission.token_output_budget()
-        slots = asyncio.Semaphore(self._submission.max_concurrent(tenant, OPEN_MAX))
+        budget = self.submission.token_output_budget()
+        slots = asyncio.Semaphore(self.submission.max_concurrent(tenant, OPEN_MAX))
 
         async def one(gen_request: GenerationRequest) -> Pooled:
             async with slots:
@@ -86,7 +78,7 @@ class NatsEmbeddingEndpoints:
 
         pooled = await gather([one(gen_request) for gen_request in gen_requests])
         return EmbedReply(
-            model=self._model,
+            model=self.served[0],
             vectors=tuple(each.vector for each in pooled),
             labels=card.labels if card is not None else (),
             usage=Usage(
@@ -96,19 +88,19 @@ class NatsEmbeddingEndpoints:
         )
 
     async def _collect(self, gen_request: GenerationRequest, budget: TokenOutputBudget) -> Pooled:
-        stream = await self._submission.submit(gen_request, budget)
+        stream = await self.submission.submit(gen_request, budget)
         try:
             collected = CollectedResponse(stream)
             while stream.ended is None or stream.has_events:
                 for event in await stream.get():
                     collected.add(event)
                     if isinstance(event, TextDelta):
-                        self._driver.mark_consumed(stream, event)
+                        self.driver.mark_consumed(stream, event)
             if stream.ended.error is not None:
                 raise stream.ended.error
             return pooled_vector(collected)
         finally:
-            self._submission.release(stream)
+            self.submission.release(stream)
 
 
 def _requests(

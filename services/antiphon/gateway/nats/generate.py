@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -145,6 +146,7 @@ class NatsGenerationEndpoints:
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, earlier: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
+        """Reply to a retry as to the first try, and resend the output, maybe to a new inbox."""
         await earlier.opened.wait()  # ends with the first try, at its deadline at the latest
         if earlier.refusal is not None:
             raise earlier.refusal
@@ -264,23 +266,23 @@ class NatsGenerationEndpoints:
             del self._by_id[generation.id]
 
 
+@dataclass(eq=False)
 class NatsGeneration:
-    def __init__(
-        self, request: GenerateRequest, tenant: TenantId, digest: bytes, delivery: Delivery
-    ) -> None:
-        self.request = request
-        self.tenant = tenant
-        self.digest = digest  # differs between a retry and another request with the same key
-        self.delivery = delivery  # of the last try, whose inbox and format apply from then on
-        self.opened = asyncio.Event()  # set when it is open, or `refusal` has the reason
-        self.refusal: EngineError | None = None
-        self.end_sent = False
-        self.undelivered = False  # the last message found no subscriber
-        self.probing = False  # a probe checks that the client exists
-        self._stream: RequestStream | None = None
-        self._collected: list[_CollectedText] = []
-        self._finished: dict[int, Finished] = {}
-        self._ended: Ended | None = None
+    """Keeps the output of a request until some time after its end. No bus and no clock."""
+
+    request: GenerateRequest
+    tenant: TenantId
+    digest: bytes  # differs between a retry and another request with the same key
+    delivery: Delivery  # of the last try, whose inbox and format apply from then on
+    opened: asyncio.Event = field(default_factory=asyncio.Event)  # or `refusal` has the reason
+    refusal: EngineError | None = None
+    end_sent: bool = False
+    undelivered: bool = False  # the last message found no subscriber
+    probing: bool = False  # a probe checks that the client exists
+    _stream: RequestStream | None = None
+    _collected: list[_CollectedText] = field(default_factory=list["_CollectedText"])
+    _finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
+    _ended: Ended | None = None
 
     @property
     def stream(self) -> RequestStream:

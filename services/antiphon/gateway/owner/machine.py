@@ -9,6 +9,7 @@ deadline, with or without the bus.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -76,11 +77,11 @@ class OwnerLimits(msgspec.Struct, frozen=True):
     open_list_s: float
 
 
+@dataclass(slots=True)
 class _PendingCancel:
-    def __init__(self, message: CancelRequest, until: float) -> None:
-        self.message = message
-        self.until = until
-        self.tries = 0
+    message: CancelRequest
+    until: float
+    tries: int = 0
 
 
 _ListTimer = tuple[Literal["list"]]
@@ -219,6 +220,7 @@ class Owner:
         return self._take_actions()
 
     def detokenizer_died(self, detokenizer: Process) -> list[Action]:
+        """End the requests whose text a dead detokenizer was producing: it is lost."""
         self._gaps.forget(detokenizer)
         self._timers.drop(("feed", detokenizer))
         for request in list(self._requests.values()):
@@ -230,6 +232,11 @@ class Owner:
         return self._take_actions()
 
     def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
+        """End what the leader has given up, unless a later attempt is already followed.
+
+        A request that the leader had accepted and lost is submitted again. `offset_ms` converts the
+        leader's times to this process's clock.
+        """
         stale = self._term is not None and batch.leader < self._term
         if batch.gateway != self._process or stale:
             return []

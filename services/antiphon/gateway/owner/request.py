@@ -110,6 +110,7 @@ class OwnedRequest:
 
     @property
     def is_settled(self) -> bool:
+        """Whether a leader has the request as far as known, and no submit is due or in flight."""
         return self.accepted and not self.submitting and not self.tries
 
     @property
@@ -225,6 +226,7 @@ class UnreadBytes:
             self._prompt_bytes += delta.size_bytes
 
     def take(self, size_bytes: int) -> None:
+        """The client has read this many bytes, those of the prompt first."""
         self.size_bytes -= size_bytes
         self._prompt_bytes = max(0, self._prompt_bytes - size_bytes)
         self._taken_bytes += size_bytes
@@ -267,6 +269,7 @@ class OpenListBuilder:
         return self._list(self._changed.values(), tuple(self._closed), whole=False)
 
     def whole(self) -> OpenList:
+        """Return all open requests; includes all changes so far."""
         return self._list(self._open.values(), (), whole=True)
 
     def _list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ class StoredTurn(msgspec.Struct, frozen=True):
     output_ids: bytes
 
 
+@dataclass(frozen=True)
 class Sessions:
     """All sessions of the cluster; tenants cannot access each other's.
 
@@ -43,41 +45,31 @@ class Sessions:
     session or request that is unknown or does not fit, and `Unavailable` if the store is.
     """
 
-    def __init__(
-        self,
-        store: SessionStore,
-        process: Process,
-        unix_ms: Callable[[], int],
-        abandoned: Callable[[Process, int], bool],  # whether it is gone, or past this deadline
-        abort: Abort,
-        *,
-        keep_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._store = store
-        self._process = process
-        self._unix_ms = unix_ms
-        self._abandoned = abandoned
-        self._abort = abort
-        self._keep_s = keep_s
-        self._timeout_s = timeout_s
+    store: SessionStore
+    process: Process
+    unix_ms: Callable[[], int]
+    abandoned: Callable[[Process, int], bool]  # whether it is gone, or past this deadline
+    abort: Abort
+    _: KW_ONLY
+    keep_s: float
+    timeout_s: float
 
     async def open(
         self, tenant: TenantId, name: str | None, characters_max: int, idle_s: float | None
     ) -> str:
         name = name or secrets.token_hex(16)
-        if idle_s is not None and idle_s > self._keep_s:
-            text = f"timeout: must be at most {self._keep_s:g} s (sessions.keep_s)"
+        if idle_s is not None and idle_s > self.keep_s:
+            text = f"timeout: must be at most {self.keep_s:g} s (sessions.keep_s)"
             raise InvalidRequest(text, param="timeout")
         session = Session(
             characters_max=characters_max,
-            idle_s=idle_s or min(IDLE_S, self._keep_s),
-            used_at_unix_ms=self._unix_ms(),
+            idle_s=idle_s or min(IDLE_S, self.keep_s),
+            used_at_unix_ms=self.unix_ms(),
         )
         there, revision = await self._read(tenant, name)
         value = msgspec.msgpack.encode(session)
         # Requests of an earlier session with this name are not in its tree, so they are not found.
-        if there is None and await self._store.swap(tenant, name, value=value, revision=revision):
+        if there is None and await self.store.swap(tenant, name, value=value, revision=revision):
             return name
         raise InvalidRequest(f"session '{name}' is already open", param="session_id")
 
@@ -97,7 +89,7 @@ class Sessions:
         if place.rid is None:
             return ()
         session.check_ended(place.rid)
-        value = await self._store.get(tenant, place.id, place.rid)
+        value = await self.store.get(tenant, place.id, place.rid)
         if value is None:
             raise unknown_request(place.rid, "is no longer stored")
         turn = msgspec.msgpack.decode(value, type=StoredTurn)
@@ -111,8 +103,8 @@ class Sessions:
         """Reserve space for a request, until `end`."""
         node = SessionNode(
             characters=characters,
-            owner=self._process,
-            until_unix_ms=self._unix_ms() + round(self._timeout_s * 1000),
+            owner=self.process,
+            until_unix_ms=self.unix_ms() + round(self.timeout_s * 1000),
         )
 
         def begin(session: Session) -> bool:
@@ -130,7 +122,7 @@ class Sessions:
 
         dropped = await self._change(tenant, place.id, accept)
         if dropped is None:  # the session was closed meanwhile
-            await self._abort(tenant, rid, self._process)
+            await self.abort(tenant, rid, self.process)
             return
         await self._drop(tenant, place.id, dropped)
 
@@ -149,7 +141,7 @@ class Sessions:
             prompt_ids, output_ids, _ = answer
             turn = StoredTurn(pack_ids(prompt_ids), pack_ids(output_ids))
             value = msgspec.msgpack.encode(turn)
-            await self._store.put(tenant, place.id, rid, value=value)
+            await self.store.put(tenant, place.id, rid, value=value)
 
         def end(session: Session) -> Mapping[str, SessionNode] | None:
             if rid not in session.entering and rid not in session.nodes:
@@ -159,7 +151,7 @@ class Sessions:
         dropped = await self._change(tenant, place.id, end)
         if dropped is None and answer is not None:
             # It was closed or replaced meanwhile, so its tokens belong to no request.
-            await self._store.forget(tenant, place.id, rid)
+            await self.store.forget(tenant, place.id, rid)
         # Another request may have its name by now: only requests that continued from it are
         # aborted.
         below = {name: node for name, node in (dropped or {}).items() if name != rid}
@@ -167,14 +159,14 @@ class Sessions:
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
         """Read an open session, and the revision of its value."""
-        found = await self._store.read(tenant, name)
+        found = await self.store.read(tenant, name)
         if found is None:
             return None, 0
         value, revision = found
         session = msgspec.msgpack.decode(value, type=Session)
-        if session.is_expired(self._unix_ms()):
+        if session.is_expired(self.unix_ms()):
             return None, revision
-        session.prune(self._abandoned)
+        session.prune(self.abandoned)
         return session, revision
 
     async def _change(
@@ -189,12 +181,12 @@ class Sessions:
             changed = None if session is None else change(session)
             if session is None or changed is None:
                 return None
-            session.used_at_unix_ms = self._unix_ms()
+            session.used_at_unix_ms = self.unix_ms()
             value = msgspec.msgpack.encode(session)
             if len(value) > PART_BYTES:
                 text = f"the session is full: it has {len(session.nodes)} requests"
                 raise InvalidRequest(text, param="session_params")
-            if await self._store.swap(tenant, name, value=value, revision=revision):
+            if await self.store.swap(tenant, name, value=value, revision=revision):
                 return changed
         raise Unavailable(
             f"session '{name}' has too many concurrent changes; retry later", retry_after_s=1.0
@@ -204,9 +196,9 @@ class Sessions:
         """Delete the tokens of requests, and abort running ones."""
         for rid, node in nodes.items():
             if node.owner is None:
-                await self._store.forget(tenant, name, rid)
+                await self.store.forget(tenant, name, rid)
             else:
-                await self._abort(tenant, rid, node.owner)
+                await self.abort(tenant, rid, node.owner)
 
 
 def _none(name: str, param: str) -> InvalidRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, TextDelta
@@ -18,38 +19,30 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 
+@dataclass(eq=False)
 class RequestStream:
     """Event queue of a request. The owner bounds it: it ends a request whose text is not read."""
 
-    def __init__(
-        self,
-        submit: SubmitRequest,
-        trace: Span,
-        reservation: QuotaReservation,
-        *,
-        api: str,
-        received_at: float,
-        submitted_at: float,
-    ) -> None:
-        self.submit = submit
-        self.trace = trace  # of the whole request, ended with it
-        self.reservation = reservation  # held until the end
-        self.name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
-        self.api = api
-        self.received_at = received_at  # on the monotonic clock, as are the times below
-        self.submitted_at = submitted_at
-        self.accepted_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-        self.ended_at: float | None = None
-        self.ended: Ended | None = None
-        self.finish_reason: FinishReason | None = None
-        self.on_end: Callable[[], None] | None = None  # called with or without a reader
-        self.starts_in_reasoning = False
-        self.truncated = False
-        self.labels: tuple[str, ...] = ()  # values of its custom metric labels
-        self.wakeup = asyncio.Event()  # shared by a reader of several streams
-        self._events: list[StreamEvent] = []
+    submit: SubmitRequest
+    trace: Span  # of the whole request, ended with it
+    reservation: QuotaReservation  # held until the end
+    _: KW_ONLY
+    api: str
+    received_at: float  # on the monotonic clock, as are the times below
+    submitted_at: float
+    accepted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float | None = None
+    ended: Ended | None = None
+    finish_reason: FinishReason | None = None
+    on_end: Callable[[], None] | None = None  # called with or without a reader
+    name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
+    starts_in_reasoning: bool = False
+    truncated: bool = False
+    labels: tuple[str, ...] = ()  # values of its custom metric labels
+    wakeup: asyncio.Event = field(default_factory=asyncio.Event)  # shared by a reader of several
+    _events: list[StreamEvent] = field(default_factory=list["StreamEvent"])
 
     @property
     def has_events(self) -> bool:
@@ -75,6 +68,7 @@ class RequestStream:
         self.wakeup.set()
 
     async def get(self) -> list[StreamEvent]:
+        """Wait for events and return all available ones in order. The last event is `Ended`."""
         while not self._events:
             self.wakeup.clear()
             await self.wakeup.wait()  # at most to the request's deadline, when its owner ends it

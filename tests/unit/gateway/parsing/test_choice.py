@@ -161,8 +161,9 @@ def test_auto_parses_and_holds_nothing():
     assert (plan.tools, plan.format, plan.grammar, plan.calls_max) == (TOOLS, HERMES, None, None)
 
 
-def test_auto_without_a_format_leaves_calls_in_the_content():
-    assert plan_tools(TOOLS, ToolChoice(Mode.AUTO), None, parallel=True).format is None
+def test_auto_without_a_format_is_refused():
+    with pytest.raises(Unsupported, match="the tool call format of this model is unknown"):
+        plan_tools(TOOLS, ToolChoice(Mode.AUTO), None, parallel=True)
 
 
 def test_a_strict_tool_is_held_in_auto_where_a_grammar_can_write_it():

@@ -26,10 +26,9 @@ from antiphon.gateway.http.core.tool_calls import (
     template_options,
     template_tools,
     to_json,
-    tool_plan,
     with_tool_constraints,
 )
-from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered
+from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered, plan_tools
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import GenerationRequest, ReasoningParams
 from antiphon.gateway.requests.sampling import SamplingOptions
@@ -232,7 +231,7 @@ def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     constraint = None if requested is None else requested.grammar
     parallel = not (tool_choice and tool_choice.disable_parallel_tool_use)
     try:
-        return tool_plan(tools, choice, formats.tools, parallel=parallel, constraint=constraint)
+        return plan_tools(tools, choice, formats.tools, parallel=parallel, constraint=constraint)
     except Unsupported as error:
         raise _with_anthropic_path(error) from error
 

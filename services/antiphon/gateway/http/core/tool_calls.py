@@ -1,4 +1,4 @@
-"""Shared by the chat APIs: which tools the model sees, and the resulting output constraint."""
+"""Shared by the chat APIs: how the tools of a request change its prompt and its output."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.gateway.http.core.fields import decode
-from antiphon.gateway.parsing.tools.choice import Mode, plan_tools
-from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
-    from antiphon.gateway.parsing.tools.choice import ToolChoice, ToolPlan
-    from antiphon.gateway.parsing.tools.format import ToolFormat
-    from antiphon.gateway.parsing.tools.tool import Tool
+    from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.wire.grammar import Grammar
     from antiphon.wire.schemas import Json
 
 
@@ -27,45 +22,6 @@ def to_json(value: object, field: str) -> Json:
         InvalidRequest: It has values that cannot be decoded, such as a number out of range.
     """
     return cast("Json", decode(msgspec.json.encode(value), object, field))
-
-
-def tool_plan(
-    tools: tuple[Tool, ...],
-    choice: ToolChoice,
-    format_: ToolFormat | None,
-    *,
-    parallel: bool,
-    constraint: Grammar | None,
-    requires_strict: bool = True,
-) -> ToolPlan:
-    """Plan the tools of a request.
-
-    Args:
-        tools: Tools of the request.
-        choice: Its tool choice.
-        format_: The model's tool call format; None if unknown.
-        parallel: Whether several calls are allowed.
-        constraint: Output constraint of text. Ignored if a tool call is required, as at OpenAI.
-        requires_strict: Whether strict tools must be enforced, or only where possible.
-
-    Raises:
-        Unsupported: The tool call format is unknown and calls are optional, or no grammar can
-            enforce the schemas of strict tools.
-    """
-    if choice.mode is Mode.AUTO and tools and format_ is None:
-        text = (
-            "tools: the tool call format of this model is unknown; set "
-            "gateway.tool_call_parser (--tool-call-parser)"
-        )
-        raise Unsupported(text, param="tools")
-    return plan_tools(
-        tools,
-        choice,
-        format_,
-        parallel=parallel,
-        requires_strict=requires_strict,
-        constraint=constraint,
-    )
 
 
 def template_tools(plan: ToolPlan) -> str | None:

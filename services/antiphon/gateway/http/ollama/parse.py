@@ -14,11 +14,10 @@ from antiphon.gateway.http.core.tool_calls import (
     template_options,
     template_tools,
     to_json,
-    tool_plan,
     with_tool_constraints,
 )
 from antiphon.gateway.http.ollama.schema import OLLAMA_OPTIONS_UNSUPPORTED, OllamaOptions
-from antiphon.gateway.parsing.tools.choice import read_choice
+from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
@@ -129,7 +128,7 @@ def _chat(
         raise Unsupported(f"think: {FORMAT_UNKNOWN}", param="think")
     gen_request = _with_common_fields(gen_request, body)
     offered = read_tools(cast("list[JsonValue]", to_json(tools, "tools")))
-    plan = tool_plan(
+    plan = plan_tools(
         offered,
         read_choice(None, offered),
         formats.tools,

@@ -13,7 +13,6 @@ from antiphon.gateway.http.core.sampling import RequestedGrammar, single_grammar
 from antiphon.gateway.http.core.tool_calls import (
     template_tools,
     to_json,
-    tool_plan,
     with_tool_constraints,
 )
 from antiphon.gateway.http.openai.conversation import begins_answer, conversation
@@ -34,7 +33,7 @@ from antiphon.gateway.http.openai.schema import (
     ResponseFormat,
 )
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
-from antiphon.gateway.parsing.tools.choice import read_choice
+from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
@@ -263,7 +262,7 @@ def _plan(body: ChatBody, format_: ToolFormat | None, *, requires_strict: bool) 
         Unsupported: The model's tool call format is unknown and calls are optional.
     """
     tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
-    return tool_plan(
+    return plan_tools(
         tools,
         read_choice(to_json(body.tool_choice, "tool_choice"), tools),
         format_,

@@ -107,17 +107,26 @@ def plan_tools(
 
     The `constraint` of text is ignored if the output must be a tool call. With `requires_strict`,
     strict tools that no grammar can enforce are refused.
+
+    Raises:
+        Unsupported: Such tools, or optional calls in an unknown format.
     """
     if not tools or choice.mode is Mode.NONE:
         return ToolPlan(grammar=constraint)
     calls_max = None if parallel else 1
-    if choice.mode is Mode.AUTO and constraint is not None:
+    if choice.mode is Mode.AUTO:
+        if format_ is None:
+            text = (
+                "tools: the tool call format of this model is unknown; set "
+                "gateway.tool_call_parser (--tool-call-parser)"
+            )
+            raise Unsupported(text, param="tools")
+        if constraint is None:
+            grammar = _strict_grammar(tools, format_, requires_strict=requires_strict)
+            return ToolPlan(tools, format_, grammar, calls_max)
         plan = _required(tools, format_, tools, calls_max)
         assert plan.grammar is not None, "a required call has a grammar"
         return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, constraint))
-    if choice.mode is Mode.AUTO:
-        grammar = _strict_grammar(tools, format_, requires_strict=requires_strict)
-        return ToolPlan(tools, format_, grammar, calls_max)
     if choice.name is not None:
         named = tuple(tool for tool in tools if tool.name == choice.name)
         return _required(tools, format_, named, 1)
@@ -137,10 +146,10 @@ def _required(
 
 
 def _strict_grammar(
-    tools: tuple[Tool, ...], format_: ToolFormat | None, *, requires_strict: bool
+    tools: tuple[Tool, ...], format_: ToolFormat, *, requires_strict: bool
 ) -> Grammar | None:
     strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
-    if strict is None or format_ is None:
+    if strict is None:
         return None
     if format_.form is not None:
         return calls_within(tools, format_.form)
