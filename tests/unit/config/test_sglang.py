@@ -302,20 +302,12 @@ def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "--disable-priority-scheduling",
-        "--enable-priority-preemption",
-        "--no-radix-cache",
-        "--disable-mixed-chunk",
-        "--disable-metrics",
-        "--enable-overlap-schedule",
-        "--min-prefill-tokens=1",
-        "--encode-log-interval",
-        "--max-model-length",
-    ],
-)
+OTHER_MEANINGS = """--disable-priority-scheduling --enable-priority-preemption --no-radix-cache
+--disable-mixed-chunk --disable-metrics --enable-overlap-schedule --min-prefill-tokens=1
+--encode-log-interval --max-model-length"""
+
+
+@pytest.mark.parametrize("typed", OTHER_MEANINGS.split())
 def test_guess_is_not_an_argument_of_another_meaning(typed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         serve(typed)

@@ -43,6 +43,7 @@ WANTED = Tenants(
         "default": TenantConfig(concurrency=2),
     }
 )
+KEYED = f"[tenants.a]\nkeys = ['{A}']\n"
 
 
 @pytest.mark.parametrize(("name", "text"), [("keys.toml", TOML), ("keys.json", JSON)])
@@ -68,20 +69,12 @@ def test_no_file_has_no_tenants() -> None:
         ("keys.toml", "[tenants.a]\nkeys = ['sk-plain']", r"matching regex.*\$.tenants"),
         ("keys.toml", "[tenants.a]\nkeys = []", "tenant a has no key"),
         ("keys.toml", "[tenants.'a.b']\nkeys = []", "matching regex"),
-        ("keys.toml", f"[tenants.a]\nkeys = ['{A}']\nrpm = 1", "unknown field `rpm`"),
-        ("keys.toml", f"[tenants.a]\nkeys = ['{A}']\nconcurrency = 0", ">= 1"),
-        ("keys.toml", f"[tenants.a]\nkeys = ['{A}']\ntokens_burst = 1", "requires tokens_per"),
-        ("keys.toml", f"[tenants.a]\nkeys = ['{A}']\nrequests_burst = 1", "requires requests_"),
-        (
-            "keys.toml",
-            f"[tenants.a]\nkeys = ['{A}']\npriority = 1\npriority_max = 0",
-            "must not exceed priority_max",
-        ),
-        (
-            "keys.toml",
-            f"[tenants.a]\nkeys = ['{A}']\n[tenants.b]\nkeys = ['{A}']",
-            "a and b have the same key",
-        ),
+        ("keys.toml", KEYED + "rpm = 1", "unknown field `rpm`"),
+        ("keys.toml", KEYED + "concurrency = 0", ">= 1"),
+        ("keys.toml", KEYED + "tokens_burst = 1", "requires tokens_per"),
+        ("keys.toml", KEYED + "requests_burst = 1", "requires requests_"),
+        ("keys.toml", KEYED + "priority = 1\npriority_max = 0", "must not exceed priority_max"),
+        ("keys.toml", KEYED + KEYED.replace("a]", "b]"), "a and b have the same key"),
         ("keys.toml", "#" * (BYTES_MAX + 1), "larger than"),
     ],
 )
