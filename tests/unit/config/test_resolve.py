@@ -9,10 +9,9 @@ from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
-from antiphon.model_card.card import ModelCard, Weights
+from antiphon.model_card.card import ModelCard, RecurrentStates, Weights
 from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.model_card.pooling import Pooling, PoolMode
-from antiphon.model_card.recurrent_states import RecurrentStates
 from antiphon.model_card.tasks import Task
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table

@@ -1,14 +1,17 @@
-"""Converts SentencePiece's `tokenizer.model` to tokenizer.json.
+"""Converts SentencePiece's `tokenizer.model` and Mistral's `tekken.json` to tokenizer.json.
 
-It is one protobuf message with few fields, so it is parsed here: the packages that parse it would
-add large dependencies or a C++ library to services that need neither.
+The first is one protobuf message with few fields, so it is parsed here: the packages that parse it
+would add large dependencies or a C++ library to services that need neither. Source:
+sentencepiece_model.proto of the sentencepiece project.
 
-Source: sentencepiece_model.proto of the sentencepiece project.
+The vocabulary of the second is in tiktoken's form: byte strings by rank. The special tokens come
+first, and the vocabulary fills the remaining ids.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,9 +20,12 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.converted.tokenizer_json import (
+    BYTE_LEVEL,
     Added,
     Json,
     bpe,
+    byte_letters,
+    byte_level_split,
     merges_by_rank,
     metaspace,
     pieces_decoder,
@@ -27,6 +33,7 @@ from antiphon.model_card.converted.tokenizer_json import (
     tokenizer_json,
     unigram,
 )
+from antiphon.model_card.json_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,3 +223,79 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at + index + 1
     raise ValueError("a number of more than ten bytes")
+
+
+_BEGIN, _END, _UNKNOWN, _PADDING = "<s>", "</s>", "<unk>", "<pad>"
+_OLDER = (
+    *(_UNKNOWN, _BEGIN, _END, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", _PADDING, "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    "[TOOL_CONTENT]",
+)
+"""The special tokens of files that do not list them."""
+
+
+class _TekkenToken(msgspec.Struct, frozen=True):
+    rank: int
+    token_bytes: str
+
+
+class _TekkenSpecial(msgspec.Struct, frozen=True):
+    rank: int
+    token_str: str
+
+
+class _TekkenFields(msgspec.Struct, frozen=True):
+    pattern: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+
+
+class _Tekken(msgspec.Struct, frozen=True):
+    config: _TekkenFields
+    vocab: list[_TekkenToken]
+    special_tokens: list[_TekkenSpecial] | None = None
+
+
+def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
+    parsed = read_json(file, _Tekken)
+    try:
+        plain = _tekken_plain(parsed)
+    except binascii.Error as error:
+        raise ConfigError(f"{file}: {error}") from error
+    special = _tekken_special(parsed)
+    first = parsed.config.default_num_special_tokens
+    ranks = {text: rank for rank, text in enumerate(plain)}
+    tokens = special | {text: first + rank for text, rank in ranks.items()}
+    begin = [Added(special[_BEGIN], _BEGIN, special=True)] if _BEGIN in special else []
+    tokenizer = tokenizer_json(
+        model=bpe(tokens, merges_by_rank(ranks, ranks.__getitem__), whole_words=True),
+        added=[Added(index, text, special=True) for text, index in special.items()],
+        normalizer=None,
+        pre_tokenizer=byte_level_split([parsed.config.pattern]),
+        decoder=BYTE_LEVEL,
+        before=begin,
+    )
+    names = {"bos": _BEGIN, "eos": _END, "unk": _UNKNOWN, "pad": _PADDING}
+    return tokenizer, {f"{name}_token": text for name, text in names.items() if text in special}
+
+
+def _tekken_special(parsed: _Tekken) -> dict[str, int]:
+    count = parsed.config.default_num_special_tokens
+    named = (
+        dict(enumerate(_OLDER))
+        if parsed.special_tokens is None
+        else {token.rank: token.token_str for token in parsed.special_tokens}
+    )
+    return {named.get(index, f"<SPECIAL_{index}>"): index for index in range(count)}
+
+
+def _tekken_plain(parsed: _Tekken) -> list[str]:
+    """The tokens by rank, with one character per byte."""
+    count = parsed.config.default_vocab_size - parsed.config.default_num_special_tokens
+    in_order = sorted(parsed.vocab, key=lambda token: token.rank)[:count]
+    letters = byte_letters()
+    return [
+        "".join(letters[byte] for byte in base64.b64decode(token.token_bytes, validate=True))
+        for token in in_order
+    ]
