@@ -46,12 +46,8 @@ class EngineCore:
 
     Called from one thread only: `add` and `drop` between steps, then `next_rows`, then `commit` or
     `fail` with the outcome. The next rows may be planned before the last are committed; their
-    tokens are `future` then. Has no clock: `now` is any monotonic one, in seconds.
-
-    Attributes:
-        running: Running requests by slot, in the order in which they were started. On the decode
-            fast path their tokens lag behind; the methods here bring them up to date.
-        slots: The arrays from which plans are gathered.
+    tokens are `future` then. Has no clock: `now` is any monotonic one, in seconds. On the decode
+    fast path the tokens of `running` lag behind; the methods here bring them up to date.
     """
 
     def __init__(

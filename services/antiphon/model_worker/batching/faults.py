@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import TYPE_CHECKING
 
 from antiphon.service.dropped_messages import SharedStateBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
     from antiphon.model_worker.batching.request import Request
 
 log = logging.getLogger(__name__)
@@ -33,11 +31,7 @@ class RequestFault(Exception):
 
 
 def raise_if_shared(error: Exception) -> None:
-    """Raise if pages or the radix tree are broken, which ending a request does not repair.
-
-    Raises:
-        SharedStateBroken: The error was raised in shared state.
-    """
+    """Raise `SharedStateBroken` if pages or the radix tree are: ending a request cannot help."""
     while isinstance(error, RequestFault) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, SharedStateBroken):
@@ -57,13 +51,8 @@ def _passed_shared(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if not SHARED.isdisjoint(_modules(cause.__traceback__)):
+        frames = traceback.walk_tb(cause.__traceback__)
+        if any(frame.f_globals.get("__name__") in SHARED for frame, _ in frames):
             return True
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
-
-
-def _modules(traceback: TracebackType | None) -> Iterator[str]:
-    while traceback is not None:
-        yield traceback.tb_frame.f_globals.get("__name__", "")
-        traceback = traceback.tb_next

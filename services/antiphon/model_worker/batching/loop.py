@@ -52,23 +52,13 @@ CAPACITY_PERIOD_S = 0.5
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
-    Attributes:
-        step: Plans launched since start, as are `retractions`, their tokens, `preemptions`,
-            `failures` and `evicted_tokens`.
-        seconds: Duration of the step; 0 in a turn that launched none.
-        tokens: Tokens in the launched plan.
-        rows: Sequences in it; `prefill_rows` and `prefill_tokens` are those of prefills.
-        credit: Recent capacity, as `backlog` is recent.
-        failures: Plans that raised.
-        done: Replies to the commands that the turn has applied, in their order.
-        events: Blocks inserted into the prefix cache and evicted from it.
-        started: Choices started for the first time; of `prompt_tokens`, of which `cached_tokens`.
-        returned: Choices dropped for another worker to run, because they were never started.
+    `step`, `retractions` and their tokens, `preemptions`, `failures` and `evicted_tokens` are
+    counted since start. `credit` and `backlog` are recent.
     """
 
-    step: int
-    seconds: float = 0.0
-    tokens: int = 0
+    step: int  # plans launched
+    seconds: float = 0.0  # duration of the step; 0 in a turn that launched none
+    tokens: int = 0  # in the launched plan
     rows: int = 0
     progress: Sequence[Progress]
     credit: Capacity
@@ -81,15 +71,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retracted_prompt_tokens: int = 0
     new_token_ratio: float = 0.0
     preemptions: int = 0
-    failures: int = 0
+    failures: int = 0  # plans that raised
     paused: bool = False
-    done: tuple[ControlDone, ...] = ()
+    done: tuple[ControlDone, ...] = ()  # replies to the applied commands, in their order
     events: tuple[CacheEvent, ...] = ()
-    started: tuple[ChoiceKey, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    started: tuple[ChoiceKey, ...] = ()  # for the first time
+    prompt_tokens: int = 0  # of these
+    cached_tokens: int = 0  # of these prompts
     backlog: Backlog = Backlog()
-    returned: tuple[ChoiceKey, ...] = ()
+    returned: tuple[ChoiceKey, ...] = ()  # never started, and dropped for another worker to run
     evicted_tokens: int = 0
 
     @property
@@ -123,11 +113,6 @@ class BatchingLoop:
     is in flight already or none follows. The event loop then wakes up while kernels run, which do
     not hold the GIL; any sooner, and two threads would contend for it between two steps, when
     nothing is computed.
-
-    Attributes:
-        progress_count: Grows whenever the loop begins something; 0 while it is idle. For a
-            watchdog.
-        thread: Identifier of the loop's thread, once it runs; `native_thread` is the system's.
     """
 
     def __init__(
@@ -141,8 +126,8 @@ class BatchingLoop:
         overlap: bool = False,
     ) -> None:
         self.recorder = FlightRecorder()
-        self.progress_count = 0
-        self.thread: int | None = None
+        self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
+        self.thread: int | None = None  # identifiers, once it runs: Python's, and the system's
         self.native_thread: int | None = None
         self.paused = False
         self._core = core

@@ -26,11 +26,8 @@ COMMANDS_MAX = 64
 class Mail:
     """Everything that was posted since the loop last looked.
 
-    Attributes:
-        matchers: The grammar matchers of those `runs` that have a grammar.
-        drops: Choices to drop, with the number of outputs that are part of the response, or None
-            where it is unknown.
-        requeues: The choices of requests that go to another worker if none of them was started.
+    `drops` have the number of outputs that are part of the response, or None where it is unknown.
+    `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()

@@ -26,17 +26,13 @@ _RETRY_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class PendingGrammarRow:
-    """A row that waits until the matcher task has accepted its tokens, and its outcome.
-
-    Attributes:
-        since: When the wait was first noticed.
-    """
+    """A row that waits until the matcher task has accepted its tokens, and its outcome."""
 
     row: BatchRow
     outcome: StepOutcome
     index: int
     task: MatcherTask
-    since: float | None = None
+    since: float | None = None  # when the wait was first noticed
 
 
 class PendingGrammarRows:
@@ -79,7 +75,6 @@ class PendingGrammarRows:
         return None if first is None else first + self._timeout_s
 
     def overdue(self, now: float) -> Iterator[tuple[Request, Overloaded]]:
-        """Requests whose rows have waited too long, with the error."""
         for late in self._rows:
             late.since = now if late.since is None else late.since
             if now - late.since > self._timeout_s:
@@ -111,7 +106,6 @@ class OutcomeProcessor:
         self._fail = fail
 
     def commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
-        """Apply the outcome of a plan. Rows that are no longer current are skipped."""
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
         sampled = [token_ids[start:end] for start, end in pairwise(starts)]
@@ -153,7 +147,6 @@ class OutcomeProcessor:
     def _advance_matchers(
         self, rows: Sequence[BatchRow], sampled: Sequence[list[int]]
     ) -> dict[int, MatcherTask]:
-        """Submit the matcher tasks of the sampled tokens; the tasks by the index of the row."""
         tasks = {
             index: MatcherTask(row.request.guide, sampled[index])
             for index, row in enumerate(rows)

@@ -54,21 +54,18 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Pages of the group with the fewest available, recurrent states aside: slots count those.
 
     Attributes:
-        pages_promised: Pages of these two kinds that are reserved for running requests.
         pages_returning: Pages that are certainly freed within `HORIZON_STEPS` decode steps, because
             their requests reach their maximum length. Others are freed by unpredictable finishes.
-        window: Pages of the sliding-window group with the fewest available, if there is one.
-        states: Recurrent states, likewise.
     """
 
     pages_free: int
     pages_evictable: int
-    pages_promised: int
+    pages_promised: int  # of these two kinds, those reserved for running requests
     pages_returning: int
     slots_free: int
     sequence_tokens: int = 0
-    window: PoolUse | None = None
-    states: PoolUse | None = None
+    window: PoolUse | None = None  # of the sliding-window group with the fewest available
+    states: PoolUse | None = None  # likewise
 
     @property
     def pages_available(self) -> int:
@@ -108,10 +105,7 @@ class PageBudget:
 
     A request is expected to generate a share of its remaining output tokens, or all of them if it
     sets `ignore_eos`: see `NewTokenRatio`. The pages for these are reserved, but not allocated.
-
-    Attributes:
-        before_eviction: Called before the prefix cache evicts pages.
-        steps: Scheduled steps since start, those of the decode fast path included.
+    `before_eviction` is called before the prefix cache evicts pages.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class PageBudget:
         indexed: bool,
     ) -> None:
         self.ratio = NewTokenRatio(limits.conservativeness)
-        self.steps = 0
+        self.steps = 0  # scheduled since start, those of the decode fast path included
         self._pools = pools
         self._index = index
         self._slots = slots
@@ -171,7 +165,6 @@ class PageBudget:
         ]
 
     def reserved(self) -> list[int]:
-        """Pages by group that all running requests are still expected to need."""
         return [int(growth.sum()) for growth in self.growth()]
 
     def reclaimable(self) -> Callable[[Request], list[int]]:
@@ -210,7 +203,6 @@ class PageBudget:
         ]
 
     def fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
-        """Whether a waiting request fits beside the pages that are reserved."""
         available, needed = self.available(), self.needed(request, cached_tokens)
         sums = zip(needed, reserved, available, strict=True)
         return all(need + taken <= most for need, taken, most in sums) or (
@@ -304,12 +296,8 @@ def fits_exactly(
     at their end is more than is ever needed at once. Looks at the moment before each one finishes,
     with every request's last page counted as full; O(n log n).
 
-    Args:
-        lengths: Number of tokens of each request.
-        left: Number of tokens that each will generate, one a step.
-        held: Pages that each holds, and frees when it finishes.
-        page_tokens: Tokens of a page.
-        available: Further available pages.
+    A request of `lengths` tokens, in `held` pages, generates `left` more, one a step. Further pages
+    are `available`.
     """
     order = np.argsort(left, kind="stable")
     lengths, left, held = lengths[order], left[order], held[order]

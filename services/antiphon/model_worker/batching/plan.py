@@ -97,41 +97,28 @@ class Biases:
 class LogprobsRequest:
     """Rows with logprobs or hidden states, and the prompt tokens to score.
 
-    Axes: D rows with such outputs, Q prompt tokens to score, M named ids of all rows.
+    The entries of a row's prompt tokens come before that of its sampled token. The token after each
+    of `prompt_tokens`, which index the plan's `tokens`, is scored by plain softmax.
 
-    Attributes:
-        rows: (D,) rising; the entries of prompt tokens come before that of the sampled token.
-        logprobs: (D,) whether logprobs are returned, of the sampled token and those below.
-        top: (D,) number of top logprobs.
-        named_starts: (D + 1,) where the ids of each row start in `named_ids`.
-        named_ids: (M,) ids whose logprobs are returned.
-        hidden: (D,) whether the hidden state before each token is returned.
-        prompt_tokens: (Q,) indices into the plan's `tokens`, rising: the token after each is
-            scored, by plain softmax.
-        prompt_targets: (Q,) the ids of the tokens after them; -1 where the prompt ends.
+    Axes: D rows with such outputs, Q prompt tokens to score, M named ids of all rows.
     """
 
-    rows: Ints
-    logprobs: NDArray[np.bool_]
-    top: Ints
-    named_starts: Ints
-    named_ids: Ints
-    hidden: NDArray[np.bool_]
-    prompt_tokens: Ints
-    prompt_targets: Ints
+    rows: Ints  # (D,) rising
+    logprobs: NDArray[np.bool_]  # (D,) whether they are returned, of the sampled token and below
+    top: Ints  # (D,) number of top logprobs
+    named_starts: Ints  # (D + 1,) where the ids of each row start in `named_ids`
+    named_ids: Ints  # (M,) ids whose logprobs are returned
+    hidden: NDArray[np.bool_]  # (D,) whether the hidden state before each token is returned
+    prompt_tokens: Ints  # (Q,) rising
+    prompt_targets: Ints  # (Q,) ids of the tokens after them; -1 where the prompt ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequest:
-    """Pooling of the rows of a model that generates no tokens; entry r belongs to row r.
+    """Pooling of the rows of a model that generates no tokens; entry r belongs to row r."""
 
-    Attributes:
-        ends: (R,) whether the prompt ends with the row, so that its vector is returned.
-        dimensions: (R,) length to which the vector is truncated; 0 returns all of it.
-    """
-
-    ends: NDArray[np.bool_]
-    dimensions: Ints
+    ends: NDArray[np.bool_]  # (R,) whether the prompt ends with the row: its vector is returned
+    dimensions: Ints  # (R,) length to which the vector is truncated; 0 returns all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,59 +146,45 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     its contents.
 
     Attributes:
-        step: Grows by one; a rank rejects a gap.
-        slot: The request slot of each row, fixed while a choice runs.
-        query_start: Index of a row's first token in `tokens`.
         query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
-        adapter: Index of the row's adapter, -1 without one.
-        tokens: Token ids, or `future(slot)`.
-        positions: Positions of the tokens, one row for each axis.
         logit_tokens: Indices into `tokens` after which a token is sampled; any number for a row.
-        penalties: For the rows that have any. This and the fields below are None where no row
-            needs them.
-        token_masks: (G, ceil(V / 32)) bit i % 32 of word i // 32 is set if token i is allowed.
-        token_mask_rows: (G,) the row of each mask, rising; rows that sample in this plan.
-        biases: Added after the masks.
-        details: Requested logprobs and hidden states.
-        pooling: Pooling of the rows; none of them samples then.
         page_tables: (R, N) for each cache group, -1 beyond a row's pages. Token p of a row lies in
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
             there first. For a state group (R, 2): the state that a row starts from, -1 if it is
             zero, and a different one, to which the state after its last token is written.
-        tree_mask: For tree verification: (T, T), which tokens of the step attend to which.
         follows: Each row has one token and samples one, and is the same row of the plan before, one
             token further, with the same slot, sampling and all other columns: only tokens,
             positions, kv_len and page tables differ, and these only by pages that were added or
             that no query attends to any more. A runner may reuse what it prepared for that plan, or
             ignore this: the outcome is the same.
-        release_fence: Pages released by this plan may be reused by plans after this step.
     """
 
-    step: int
+    step: int  # grows by one; a rank rejects a gap
     microbatch: int = 0
-    slot: Ints  # (R,)
-    query_start: Ints  # (R,)
+    slot: Ints  # (R,) fixed while a choice runs
+    query_start: Ints  # (R,) index of a row's first token in `tokens`
     query_len: Ints  # (R,)
     kv_len: Ints  # (R,)
-    adapter: Ints  # (R,)
-    tokens: Ints  # (T,)
+    adapter: Ints  # (R,) -1 without one
+    tokens: Ints  # (T,) ids, or `future(slot)`
     positions: Ints  # (A, T)
     logit_tokens: Ints  # (L,)
     sampling: SamplingColumns
     page_tables: tuple[Ints, ...]
+    # The following are None where no row needs them.
     penalties: Penalties | None = None
-    token_masks: Ints | None = None
-    token_mask_rows: Ints | None = None
-    biases: Biases | None = None
+    token_masks: Ints | None = None  # (G, ceil(V / 32)) bit i % 32 of word i // 32: i is allowed
+    token_mask_rows: Ints | None = None  # (G,) the row of each mask, rising; rows that sample
+    biases: Biases | None = None  # added after the masks
     details: LogprobsRequest | None = None
-    pooling: PoolingRequest | None = None
-    tree_mask: NDArray[np.bool_] | None = None
+    pooling: PoolingRequest | None = None  # no row samples then
+    tree_mask: NDArray[np.bool_] | None = None  # (T, T) which tokens of the step attend to which
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
     splices: tuple[Splice, ...] = ()
     loads: tuple[PageMove, ...] = ()
     saves: tuple[PageMove, ...] = ()
-    release_fence: int = 0
+    release_fence: int = 0  # pages released by this plan may be reused after this step
     follows: bool = False
 
 
@@ -231,26 +204,16 @@ class LogprobsBatch:
 
     Axes: K entries of all rows, N the largest top, M the most named ids of a row, H hidden size. A
     row that requests fewer fills the first columns. NaN where a row requests none, or there is no
-    value.
-
-    Attributes:
-        starts: (R + 1,) row r's entries are [starts[r], starts[r + 1]).
-        token_ids: (K,) -1 after a prompt that nothing is sampled after.
-        logprobs: (K,) after penalties, masks, biases and temperature; greedy rows have
-            temperature 1.
-        top_ids: (K, N) the most likely first.
-        top_logprobs: (K, N)
-        named_logprobs: (K, M)
-        hidden: (K, H) float32, the normalised last hidden state from which the token was predicted.
+    value. Logprobs are those after penalties, masks, biases and temperature, 1 in greedy rows.
     """
 
-    starts: Ints
-    token_ids: Ints
-    logprobs: Floats
-    top_ids: Ints
-    top_logprobs: Floats
-    named_logprobs: Floats
-    hidden: Floats | None = None
+    starts: Ints  # (R + 1,) row r's entries are [starts[r], starts[r + 1])
+    token_ids: Ints  # (K,) -1 after a prompt that nothing is sampled after
+    logprobs: Floats  # (K,)
+    top_ids: Ints  # (K, N) the most likely first
+    top_logprobs: Floats  # (K, N)
+    named_logprobs: Floats  # (K, M)
+    hidden: Floats | None = None  # (K, H) the normalised last state that predicted the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,14 +26,7 @@ requests in each step that evicts would cost as much as planning the step."""
 
 
 class StepPlanner:
-    """Moves requests between the queue and their slots, and schedules the rows of the next plan.
-
-    Attributes:
-        retractions: Requests retracted because pages ran out, since start.
-        retracted_tokens: Tokens of these.
-        retracted_prompt_tokens: Prompt tokens of these.
-        preemptions: Requests preempted for one of higher priority, since start.
-    """
+    """Moves requests between the queue and their slots, and schedules the rows of the next plan."""
 
     def __init__(
         self,
@@ -43,7 +36,7 @@ class StepPlanner:
         waiting: WaitingQueue,
         timeouts: Timeouts,
     ) -> None:
-        self.retractions = 0
+        self.retractions = 0  # because pages ran out; preemptions are for a higher priority
         self.retracted_tokens = 0
         self.retracted_prompt_tokens = 0
         self.preemptions = 0
@@ -264,7 +257,6 @@ class StepPlanner:
         self._batch.start(request, table, now)
 
     def _preempt(self) -> None:
-        """Preempt running requests for the next waiting one, if its priority is enough higher."""
         batch, pages = self._batch, self._pages
         candidate = self._waiting.first() if self._rules.priority and batch.running else None
         if candidate is None or self._should_wait(candidate):

@@ -60,10 +60,8 @@ class PrefixSharing:
     Without a prefix cache only the choices of one request share: the common prefix is forked from
     the page table of the first one. With a prefix cache it is found there, whichever request
     computed it. A table with recurrent states cannot be forked: what is shared ends at a
-    checkpoint, in the prefix cache.
-
-    Attributes:
-        namespace: Digest of the current weights. A prefill that other weights began is not shared.
+    checkpoint, in the prefix cache. A prefill that other weights began, of another `namespace`, is
+    not shared.
     """
 
     def __init__(

@@ -42,14 +42,9 @@ class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
 
 
 class Backlog(NamedTuple):
-    """Size of the waiting queue.
+    """Size of the waiting queue."""
 
-    Attributes:
-        tokens: Tokens to prefill, outputs of retracted requests included. Some may be cached.
-        retracted: Choices that were running before.
-    """
-
-    tokens: int = 0
+    tokens: int = 0  # to prefill, outputs of retracted requests included; some may be cached
     retracted: int = 0
 
 
@@ -78,7 +73,6 @@ class WaitingQueue:
         return self._rules.rank(state.priority), key, arrival
 
     def put(self, request: Request) -> None:
-        """Add a new request, or one that was retracted."""
         insort(self._requests, request, key=_place)
         self._overtaken.enter(request.arrival, (request, request.life))
 
@@ -163,8 +157,6 @@ def order_by_prefix(
 
 
 class _Branches:
-    """The part of the radix tree that has waiting requests under it."""
-
     def __init__(self, pairs: Sequence[tuple[Request, PrefixNode | None]]) -> None:
         self._here: defaultdict[PrefixNode | None, list[Request]] = defaultdict(list)
         self._weight: defaultdict[PrefixNode | None, int] = defaultdict(int)

@@ -313,16 +313,14 @@ class Request:
 class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request that a plan computes: `[start, start + length)`.
 
-    Attributes:
-        draws: Whether a token is sampled after it: not after a prefill chunk within a prompt.
-        life: The generation of the request when the row was made; if the request's has changed
-            since, the outcome of the row is dropped.
+    `life` is the generation of the request when the row was made; if the request's has changed
+    since, the outcome of the row is dropped.
     """
 
     request: Request
     start: int
     length: int
-    draws: bool
+    draws: bool  # a token is sampled after it: not after a prefill chunk within a prompt
     life: int
 
     @classmethod
@@ -352,17 +350,11 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefix:
-    """The prefix that a request waits for.
+    """The prefix that a request waits for."""
 
-    Attributes:
-        leader: The request that prefills the prefix.
-        table: The leader's page table: should it be retracted and start again, it has another.
-        tokens: Length of the common prefix, in whole pages.
-    """
-
-    leader: Request
-    table: PageTable
-    tokens: int
+    leader: Request  # prefills it
+    table: PageTable  # the leader's: should it be retracted and start again, it has another
+    tokens: int  # in whole pages
 
     @property
     def ready(self) -> bool:

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 
 class RunningBatch:
-    """The running requests, and the resources that they need.
+    """The running requests by slot, in the order of their starts, and the resources they need.
 
-    Attributes:
-        running: Running requests by slot, in the order in which they were started.
-        checkpoints: Where recurrent states are cached; None: the model has none, or there is no
-            prefix cache.
+    Without recurrent states or a prefix cache there are no `checkpoints`.
     """
 
     def __init__(

@@ -32,69 +32,54 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             that is longer than a step has a step to itself.
         fill_tokens: Number of prefill tokens with which a plan is full: no further prefill joins
             it, so that the first requests decode before the last ones are prefilled.
-        prefill_max: Maximum number of prefilling requests in a plan.
         mixed: Whether prefill chunks and decodes share a plan (mixed chunked prefill). If not,
             prefill steps and decode steps alternate, so that neither waits for more than one plan
             of the other kind.
-        queue_max: Maximum number of waiting requests beyond those that get a free slot.
-        context_tokens: Maximum number of tokens of prompt and output, by model and page pool.
-        weight_version: Name of the weights, which may change after they were loaded.
-        stream_interval: Number of output tokens from one message of a stream to the next.
         pool_width: Width of the pooled vector of a model that generates no tokens. None: a
             generative model, which pools nothing.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
-        follow_timeout_s: Maximum time for a grammar matcher to accept a token.
-        conservativeness: Factor on the share of remaining output tokens for which pages are
-            reserved; see `NewTokenRatio`.
     """
 
     step_tokens_max: int
     chunk_tokens: int | None
     fill_tokens: int | None = None
-    prefill_max: int | None = None
+    prefill_max: int | None = None  # prefilling requests in a plan
     mixed: bool = True
     running_max: int
-    queue_max: int = 256
-    context_tokens: int
+    queue_max: int = 256  # beyond those that get a free slot
+    context_tokens: int  # of prompt and output, by model and page pool
     vocab_size: int
     end_ids: frozenset[int]
     weights_digest: str
-    weight_version: str = "default"
-    stream_interval: int = 1
+    weight_version: str = "default"  # may change after the weights were loaded
+    stream_interval: int = 1  # output tokens from one message of a stream to the next
     hidden_states: bool = False
     pool_width: int | None = None
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
     checkpoint_tokens: int = 256
-    follow_timeout_s: float = 10.0
-    conservativeness: float = 1.0
+    follow_timeout_s: float = 10.0  # for a grammar matcher to accept a token
+    conservativeness: float = 1.0  # a factor; see `NewTokenRatio`
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     """All that determines how a choice continues, on this worker or on another.
 
     Retraction, migration and hand-off are one operation: take the state, run the state.
-
-    Attributes:
-        prompt_ids: int32, little-endian, as are `output_ids`.
-        emitted: Number of output ids that were already sent, by this worker or another.
-        weights_digest: Digest of the weights that computed the outputs; empty if there are none.
-        cache_salt: The cached prefix is found only by requests of the same salt.
-        waited_ms: Time already spent in queues when the request arrived here.
     """
 
     request_id: RequestId
     choice: int
-    prompt_ids: bytes
+    prompt_ids: bytes  # int32, little-endian, as are `output_ids`
     output_ids: bytes = b""
-    emitted: int = 0
+    emitted: int = 0  # output ids that were already sent, by this worker or another
     sampling: SamplingParams
-    weights_digest: str = ""
+    weights_digest: str = ""  # of the weights that computed the outputs, if there are any
     adapter_digest: str = ""
     priority: int = 0
-    cache_salt: bytes = b""
+    cache_salt: bytes = b""  # only requests of the same salt find the cached prefix
     tenant: TenantId = DEFAULT_TENANT
-    waited_ms: int = 0
+    waited_ms: int = 0  # in queues, before the request arrived here
     deadline_unix_ms: int
 
 

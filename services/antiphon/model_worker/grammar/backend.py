@@ -71,11 +71,7 @@ class GrammarCompiler(Protocol):
     """Compiles grammars; may be shared by threads."""
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile a grammar; may take seconds.
-
-        Raises:
-            InvalidRequest: The grammar is invalid, or matches no output.
-        """
+        """Compile a grammar, in seconds; `InvalidRequest` if it is invalid or matches no output."""
         ...
 
 
@@ -274,24 +270,16 @@ class GrammarQueue:
 def open_compiler(
     folder: Path, vocab_size: int, end_ids: frozenset[int], config: GrammarConfig
 ) -> GrammarCompiler:
-    """Create the compiler for the tokenizer.json in a folder. Blocks for a second or two.
-
-    Raises:
-        Unsupported: The bytes of the tokenizer's tokens cannot be derived.
-    """
+    """Create the compiler for the tokenizer.json in a folder. Blocks for a second or two."""
     vocabulary = read_vocabulary(folder, vocab_size)
     # xgrammar imports transformers, which workers that never get a grammar need not load.
-    from antiphon.model_worker.grammar import xgrammar_backend  # noqa: PLC0415
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler  # noqa: PLC0415
 
-    return xgrammar_backend.XgrammarCompiler(vocabulary, end_ids, config)
+    return XgrammarCompiler(vocabulary, end_ids, config)
 
 
 def no_compiler(reason: str = "it runs no model") -> GrammarCompiler:
-    """Stands in for `open_compiler` on a worker without grammars.
-
-    Raises:
-        Unsupported: Always, with the reason.
-    """
+    """Stands in for `open_compiler` on a worker without grammars."""
     raise Unsupported(f"this worker has no grammars: {reason}", param="grammar")
 
 
@@ -315,7 +303,6 @@ class CompileBackoff:
             raise Overloaded("grammar: it took too long to compile", retry_after_s=left_s)
 
     def record_timeout(self, source: GrammarSource, timeout_s: float) -> Overloaded:
-        """Record that a grammar timed out; return the error for its requests."""
         _, before_s = self._timeouts.get(source) or (0.0, PAUSE_S / 2)
         pause_s = min(2 * before_s, PAUSE_S_MAX)
         self._timeouts.put(source, (self._clock() + pause_s, pause_s))
@@ -342,7 +329,6 @@ class LruCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The value of a key, marked as just used."""
         value = self._entries.get(key)
         if value is not None:
             self._entries.move_to_end(key)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import Callable
 
     from antiphon.wire.ids import TenantId
 
@@ -43,21 +43,21 @@ class CompileThreads:
         self._timed_out: Counter[TenantId] = Counter()
 
     async def run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
-        """Run a job and return its result.
+        """Run a job for at most `timeout_s`, and return its result.
 
-        Raises:
-            TimeoutError: It ran longer than `timeout_s`.
-            Overloaded: It got no slot within `timeout_s`, or too many timed-out jobs still run.
+        Raises `Overloaded` if it got no slot in that time, or too many timed-out jobs still run.
         """
         if self._timed_out.total() >= LOST_MAX or self._timed_out[tenant] >= TENANT_LOST_MAX:
             raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(self._slots.slot(tenant, timeout_s=timeout_s))
-            except TimeoutError:
-                message = "too many grammars are being compiled"
-                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+        try:
+            await self._slots.acquire(tenant, timeout_s)
+        except TimeoutError:
+            message = "too many grammars are being compiled"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+        try:
             return await self._run(job, timeout_s, tenant)
+        finally:
+            self._slots.release(tenant)
 
     async def _run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
         loop = asyncio.get_running_loop()
@@ -104,21 +104,7 @@ class TenantSlots:
         self._running: Counter[TenantId] = Counter()
         self._waiting: OrderedDict[TenantId, deque[asyncio.Future[None]]] = OrderedDict()
 
-    @contextlib.asynccontextmanager
-    async def slot(self, tenant: TenantId, *, timeout_s: float) -> AsyncGenerator[None]:
-        """Hold a slot inside this block.
-
-        Raises:
-            TimeoutError: No slot became free in time.
-            Overloaded: Too many jobs of the tenant wait for one.
-        """
-        await self._acquire(tenant, timeout_s)
-        try:
-            yield
-        finally:
-            self._release(tenant)
-
-    async def _acquire(self, tenant: TenantId, timeout_s: float) -> None:
+    async def acquire(self, tenant: TenantId, timeout_s: float) -> None:
         waiting = self._waiting.get(tenant)
         if not waiting and self._free(tenant):
             self._running[tenant] += 1
@@ -132,7 +118,7 @@ class TenantSlots:
                 await turn
         except BaseException:
             if turn.done() and not turn.cancelled():
-                self._release(tenant)  # a slot was assigned at the same moment
+                self.release(tenant)  # a slot was assigned at the same moment
             else:
                 self._forget(tenant, turn)
             raise
@@ -141,7 +127,7 @@ class TenantSlots:
         running = self._running.total()
         return running < self._count or (running == self._count and not self._running[tenant])
 
-    def _release(self, tenant: TenantId) -> None:
+    def release(self, tenant: TenantId) -> None:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]

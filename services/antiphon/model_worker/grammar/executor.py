@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -27,11 +28,9 @@ _NICE = 10
 
 
 class MatcherTask:
-    """Advances a matcher over the sampled tokens of its row.
+    """Advances a matcher over the sampled tokens of its row, up to a token with a finish.
 
-    Attributes:
-        matcher: Owned by the thread that runs the task until it is done.
-        finishes: The finish of each token, if any, up to the first token that has one.
+    The thread that runs the task owns the matcher until it is done.
     """
 
     def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
@@ -63,19 +62,14 @@ class MatcherTask:
 
 
 class MatcherExecutor(Protocol):
-    """Advances the matchers of a batching loop."""
-
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
         """Start tasks. Most are done on return; the others finish later."""
-        ...
 
     def wait(self) -> None:
         """Wait a short time for unfinished tasks."""
-        ...
 
     def cancel(self, task: MatcherTask) -> None:
         """Abandon a task whose result is no longer needed. It may never finish."""
-        ...
 
 
 class InlineMatcherExecutor:
@@ -170,12 +164,10 @@ class ThreadedMatcherExecutor:
             task.run()
 
 
+@dataclass
 class _MatcherThread:
-    """A lane: tasks that one thread runs one after the other."""
-
-    def __init__(self, name: str, *, nice: int) -> None:
-        self.name = name
-        self.nice = nice
-        self.waiting: deque[MatcherTask] = deque()
-        self.current: MatcherTask | None = None
-        self.thread: threading.Thread | None = None
+    name: str
+    nice: int
+    waiting: deque[MatcherTask] = field(default_factory=deque["MatcherTask"])
+    current: MatcherTask | None = None
+    thread: threading.Thread | None = None

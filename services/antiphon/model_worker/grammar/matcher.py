@@ -38,14 +38,12 @@ class GrammarState(Protocol):
     def fill(self, words: Ints) -> bool:
         """Write the mask of allowed next tokens into `words`, (W,); False if all are allowed.
 
-        Raises:
-            EngineError: No token is allowed.
+        An `EngineError` if none is.
         """
         ...
 
     def rollback(self, tokens: int) -> None:
         """Undo the last `tokens` accepted tokens."""
-        ...
 
 
 class GrammarMatcher:
@@ -54,17 +52,12 @@ class GrammarMatcher:
     The mask is computed as soon as the token before it is known, not as part of a step: planning
     either finds it ready or leaves the sequence out; a sequence that cannot continue has finished
     by then. Belongs to one thread at a time.
-
-    Attributes:
-        mask: (W,) allowed next tokens; None if all are.
-        slow: Whether it has ever delayed a step.
     """
 
     def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Create a matcher at the position of `state`; an `EngineError` if no token may follow."""
-        self.mask: Ints | None = None
+        self.mask: Ints | None = None  # (W,) allowed next tokens; None if all are
         self.end_ids = end_ids
-        self.slow = False
+        self.slow = False  # it has delayed a step
         self._state = state
         # Two buffers: the one in use at the checkpoint is not overwritten.
         self._words = np.zeros((2, words_count(vocab_size)), np.int32)
@@ -98,7 +91,6 @@ class GrammarMatcher:
         self._buffer ^= 1
 
     def rollback(self) -> None:
-        """Return to the position of the last checkpoint."""
         self._state.rollback(self._since_mark)
         self.mask, self._since_mark = self._marked, 0
         self._buffer ^= 1

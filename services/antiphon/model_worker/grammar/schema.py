@@ -26,25 +26,23 @@ PATTERN_MAX = 8192
 """Longest regular expression: a run of optional parts compiles in cubic time."""
 
 
-def read_json(text: str) -> Json:
-    """Decode a JSON text.
+def invalid_grammar(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"grammar: {reason}", param="grammar")
 
-    Raises:
-        InvalidRequest: It is not valid JSON, or it is nested too deep.
-    """
+
+def read_json(text: str) -> Json:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"grammar: not JSON: {error}", param="grammar") from error
+        raise invalid_grammar(f"not JSON: {error}") from error
     except RecursionError:
-        raise InvalidRequest("grammar: nested too deep", param="grammar") from None
+        raise invalid_grammar("nested too deep") from None
 
 
 def prepare_schema(schema: Json) -> None:
     """Rewrite a schema, in place, so that no output can violate it.
 
-    Raises:
-        InvalidRequest: It is not a schema, or one of its keywords cannot be enforced; names it.
+    An `InvalidRequest` names the keyword that cannot be enforced.
     """
     kinds = SchemaTypes(schema)
     seen: set[int] = set()
@@ -56,7 +54,7 @@ def prepare_schema(schema: Json) -> None:
         for path, part in list(_parts(whole, place)):
             seen.add(id(part))
             for word, reason in _refusals(part, kinds):
-                raise InvalidRequest(f"grammar: {path}: {word} {reason}", param="grammar")
+                raise invalid_grammar(f"{path}: {word} {reason}")
             _add_patterns(part)
             reference = part.get("$ref")
             if isinstance(reference, str):
@@ -69,9 +67,9 @@ def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"grammar: {path}: not a schema", param="grammar")
+        raise invalid_grammar(f"{path}: not a schema")
     if depth > DEPTH_MAX:
-        raise InvalidRequest("grammar: nested too deep", param="grammar")
+        raise invalid_grammar("nested too deep")
     yield path, schema
     for word, value in schema.items():
         inner: list[tuple[str, Json]] = []

@@ -64,7 +64,6 @@ class SchemaTypes:
         return next(self._tags(one, other), None)
 
     def require(self, schema: Json, name: str) -> None:
-        """Make a property required in every object of a schema."""
         schema = self._resolved(schema)
         if isinstance(schema, dict) and name not in _names(schema):
             schema["required"] = [*_names(schema), name]
@@ -83,7 +82,6 @@ class SchemaTypes:
         return _EVERY
 
     def _refuses(self, other: Json, one: Json, depth: int = 0) -> bool:
-        """Whether a schema rejects every value generated for `one`."""
         one, other = self._resolved(one), self._resolved(other)
         if not self.types(one) & self.types(other):
             return True
@@ -173,7 +171,6 @@ def _parts(schema: Object) -> list[Json]:
 
 
 def _differ(some: list[Json] | None, others: list[Json] | None) -> bool:
-    """Whether two lists of values are disjoint."""
     if some is None or others is None:
         return False
     return not any(_same(one, other) for one in some for other in others)
@@ -189,7 +186,6 @@ def _properties(schema: Object) -> Object:
 
 
 def _names(schema: Object) -> list[str]:
-    """The required properties."""
     required = schema.get("required")
     return (
         [name for name in required if isinstance(name, str)] if isinstance(required, list) else []

@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.grammar.schema import DEPTH_MAX, PATTERN_MAX, prepare_schema, read_json
-from antiphon.wire.errors import InvalidRequest
+from antiphon.model_worker.grammar.schema import (
+    DEPTH_MAX,
+    PATTERN_MAX,
+    invalid_grammar,
+    prepare_schema,
+    read_json,
+)
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -41,28 +46,27 @@ def source_of(
 ) -> GrammarSource:
     """Check and normalise a grammar without compiling it.
 
-    Raises:
-        InvalidRequest: It is empty, too long, or uses what the compiler cannot enforce.
+    An `InvalidRequest` if it is empty, too long, or uses what the compiler cannot enforce.
     """
     kind, text = grammar.kind, grammar.text
     if kind is GrammarKind.JSON_OBJECT and not text:
         return GrammarSource(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
     if len(text) > _CHARACTERS_MAX[kind]:
-        message = f"grammar: {kind} takes at most {_CHARACTERS_MAX[kind]} characters"
-        raise InvalidRequest(message, param="grammar")
+        raise invalid_grammar(f"{kind} takes at most {_CHARACTERS_MAX[kind]} characters")
     if not text:
-        raise InvalidRequest("grammar: the text is empty", param="grammar")
+        raise invalid_grammar("the text is empty")
     if "\0" in text:  # the compiler would read past it
-        raise InvalidRequest("grammar: the text contains a NUL character", param="grammar")
+        raise invalid_grammar("the text contains a NUL character")
     if kind is GrammarKind.JSON_SCHEMA:
         schema = read_json(text)
         _check_properties(schema, properties_max)
         prepare_schema(schema)
         return GrammarSource(kind, msgspec.json.encode(schema).decode())
     if kind is GrammarKind.STRUCTURAL_TAG:
-        _check_properties(read_json(text), properties_max)
-        tags = _structural_tag(text, whitespace_max)
-        return GrammarSource(kind, msgspec.json.encode(tags).decode())
+        tag = read_json(text)
+        _check_properties(tag, properties_max)
+        tag = _structural_tag(tag, whitespace_max)
+        return GrammarSource(kind, msgspec.json.encode(tag).decode())
     return GrammarSource(kind, text)
 
 
@@ -78,17 +82,15 @@ def _check_properties(schema: Json, properties_max: int) -> None:
             count += len(properties) if isinstance(properties, dict) else 0
             parts += part.values()
     if count > properties_max:
-        message = (
-            f"grammar: {count} properties, more than {properties_max} (grammar.properties_max)"
+        raise invalid_grammar(
+            f"{count} properties, more than {properties_max} (grammar.properties_max)"
         )
-        raise InvalidRequest(message, param="grammar")
 
 
-def _structural_tag(text: str, whitespace_max: int) -> Json:
+def _structural_tag(tag: Json, whitespace_max: int) -> Json:
     """Free text with tags inside; a tag of `structures` and `triggers` becomes the newer form."""
-    tag = read_json(text)
     if not isinstance(tag, dict):
-        raise InvalidRequest("grammar: a structural tag is a JSON object", param="grammar")
+        raise invalid_grammar("a structural tag is a JSON object")
     format_ = _triggered(tag) if "structures" in tag else tag.get("format")
     return {"type": "structural_tag", "format": _node(format_, whitespace_max, 0)}
 
@@ -97,14 +99,14 @@ def _triggered(tag: dict[str, Json]) -> Json:
     """The older form: free text until a trigger, then one of the tags that begin with it."""
     structures = tag["structures"]
     if not isinstance(structures, list):
-        raise InvalidRequest("grammar: structures is a list", param="grammar")
+        raise invalid_grammar("structures is a list")
     tags: list[Json] = [_tag(structure) for structure in structures]
     return {"type": "triggered_tags", "triggers": tag.get("triggers", []), "tags": tags}
 
 
 def _tag(structure: Json) -> Json:
     if not isinstance(structure, dict):
-        raise InvalidRequest("grammar: a structure is a JSON object", param="grammar")
+        raise invalid_grammar("a structure is a JSON object")
     return {
         "type": "tag",
         "begin": structure.get("begin"),
@@ -115,7 +117,7 @@ def _tag(structure: Json) -> Json:
 
 def _node(node: Json, whitespace_max: int, depth: int) -> Json:
     if depth > DEPTH_MAX:
-        raise InvalidRequest("grammar: nested too deep", param="grammar")
+        raise invalid_grammar("nested too deep")
     if isinstance(node, list):
         return [_node(part, whitespace_max, depth + 1) for part in node]
     if not isinstance(node, dict):
@@ -125,13 +127,11 @@ def _node(node: Json, whitespace_max: int, depth: int) -> Json:
         return _content(node, whitespace_max)
     if isinstance(kind, str) and kind in _OF_TOKENS:
         # The tokens of tags are mostly special tokens, which have no text.
-        message = f"grammar: {kind} is not supported; tags are found in the text"
-        raise InvalidRequest(message, param="grammar")
+        raise invalid_grammar(f"{kind} is not supported; tags are found in the text")
     for word, characters_max in (("pattern", PATTERN_MAX), ("grammar", RULES_MAX)):
         length = len(str(node.get(word, "")))
         if length > characters_max:
-            message = f"grammar: {word} has {length} characters; the limit is {characters_max}"
-            raise InvalidRequest(message, param="grammar")
+            raise invalid_grammar(f"{word} has {length} characters; the limit is {characters_max}")
     return {word: _node(part, whitespace_max, depth + 1) for word, part in node.items()}
 
 

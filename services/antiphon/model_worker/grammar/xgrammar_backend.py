@@ -16,7 +16,7 @@ import numpy as np
 import xgrammar
 
 from antiphon.model_worker.batching.token_masks import pack, words_count
-from antiphon.wire.errors import InvalidRequest
+from antiphon.model_worker.grammar.schema import invalid_grammar
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ _ONE, _TWO, _THREE, _E0, _ED, _F0, _F4, _BROKEN = range(1, 9)
 
 
 class XgrammarCompiler:
-    """Compiles grammars. May be shared by threads."""
-
     def __init__(
         self, vocabulary: TokenVocabulary, end_ids: frozenset[int], config: GrammarConfig
     ) -> None:
@@ -53,16 +51,11 @@ class XgrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, source: GrammarSource) -> XgrammarGrammar:
-        """Compile a grammar; may take seconds, without holding the interpreter lock.
-
-        Raises:
-            InvalidRequest: The grammar is invalid, or matches no output.
-        """
+        """Compile a grammar; may take seconds, without holding the interpreter lock."""
         try:
             compiled = self._compile(source)
         except (RuntimeError, ValueError) as error:
-            message = f"grammar: {_readable(str(error))}"
-            raise InvalidRequest(message, param="grammar") from error
+            raise invalid_grammar(_readable(str(error))) from error
         grammar = XgrammarGrammar(compiled, self._vocabulary, self._utf8, self._end_ids)
         grammar.start(()).fill(np.zeros(words_count(len(self._vocabulary.tokens)), np.int32))
         return grammar
@@ -131,7 +124,7 @@ class XgrammarMatcher:
         try:
             accepted = self._matcher.accept_token(token)
         except _RAISED as error:
-            raise _blame(error) from error
+            raise invalid_grammar(str(error)) from error
         if accepted:
             self._utf8_states.append(self._utf8.after(self._utf8_states[-1], token))
         return accepted
@@ -140,10 +133,10 @@ class XgrammarMatcher:
         try:
             self._matcher.fill_next_token_bitmask(words[np.newaxis])
         except _RAISED as error:
-            raise _blame(error) from error
+            raise invalid_grammar(str(error)) from error
         words &= self._utf8.masks[self._utf8_states[-1]]
         if not words.any():
-            raise InvalidRequest("grammar: no token may come next", param="grammar")
+            raise invalid_grammar("no token may come next")
         return True
 
     def rollback(self, tokens: int) -> None:
@@ -211,11 +204,7 @@ def _readable(message: str) -> str:
     return plain if len(plain) <= _MESSAGE_MAX else f"{plain[:_MESSAGE_MAX]}…"
 
 
-def _blame(error: Exception) -> InvalidRequest:
-    """Map whatever the matcher raises over a request's text to an error of that request alone."""
-    return InvalidRequest(f"grammar: {error}", param="grammar")
-
-
 _RAISED = (RuntimeError, ValueError, MemoryError)
+"""Whatever a matcher raises over a request's text is an error of that request alone."""
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 _MESSAGE_MAX = 300

@@ -212,12 +212,6 @@ class HeldRequest:
     """A request from its admission until its owner no longer lists it.
 
     Its prompt is not here: the batching loop has it, and it is never sent.
-
-    Attributes:
-        steps: Whether its detokenizer reads `TokenStep`.
-        due_ms: Its deadline, by our clock; `deadline_unix_ms` is by its owner's.
-        started: Whether its prefill has started.
-        requeued: Heartbeats list it until the leader runs it under another attempt.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
@@ -225,14 +219,14 @@ class HeldRequest:
         self.owner = admit.owner
         self.attempt = admit.attempt
         self.detokenizer = admit.detokenizer
-        self.steps = admit.steps
-        self.deadline_unix_ms = admit.deadline_unix_ms
-        self.due_ms = due_ms
+        self.steps = admit.steps  # its detokenizer reads `TokenStep`
+        self.deadline_unix_ms = admit.deadline_unix_ms  # by its owner's clock
+        self.due_ms = due_ms  # by ours
         self.admitted_ms = now_ms
         self.cached_tokens = 0
         self.listed_after_end = False
         self.started = False
-        self.requeued = False
+        self.requeued = False  # heartbeats list it until the leader runs another attempt
         self._prompt_tokens = len(admit.prompt_ids) // ID_BYTES
         self.tokens_max = self._prompt_tokens + admit.sampling.max_new_tokens
         self._details_from = admit.sampling.details_from(self._prompt_tokens)
@@ -260,7 +254,6 @@ class HeldRequest:
             choice.rewind(offsets.get(choice.index, self._details_from or 0))
 
     def repeat_end(self) -> None:
-        """Send the finish of each choice again, without its ids."""
         self.rewind({choice.index: choice.length for choice in self.choices})
 
     def unsent(self) -> list[TokenRow]:

@@ -22,10 +22,8 @@ class NumericsCheck:
     """Compares this worker's numerics with those of the other workers.
 
     A request may continue on another worker, or be repeated there: with other numerics its output
-    would differ. The later worker ends; of two that start at once, one of them.
-
-    Attributes:
-        digest: Numerics digest, as in the load report; empty if inference is not deterministic.
+    would differ. The later worker ends; of two that start at once, one of them. The `digest` is
+    empty if inference is not deterministic.
     """
 
     def __init__(self, process: Process, model: ModelName, digest: str) -> None:

@@ -22,10 +22,8 @@ class ReportQueue:
 
     `relay` processes such a report in the thread of the batching loop, or returns False if that is
     not possible now. `take` processes reports in the event loop's thread, each with whether it is
-    the last. The batching loop waits at most `wait_s` for an event loop that is far behind.
-
-    Attributes:
-        failed: Ends with the exception of a turn that could not process reports.
+    the last; `failed` ends with its exception. The batching loop waits at most `wait_s` for an
+    event loop that is far behind.
     """
 
     def __init__(

@@ -69,14 +69,8 @@ Action = RunChoice | DropChoice
 class WorkerOutput:
     """All requests that this worker has accepted and not forgotten.
 
-    Attributes:
-        live_max: Maximum number of choices in the batching loop.
-        term: The highest term of an applied command; commands of lower terms are ignored.
-        commands_seq: The last batch of that term.
-        draining: No new request is accepted. One that arrives all the same is requeued at once.
-        overrun_tokens: Ids that were sampled beyond a stop string, and discarded.
-        refused: The last refused batch of commands, until one is applied or for some time.
-        unelected_count: Batches whose term is too high to be an elected one, since start.
+    `our_time_ms` converts a time of another process to our clock; `leading` is the leader's term by
+    the heartbeats of schedulers. Commands of lower terms than `term` are ignored.
     """
 
     def __init__(
@@ -89,15 +83,15 @@ class WorkerOutput:
         leading: Callable[[], Term | None] = lambda: None,
     ) -> None:
         self.process = process
-        self.live_max = live_max
-        self.term: Term | None = None
-        self.commands_seq = 0
-        self.draining = False
-        self.overrun_tokens = 0
+        self.live_max = live_max  # choices in the batching loop
+        self.term: Term | None = None  # the highest of an applied command
+        self.commands_seq = 0  # the last batch of that term
+        self.draining = False  # a new request is requeued at once
+        self.overrun_tokens = 0  # sampled beyond a stop string, and discarded
         self.requeued_count = 0
-        self.refused: RefusedCommands | None = None
+        self.refused: RefusedCommands | None = None  # until one is applied, or for some time
         self.refused_count = 0
-        self.unelected_count = 0
+        self.unelected_count = 0  # batches whose term is too high to be an elected one
         self._refused_ms = 0
         self._our_time_ms = our_time_ms
         self._leading = leading
@@ -331,7 +325,6 @@ class WorkerOutput:
         ]
 
     def requeued(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        """Requeue requests, all choices of which the loop has dropped, to other workers."""
         drops: list[Action] = []
         for key in keys:
             if key in self._choices:
@@ -455,7 +448,6 @@ class WorkerOutput:
     def _stop(
         self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
     ) -> list[Action]:
-        """End choices whose output is not needed any more."""
         self._leave_lanes()
         drops: list[Action] = []
         for choice in choices:
@@ -504,7 +496,6 @@ class AttemptTombstones:
         return any(last is not None and attempt <= last for last in attempts)
 
     def expire(self, now_ms: int) -> None:
-        """Drop old tombstones; called several times a second."""
         if now_ms - self._aged_at_ms >= self._kept_ms:
             self._young, self._old = {}, self._young
             self._aged_at_ms = now_ms
