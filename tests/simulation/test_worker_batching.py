@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.batching_world import Told, World
+from tests.support import worker
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -154,13 +153,8 @@ def reached(wanted: set[str], worlds: Iterable[World]) -> Counter[str]:
 def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
     world = World(5)
     key = ChoiceKey(0)
-    state = RequestState(
-        request_id=RequestId("r"),
-        choice=1,
-        prompt_ids=pack_ids([5, 6, 7]),
-        sampling=SamplingParams(max_new_tokens=30, seed=4, ignore_eos=True),
-        deadline_unix_ms=5,
-    )
+    sampling = {"max_new_tokens": 30, "seed": 4, "ignore_eos": True}
+    state = worker.state([5, 6, 7], choice=1, deadline_unix_ms=5, **sampling)
     whole, _ = world.alone(state)
     for moved_at in range(1, 30):
         moved = msgspec.structs.replace(
@@ -175,14 +169,8 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
 
 def test_the_state_of_a_running_request_is_all_that_it_takes() -> None:
     world = World(5, stream_interval=1, fill_tokens=None, running_timeout_s=None)
-    state = RequestState(
-        request_id=RequestId("r"),
-        choice=1,
-        prompt_ids=pack_ids([1, 2, 3]),
-        sampling=SamplingParams(max_new_tokens=9, ignore_eos=True),
-        priority=2,
-        deadline_unix_ms=5,
-    )
+    fields = {"choice": 1, "priority": 2, "deadline_unix_ms": 5}
+    state = worker.state([1, 2, 3], max_new_tokens=9, ignore_eos=True, **fields)
     key = ChoiceKey(0)
     world.told[key] = Told(state)
     world.turn(Mail(runs=((key, state),)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.simulation.hash_runner import HashRunner, next_token
+from tests.support.worker import DETOKENIZER, GATEWAY, LEADER, WORKER, admit
 
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -19,19 +20,18 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
-from antiphon.wire.base import Attempt, FinishReason, Message, Process, Term
+from antiphon.wire.base import FinishReason, Message
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
     Abort,
     Admit,
-    ChoiceOutput,
     Command,
     CommandBatch,
     ResendTokens,
     StopChoice,
     TokenCursor,
 )
-from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.tokens import TokenBatch, TokenStep
@@ -45,14 +45,6 @@ VOCAB_SIZE = 50
 BEAT_MS = 500
 STEP_MS = 5
 LIFETIME_MS = 40_000
-
-
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-
-
-WORKER, DETOKENIZER, GATEWAY = process("worker"), process("detokenizer"), process("gateway")
-TERM = Term(number=1, scheduler=process("scheduler"))
 
 
 @dataclass
@@ -157,7 +149,7 @@ class World:
     def command(self, *commands: Command) -> None:
         self.commands += 1
         batch = CommandBatch(
-            leader=TERM,
+            leader=LEADER,
             worker=WORKER,
             seq=self.commands,
             commands=commands,
@@ -169,22 +161,19 @@ class World:
         number = len(self.stories)
         choices = self.random.choice([1, 1, 2])
         prompt = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 30))]
-        admit = Admit(
-            request_id=RequestId(f"r{number}"),
-            owner=GATEWAY,
-            attempt=Attempt(term=TERM, n=number),
-            detokenizer=DETOKENIZER.instance,
+        message = admit(
+            f"r{number}",
+            number,
+            choices,
             prompt_ids=pack_ids(prompt),
-            choices=tuple(ChoiceOutput(choice=i) for i in range(choices)),
             sampling=SamplingParams(max_new_tokens=self.random.choice([0, 1, 20, 50]), seed=number),
-            steps=True,
             deadline_unix_ms=self.now_ms + LIFETIME_MS,
         )
         stop_at = {
             i: self.random.randint(1, 15) for i in range(choices) if self.random.random() < 0.3
         }
-        self.stories[admit.request_id] = Story(admit, stop_at)
-        self.command(admit)
+        self.stories[message.request_id] = Story(message, stop_at)
+        self.command(message)
 
     def reconcile(self) -> None:
         """On a heartbeat: admit again what the worker does not hold, abort what it should not."""

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 from tests.simulation.hash_runner import HashRunner, next_token
+from tests.support.worker import error_of
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -202,9 +203,7 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
         stage.drain()
         stage.verify()
         culprit = stage.told[ChoiceKey(position)]
-        assert culprit.finish is not None
-        assert culprit.finish.error is not None
-        assert culprit.finish.error.code == "internal"
+        assert error_of(culprit.finish).code == "internal"
 
 
 @both

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.batching_world import Told, World
+from tests.support import worker
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -27,7 +27,6 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.errors import Overloaded
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -215,13 +214,8 @@ def test_the_threads_cross_in_every_way() -> None:
 
 
 def endless(number: int) -> tuple[ChoiceKey, RequestState]:
-    return ChoiceKey(number), RequestState(
-        request_id=RequestId(f"r{number}"),
-        choice=0,
-        prompt_ids=pack_ids([5, 6, 7]),
-        sampling=SamplingParams(max_new_tokens=90, ignore_eos=True),
-        deadline_unix_ms=0,
-    )
+    said = {"request_id": RequestId(f"r{number}"), "max_new_tokens": 90, "ignore_eos": True}
+    return ChoiceKey(number), worker.state([5, 6, 7], **said)
 
 
 def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from tests.support.worker import state
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Progress, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Progress
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,21 +34,6 @@ LIMITS = EngineLimits(
     weights_digest="w",
 )
 PAGE_TOKENS = 4
-
-
-def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
-    """A request of so many tokens, or of these; the rest is state or sampling by its name."""
-    ids = range(10, 10 + prompt) if isinstance(prompt, int) else prompt
-    fields = {name: said.pop(name) for name in list(said) if name in RequestState.__struct_fields__}
-    params: dict[str, Any] = {"max_new_tokens": 8} | said
-    whole: dict[str, Any] = {
-        "request_id": RequestId("r"),
-        "choice": 0,
-        "prompt_ids": pack_ids(ids),
-        "sampling": SamplingParams(**params),
-        "deadline_unix_ms": 0,
-    }
-    return RequestState(**whole | fields)
 
 
 def pools(pages: int = 10, window: int | None = None) -> CachePools:
@@ -133,6 +118,14 @@ class Steps:
         drawn = [[token] if row.draws else [] for row in rows]
         self.batching.commit(rows, outcome(self._step, drawn))
         return [(row.request.key, row.length) for row in rows]
+
+    def drain(self) -> None:
+        while not self.batching.idle:
+            self.go()
+
+    def until_retraction(self) -> None:
+        while not self.batching.planner.retractions:
+            self.go()
 
     def running(self) -> list[int]:
         return [request.key for request in self.batching.running.values()]

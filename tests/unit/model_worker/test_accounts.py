@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support import worker
 
-from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity, PoolUse
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.batching.page_budget import PoolUse
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import REPORTS_MAX, StepAccounting
 from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from antiphon.model_worker.batching.loop import StepReport
     from antiphon.wire.heartbeat import WorkerStats
 
 KEY = ChoiceKey(1)
@@ -28,19 +27,9 @@ LENGTH = Finish(reason=FinishReason.LENGTH)
 
 
 def report(step: int, ids: list[int], finish: Finish | None = None) -> StepReport:
-    return StepReport(
-        step=step,
-        seconds=0.01,
-        tokens=1,
-        rows=1,
-        progress=(Progress(key=KEY, token_ids=pack_ids(ids), finish=finish),),
-        credit=Capacity(
-            pages_free=1, pages_evictable=1, pages_promised=0, pages_returning=0, slots_free=0
-        ),
-        running=1,
-        waiting=0,
-        retractions=0,
-    )
+    progress = (Progress(key=KEY, token_ids=pack_ids(ids), finish=finish),)
+    sizes = {"seconds": 0.01, "tokens": 1, "rows": 1, "pages_free": 1, "pages_evictable": 1}
+    return worker.report(step, progress=progress, **sizes)
 
 
 class Desk:
@@ -51,13 +40,7 @@ class Desk:
         self.accounts = StepAccounting(
             self.metrics, WorkerSize(pages_total=10, page_tokens=16), None
         )
-        state = RequestState(
-            request_id=RequestId("r"),
-            choice=0,
-            prompt_ids=pack_ids([1, 2]),
-            sampling=SamplingParams(max_new_tokens=9),
-            deadline_unix_ms=0,
-        )
+        state = worker.state([1, 2], max_new_tokens=9)
         self.accounts.begin(RunChoice(KEY, state, None), 10.0)
 
     def put_down(self, step: int, ids: list[int], finish: Finish | None = None) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.model_worker.steps import LIMITS, Steps, state
+from tests.support.worker import error_of, state
+from tests.unit.model_worker.steps import LIMITS, Steps
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
@@ -179,8 +180,7 @@ def test_youngest_request_is_retracted_and_keeps_tokens_and_position() -> None:
     steps = Steps(pages=10, conservativeness=0.0)
     steps.add(1, 15, max_new_tokens=25)
     steps.add(2, 15, max_new_tokens=25)
-    while not steps.batching.planner.retractions:
-        steps.go()
+    steps.until_retraction()
     assert steps.running() == [1]
     batching = steps.batching
     assert batching.planner.retracted_prompt_tokens == 15
@@ -198,8 +198,7 @@ def test_retracted_request_finds_its_own_pages_in_the_cache() -> None:
     steps = Steps(pages=10, conservativeness=0.0, cached=True)
     steps.add(1, range(15), max_new_tokens=25)
     steps.add(2, range(50, 65), max_new_tokens=25)
-    while not steps.batching.planner.retractions:
-        steps.go()
+    steps.until_retraction()
     steps.drop(1)
     ((key, length),) = steps.go()
     assert key == 2
@@ -212,8 +211,7 @@ def test_retracted_request_is_not_rejected_by_a_full_queue() -> None:
     steps.add(2, 15, max_new_tokens=25)
     steps.go()
     steps.add(3)
-    while not steps.batching.planner.retractions:
-        steps.go()
+    steps.until_retraction()
     assert len(steps.batching.waiting) == 2
     assert steps.batching.take_progress()[-1].finish is None
     steps.add(4)
@@ -227,9 +225,7 @@ def test_full_queue_rejects_with_retry_after() -> None:
         steps.add(key)
     (progress,) = steps.batching.take_progress()
     assert progress.key == 3
-    assert progress.finish is not None
-    error = progress.finish.error
-    assert error is not None
+    error = error_of(progress.finish)
     assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
 
 
@@ -275,8 +271,7 @@ def test_timeouts_forget_ended_requests() -> None:
     held = [
         weakref.ref(r) for r in (*steps.batching.running.values(), steps.batching.waiting.last())
     ]
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     steps.batching.take_progress()
     steps.batching.planner.take_started()
     gc.collect()
@@ -364,8 +359,7 @@ def test_requests_of_known_length_share_freed_pages() -> None:
         steps.add(key, 4, max_new_tokens=answer, ignore_eos=True)
     steps.go()
     assert steps.running() == [0, 1, 2]
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     assert steps.batching.planner.retractions == 0
 
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import admit
 
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.protocol.held_request import ROW_DETAILS_BYTES_MAX, HeldRequest
-from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.command import Admit, ChoiceOutput
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_floats
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 6
 KEY = ChoiceKey(1)
-
-
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
 
 
 def details(first: int, stop: int, floats: int = 1) -> TokenOutputs:
@@ -40,21 +36,13 @@ def details(first: int, stop: int, floats: int = 1) -> TokenOutputs:
 
 def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
     details = None if start is None else TokenOutputParams(logprobs=True, prompt_start=start)
-    return HeldRequest(
-        Admit(
-            request_id=RequestId("r"),
-            owner=process("g"),
-            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
-            detokenizer=InstanceId("d"),
-            prompt_ids=pack_ids(range(PROMPT_TOKENS)),
-            choices=(output or ChoiceOutput(choice=0),),
-            sampling=SamplingParams(max_new_tokens=8, details=details),
-            deadline_unix_ms=1000,
-        ),
-        [KEY],
-        now_ms=0,
-        due_ms=1000,
+    message = admit(
+        prompt_ids=pack_ids(range(PROMPT_TOKENS)),
+        sampling=SamplingParams(max_new_tokens=8, details=details),
     )
+    if output is not None:
+        message = msgspec.structs.replace(message, choices=(output,))
+    return HeldRequest(message, [KEY], now_ms=0, due_ms=1000)
 
 
 def progress(first: int, stop: int, *, told_from: int | None = None, floats: int = 1) -> Progress:
@@ -203,21 +191,7 @@ def test_what_lies_beyond_a_stop_is_not_told_of(offset: int) -> None:
 
 def test_rows_of_a_request_that_wants_none_have_none() -> None:
     request = held(start=-1)
-    plain = HeldRequest(
-        Admit(
-            request_id=RequestId("p"),
-            owner=process("g"),
-            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
-            detokenizer=InstanceId("d"),
-            prompt_ids=pack_ids([1]),
-            choices=(ChoiceOutput(choice=0),),
-            sampling=SamplingParams(max_new_tokens=8),
-            deadline_unix_ms=1000,
-        ),
-        [KEY],
-        now_ms=0,
-        due_ms=1000,
-    )
+    plain = held(start=None)
     plain.choices[0].append(Progress(key=KEY, token_ids=pack_ids([7])))
     (row,) = sent(plain)
     assert (row.details, row.stream.details_from if row.stream else 0) == (None, None)

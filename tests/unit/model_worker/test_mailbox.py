@@ -5,23 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.support.worker import state
 
 from antiphon.model_worker.batching.mailbox import COMMANDS_MAX, Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.wire.codec import pack_ids
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker
 from antiphon.wire.errors import Overloaded
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 A, B = ChoiceKey(1), ChoiceKey(2)
-STATE = RequestState(
-    request_id=RequestId("r"),
-    choice=0,
-    prompt_ids=pack_ids([1]),
-    sampling=SamplingParams(max_new_tokens=1),
-    deadline_unix_ms=0,
-)
+STATE = state()
 
 
 def test_mail_is_taken_once_and_in_order() -> None:

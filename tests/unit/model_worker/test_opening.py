@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.kernels.rows import ISAS, using
+from tests.support import worker
 
 from antiphon import embedded
 from antiphon.config.digest import differing
@@ -19,9 +20,8 @@ from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.startup.engine import Engine, content_digest, open_engine
 from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.sockets import CannotStart
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,18 +33,10 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """What the engine says, all prompts at once, each with 12 greedy tokens."""
     reports: list[StepReport] = []
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
+    sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     runs = tuple(
-        (
-            ChoiceKey(number),
-            RequestState(
-                request_id=RequestId(f"r{number}"),
-                choice=0,
-                prompt_ids=pack_ids(prompt),
-                sampling=SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True),
-                deadline_unix_ms=0,
-            ),
-        )
-        for number, prompt in enumerate(prompts)
+        (ChoiceKey(n), worker.state(prompt, request_id=RequestId(f"r{n}"), **sampling))
+        for n, prompt in enumerate(prompts)
     )
     reports.append(loop.turn(Mail(runs=runs)))
     while not engine.core.idle:
@@ -67,13 +59,8 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0)
 
     def start(number: int) -> RequestState:
-        return RequestState(
-            request_id=RequestId(f"r{number}"),
-            choice=0,
-            prompt_ids=pack_ids([5 + number] * 40),
-            sampling=SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True),
-            deadline_unix_ms=0,
-        )
+        sampling = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        return worker.state([5 + number] * 40, request_id=RequestId(f"r{number}"), **sampling)
 
     free = []
     for number in range(3):
@@ -125,14 +112,7 @@ def test_pages_of_another_instruction_set_or_of_rounded_weights_are_others() -> 
 
 def page_space(engine: Engine) -> bytes:
     """The name under which the pages of a first request are kept."""
-    state = RequestState(
-        request_id=RequestId("r"),
-        choice=0,
-        prompt_ids=pack_ids([1, 2]),
-        sampling=SamplingParams(max_new_tokens=1),
-        deadline_unix_ms=0,
-    )
-    engine.core.add(ChoiceKey(1), state, 0.0)
+    engine.core.add(ChoiceKey(1), worker.state([1, 2], max_new_tokens=1), 0.0)
     engine.core.next_rows(0.0)
     (request,) = engine.core.running.values()
     return request.namespace

@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
+from tests.support.worker import (
+    DEADLINE,
+    DETOKENIZER,
+    GATEWAY,
+    LEADER,
+    WORKER,
+    admit,
+    attempt,
+    process,
+)
 
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
@@ -27,11 +37,10 @@ from antiphon.model_worker.protocol.worker_output import (
     WorkerOutput,
 )
 from antiphon.service.sequence import SeqSender
-from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.base import FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids, unpack_ids
 from antiphon.wire.command import (
     Abort,
-    Admit,
     ChoiceOutput,
     Command,
     CommandBatch,
@@ -40,8 +49,7 @@ from antiphon.wire.command import (
     TokenCursor,
 )
 from antiphon.wire.errors import WorkerLost, encode_error
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.tokens import TokenStep
 
@@ -51,43 +59,15 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
-DEADLINE = 60_000
 R = RequestId("r")
-
-
-def process(name: str, life: str = "1") -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
-
-
-WORKER, DETOKENIZER, GATEWAY = process("w"), process("d"), process("g")
-LEADER = Term(number=1, scheduler=process("s"))
 USURPER = Term(number=2, scheduler=process("a"))
 LENGTH = Finish(reason=FinishReason.LENGTH)
-
-
-def attempt(n: int = 1, term: Term = LEADER) -> Attempt:
-    return Attempt(term=term, n=n)
-
-
-def admit(request_id: str = "r", n: int = 1, choices: int = 1, **fields: object) -> Admit:
-    return Admit(
-        request_id=RequestId(request_id),
-        owner=GATEWAY,
-        attempt=attempt(n),
-        detokenizer=DETOKENIZER.instance,
-        prompt_ids=pack_ids([1, 2, 3]),
-        choices=tuple(ChoiceOutput(choice=i) for i in range(choices)),
-        sampling=SamplingParams(max_new_tokens=8),
-        steps=True,
-        deadline_unix_ms=DEADLINE,
-        **fields,  # pyright: ignore[reportArgumentType]
-    )
 
 
 class Bench:
     """An output machine, and the few words that the tests say to it."""
 
-    def __init__(self, live_max: int = 8, leading: Term | None = None) -> None:
+    def __init__(self, *commands: Command, live_max: int = 8, leading: Term | None = None) -> None:
         self.leading = leading
         self.output = WorkerOutput(
             WORKER, SeqSender(), live_max=live_max, leading=lambda: self.leading
@@ -95,6 +75,8 @@ class Bench:
         self.seq = 0
         self.steps = 0
         self._unfolding: dict[InstanceId, Unfolding] = {}
+        if commands:
+            self.command(*commands)
 
     def command(self, *commands: Command, now_ms: int = 0, leader: Term = LEADER) -> list[Action]:
         self.seq += 1
@@ -162,8 +144,7 @@ def test_an_admit_runs_each_choice_with_a_key_of_its_own() -> None:
 
 
 def test_the_first_row_introduces_the_request_and_later_ones_do_not() -> None:
-    bench = Bench()
-    bench.command(admit(traceparent="t"))
+    bench = Bench(admit(traceparent="t"))
     bench.step(1, [5])
     (first,) = bench.rows()
     bench.step(1, [6, 7], LENGTH)
@@ -176,8 +157,7 @@ def test_the_first_row_introduces_the_request_and_later_ones_do_not() -> None:
 
 
 def test_batches_to_one_detokenizer_are_numbered_from_one() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     seqs: list[int] = []
     for _ in range(3):
         bench.step(1, [5])
@@ -187,8 +167,7 @@ def test_batches_to_one_detokenizer_are_numbered_from_one() -> None:
 
 
 def test_what_was_not_taken_for_steps_goes_as_one_row() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     for token in range(5):
         bench.step(1, [token])
     (row,) = bench.rows()
@@ -196,8 +175,7 @@ def test_what_was_not_taken_for_steps_goes_as_one_row() -> None:
 
 
 def test_a_repeated_batch_and_a_repeated_admit_change_nothing() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     assert bench.output.command(bench.batch(admit(n=2)), 0) == []
     assert bench.command(admit()) == []
     assert bench.output.live_count == 1
@@ -206,8 +184,8 @@ def test_a_repeated_batch_and_a_repeated_admit_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "now_ms"),
     [
-        ({"worker": process("w", "2")}, 0),
-        ({"worker": process("v")}, 0),
+        ({"worker": process("worker", "2")}, 0),
+        ({"worker": process("another")}, 0),
         ({}, 100_001),
     ],
     ids=["another life", "another worker", "too late"],
@@ -297,8 +275,7 @@ def test_a_term_that_an_election_may_give_is_kept_until_it_is_surpassed() -> Non
 
 
 def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     actions = bench.command(admit(n=2))
     assert actions[0] == DropChoice(ChoiceKey(1))
     assert isinstance(actions[1], RunChoice)
@@ -312,20 +289,8 @@ def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:
 def test_an_attempt_that_continues_says_the_sealed_ids_again() -> None:
     bench = Bench()
     sealed = (ChoiceOutput(choice=0, output_ids=pack_ids([5, 6])),)
-    message = admit(n=2)
-    (run,) = bench.command(
-        Admit(
-            request_id=message.request_id,
-            owner=message.owner,
-            attempt=message.attempt,
-            continues=attempt(1),
-            detokenizer=message.detokenizer,
-            prompt_ids=message.prompt_ids,
-            choices=sealed,
-            sampling=message.sampling,
-            deadline_unix_ms=DEADLINE,
-        )
-    )
+    again = msgspec.structs.replace(admit(n=2, continues=attempt(1)), choices=sealed, steps=False)
+    (run,) = bench.command(again)
     assert isinstance(run, RunChoice)
     assert run.state.emitted == 2
     bench.step(1, [7])
@@ -336,8 +301,7 @@ def test_an_attempt_that_continues_says_the_sealed_ids_again() -> None:
 
 
 def test_an_abort_of_the_owner_is_silent_and_leaves_a_tombstone() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.step(1, [5])
     assert bench.command(Abort(request_id=R, attempt=attempt())) == [DropChoice(ChoiceKey(1))]
     assert bench.rows() == []
@@ -346,23 +310,20 @@ def test_an_abort_of_the_owner_is_silent_and_leaves_a_tombstone() -> None:
 
 
 def test_an_abort_that_comes_before_its_admit_wins() -> None:
-    bench = Bench()
-    bench.command(Abort(request_id=R, attempt=attempt(2)))
+    bench = Bench(Abort(request_id=R, attempt=attempt(2)))
     assert bench.command(admit(n=1)) == []
     assert bench.command(admit(n=2)) == []
     assert len(bench.command(admit(n=3))) == 1
 
 
 def test_an_abort_of_an_older_attempt_is_ignored() -> None:
-    bench = Bench()
-    bench.command(admit(n=2))
+    bench = Bench(admit(n=2))
     assert bench.command(Abort(request_id=R, attempt=attempt(1))) == []
     assert bench.output.live_count == 1
 
 
 def test_an_abort_with_an_error_tells_the_owner_why_after_all_its_tokens() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.step(1, [5])
     error = encode_error(WorkerLost("gone"))
     drops = bench.command(Abort(request_id=R, attempt=attempt(), error=error))
@@ -373,8 +334,7 @@ def test_an_abort_with_an_error_tells_the_owner_why_after_all_its_tokens() -> No
 
 
 def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
-    bench = Bench()
-    bench.command(admit(choices=2))
+    bench = Bench(admit(choices=2))
     bench.step(1, [5, 6, 7, 8])
     assert bench.stop(choice=0, offset=3) == [DropChoice(ChoiceKey(1), kept=3)]
     assert bench.output.overrun_tokens == 1
@@ -385,8 +345,7 @@ def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
 
 
 def test_a_stop_without_a_choice_ends_them_all() -> None:
-    bench = Bench()
-    bench.command(admit(choices=2))
+    bench = Bench(admit(choices=2))
     assert bench.stop() == [DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))]
     assert bench.output.held()[0].ended
 
@@ -397,14 +356,12 @@ def test_a_stop_without_a_choice_ends_them_all() -> None:
     ids=["another attempt", "another detokenizer", "another request"],
 )
 def test_a_stop_that_is_not_ours_is_ignored(fields: dict[str, object]) -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     assert bench.stop(**fields) == []
 
 
 def test_a_resend_goes_from_the_named_offsets_and_from_zero_where_none_is_named() -> None:
-    bench = Bench()
-    bench.command(admit(choices=2), admit("x"))
+    bench = Bench(admit(choices=2), admit("x"))
     for key in (1, 2, 3):
         bench.step(key, [5, 6, 7], LENGTH)
     before = bench.rows()
@@ -420,18 +377,16 @@ def test_a_resend_goes_from_the_named_offsets_and_from_zero_where_none_is_named(
 
 
 def test_a_resend_to_another_life_of_the_worker_or_of_another_detokenizer_is_ignored() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.step(1, [5])
     bench.rows()
-    bench.resend(worker=process("w", "0"))
+    bench.resend(worker=process("worker", "0"))
     bench.output.resend(ResendTokens(worker=WORKER, detokenizer=process("e")))
     assert bench.rows() == []
 
 
 def test_what_the_owner_closed_is_forgotten_at_once_whether_it_runs_or_not() -> None:
-    bench = Bench()
-    bench.command(admit(), admit("x"))
+    bench = Bench(admit(), admit("x"))
     bench.step(2, [5], LENGTH)
     closed = bench.open_list(closed=("r", "x"), whole=False)
     assert bench.output.open_list(closed, 1) == [DropChoice(ChoiceKey(1))]
@@ -439,8 +394,7 @@ def test_what_the_owner_closed_is_forgotten_at_once_whether_it_runs_or_not() -> 
 
 
 def test_what_runs_and_is_not_open_is_dropped_once_it_is_old_enough_to_be_listed() -> None:
-    bench = Bench()
-    bench.command(admit(), admit("x"))
+    bench = Bench(admit(), admit("x"))
     young = bench.open_list("x", version=1)
     assert bench.output.open_list(young, OPEN_GRACE_MS - 1) == []
     old = bench.open_list("x", version=2)
@@ -449,8 +403,7 @@ def test_what_runs_and_is_not_open_is_dropped_once_it_is_old_enough_to_be_listed
 
 
 def test_a_late_list_or_one_of_another_owner_says_nothing_of_what_is_missing() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.output.open_list(bench.open_list("r", version=5), OPEN_GRACE_MS)
     assert bench.output.open_list(bench.open_list(version=5), OPEN_GRACE_MS) == []
     assert bench.output.open_list(bench.open_list(version=6), 100_001) == []
@@ -458,8 +411,7 @@ def test_a_late_list_or_one_of_another_owner_says_nothing_of_what_is_missing() -
 
 
 def test_an_end_that_its_owner_has_not_heard_of_two_lists_later_is_said_again() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.output.open_list(bench.open_list("r", version=1), 1)
     bench.step(1, [5], LENGTH)
     bench.rows()
@@ -475,23 +427,20 @@ def test_an_end_that_its_owner_has_not_heard_of_two_lists_later_is_said_again() 
 
 
 def test_a_dead_owner_takes_its_requests_with_it() -> None:
-    bench = Bench()
-    bench.command(admit())
-    assert bench.output.owner_died(process("g", "0")) == []
+    bench = Bench(admit())
+    assert bench.output.owner_died(process("gateway", "0")) == []
     assert bench.output.owner_died(GATEWAY) == [DropChoice(ChoiceKey(1))]
 
 
 def test_a_finished_request_keeps_its_ids_and_nothing_else() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.step(1, [5], LENGTH)
     assert bench.output.live_count == 0
     assert bench.output.held()[0].ended
 
 
 def test_a_request_is_freed_soon_after_its_deadline_and_forgotten_later() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     assert bench.output.tick(DEADLINE + FREED_AFTER_MS - 1) == []
     assert bench.output.tick(DEADLINE + FREED_AFTER_MS) == [DropChoice(ChoiceKey(1))]
     assert (bench.output.live_count, bench.output.held_count) == (0, 1)
@@ -533,8 +482,7 @@ def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
     def fail(*_: object) -> None:
         raise AssertionError("a bug, on purpose")
 
-    bench = Bench()
-    bench.command(admit(choices=2))
+    bench = Bench(admit(choices=2))
     bench.output.draining = draining
     monkeypatch.setattr(owner, name, fail)
     actions = bench.command(admit(n=2, choices=2))
@@ -544,8 +492,7 @@ def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
 
 
 def test_a_failed_abort_with_an_error_drops_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    bench.command(admit(choices=2))
+    bench = Bench(admit(choices=2))
     real, refused = WorkerOutput.refuse, list[ChoiceKey]()
 
     def refuse(output: WorkerOutput, key: ChoiceKey, error: EngineError) -> None:
@@ -564,8 +511,7 @@ def test_a_failed_abort_with_an_error_drops_each_choice(monkeypatch: pytest.Monk
 def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Bench()
-    bench.command(admit("a"), admit("b"))
+    bench = Bench(admit("a"), admit("b"))
     real = WorkerOutput._requeue
 
     def give_back(output: WorkerOutput, held: HeldRequest) -> list[Action]:
@@ -586,8 +532,7 @@ def given_back(bench: Bench) -> list[str]:
 
 
 def test_a_full_worker_gives_back_what_it_is_given() -> None:
-    bench = Bench(live_max=1)
-    bench.command(admit("a"))
+    bench = Bench(admit("a"), live_max=1)
     bench.command(admit("b"))
     assert bench.rows() == []
     assert given_back(bench) == ["b"]
@@ -595,8 +540,7 @@ def test_a_full_worker_gives_back_what_it_is_given() -> None:
 
 
 def test_a_draining_worker_gives_back_what_it_is_given() -> None:
-    bench = Bench()
-    bench.command(admit("a"))
+    bench = Bench(admit("a"))
     bench.output.draining = True
     bench.command(admit("b"))
     assert bench.rows() == []
@@ -608,8 +552,7 @@ def test_a_draining_worker_gives_back_what_it_is_given() -> None:
 
 
 def test_what_has_begun_is_never_asked_back() -> None:
-    bench = Bench()
-    bench.command(admit("a"), admit("b", choices=2))
+    bench = Bench(admit("a"), admit("b", choices=2))
     assert bench.output.unstarted(0) == [(ChoiceKey(1),), (ChoiceKey(2), ChoiceKey(3))]
     assert bench.output.unstarted(-1) == []
     bench.output.started([ChoiceKey(3)])
@@ -618,8 +561,7 @@ def test_what_has_begun_is_never_asked_back() -> None:
 
 
 def test_what_is_too_long_for_others_is_not_asked_back() -> None:
-    bench = Bench()
-    bench.command(admit("a"), admit("b", choices=2))
+    bench = Bench(admit("a"), admit("b", choices=2))
     assert bench.output.unstarted(0, 10) == []
     assert len(bench.output.unstarted(0, 11)) == 2
 
@@ -631,8 +573,7 @@ def test_the_loop_is_told_how_long_a_request_has_waited() -> None:
 
 
 def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_aborted() -> None:
-    bench = Bench()
-    bench.command(admit("a", choices=2))
+    bench = Bench(admit("a", choices=2))
     bench.output.requeued([ChoiceKey(1), ChoiceKey(2)])
     bench.step(1, [5], LENGTH)
     assert bench.rows() == []
@@ -644,8 +585,7 @@ def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_abor
 
 
 def test_what_was_given_back_may_come_again_as_another_attempt() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.output.requeued([ChoiceKey(1)])
     runs = bench.command(admit(n=2))
     assert [type(action) for action in runs] == [RunChoice]
@@ -653,8 +593,7 @@ def test_what_was_given_back_may_come_again_as_another_attempt() -> None:
 
 
 def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     ids = [token % 100 for token in range(3 * ROW_IDS_MAX + 1)]
     bench.step(1, ids, LENGTH)
     batches = [batch for _, batch in bench.take()]
@@ -678,7 +617,7 @@ def relayed(seed: int) -> int:
     chance = random.Random(seed)
     waits, relays = Bench(), Bench()
     live = {1: "a", 2: "b", 3: "c"}
-    elsewhere = msgspec.structs.replace(admit("c"), detokenizer=InstanceId("elsewhere"))
+    elsewhere = admit("c", detokenizer=InstanceId("elsewhere"))
     for bench in (waits, relays):
         bench.command(admit("a"), admit("b"), elsewhere)
     keys: tuple[ChoiceKey, ...] = ()
@@ -778,8 +717,7 @@ def test_more_rows_than_a_lane_may_have_are_sent_all_the_same() -> None:
 
 
 def test_a_detokenizer_that_does_not_read_steps_is_sent_rows() -> None:
-    bench = Bench()
-    bench.command(msgspec.structs.replace(admit(), steps=False))
+    bench = Bench(admit(steps=False))
     bench.step(1, [7])
     bench.rows()
     news = Progress(key=ChoiceKey(1), token_ids=pack_ids([8]))
@@ -814,8 +752,7 @@ def test_what_a_lane_has_passed_is_there_for_whoever_looks() -> None:
 
 
 def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
-    bench = Bench()
-    bench.command(admit())
+    bench = Bench(admit())
     bench.step(1, [5])
     bench.rows()
     bench.step(1, [6])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import error_of
 from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
@@ -131,8 +132,7 @@ def order(
     )
     for prompt in prepare:
         steps.add(100, prompt, max_new_tokens=1)
-        while not steps.batching.idle:
-            steps.go()
+        steps.drain()
     for key in range(slots):
         steps.add(99 - key, 3, max_new_tokens=2)
     steps.go()
@@ -195,9 +195,7 @@ def test_priority_is_rejected_where_disabled_if_configured() -> None:
     steps.add(1, priority=1)
     steps.add(2)
     (progress,) = steps.batching.take_progress()
-    assert progress.finish is not None
-    assert progress.finish.error is not None
-    assert progress.finish.error.param == "priority"
+    assert error_of(progress.finish).param == "priority"
 
 
 def test_tree_policies_fall_back_to_arrival_beyond_128_waiting() -> None:
@@ -205,8 +203,7 @@ def test_tree_policies_fall_back_to_arrival_beyond_128_waiting() -> None:
         pages=400, running_max=1, cached=True, queue_max=500, rules=QueueRules(policy=Policy.LPM)
     )
     steps.add(1000, STEM, max_new_tokens=1)
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     for key in range(130):
         steps.add(key, [key % 90] * 8, max_new_tokens=1)
     steps.add(500, STEM, max_new_tokens=1)
@@ -243,8 +240,7 @@ def test_higher_priority_preempts_the_lowest() -> None:
     assert sorted(steps.running()) == [1, 4]
     assert steps.batching.planner.preemptions == 1
     assert steps.batching.planner.retractions == 0
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     told = steps.batching.take_progress()
     assert sorted(p.key for p in told if p.finish) == [1, 2, 3, 4]
     assert all(p.finish.error is None for p in told if p.finish)
@@ -305,8 +301,7 @@ def test_choices_of_a_request_share_its_prefill(cached: bool, window: int | None
     tables = [request.table for request in steps.batching.running.values()]
     beginnings = {tuple(table.pages(0)[:5]) for table in tables if table is not None}
     assert len(beginnings) == 1
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     steps.batching.flush()
     steps.pools.finished(1_000)
     assert steps.pools.used() == [0] * len(steps.pools.groups)
@@ -430,34 +425,21 @@ def test_queue_order_by_arrival_holds_for_any_sequence(seed: int) -> None:
     assert started == sorted(started)
 
 
-def test_cached_prefixes_of_next_requests_are_not_evicted() -> None:
+@pytest.mark.parametrize("waiting", [[40], [40, 50]], ids=["one waits", "two wait"])
+def test_cached_prefix_of_the_first_waiting_request_is_evicted_last(waiting: list[int]) -> None:
     steps = Steps(pages=10, running_max=1, cached=True)
-    wanted, unwanted = [40] * 8, [50] * 8
-    for key, prompt in enumerate((wanted, unwanted)):
-        steps.add(key, prompt, max_new_tokens=1)
+    for token in (40, 50):
+        steps.add(token, [token] * 8, max_new_tokens=1)
         steps.go()
     steps.add(2, [60] * 12, max_new_tokens=20, ignore_eos=True)
     steps.go()
-    steps.add(3, [*wanted, 1])
+    for key, token in enumerate(waiting, start=3):
+        steps.add(key, [*[token] * 8, 1])
     while 3 not in steps.running():
         steps.go()
-    assert steps.batching.running[0].cached_tokens == len(wanted)
-    assert steps.cached_tokens([*unwanted, 1]) == 0
-
-
-def test_cached_prefix_of_the_first_waiting_request_is_evicted_last() -> None:
-    steps = Steps(pages=10, running_max=1, cached=True)
-    first, second = [40] * 8, [50] * 8
-    for key, prompt in enumerate((first, second)):
-        steps.add(key, prompt, max_new_tokens=1)
-        steps.go()
-    steps.add(2, [60] * 12, max_new_tokens=20, ignore_eos=True)
-    steps.go()
-    steps.add(3, [*first, 1])
-    steps.add(4, [*second, 1])
-    while 3 not in steps.running():
-        steps.go()
-    assert steps.batching.running[0].cached_tokens == len(first)
+    assert steps.batching.running[0].cached_tokens == 8
+    if len(waiting) == 1:
+        assert steps.cached_tokens([*[50] * 8, 1]) == 0
 
 
 def test_cached_prefix_is_used_where_the_leaders_window_moved_on() -> None:
@@ -465,8 +447,7 @@ def test_cached_prefix_is_used_where_the_leaders_window_moved_on() -> None:
         pages=120, cached=True, window=6, step_tokens_max=256, chunk_tokens=256, context_tokens=200
     )
     steps.add(0, STEM, max_new_tokens=1)
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     shared = [*STEM, *range(40)]
     for key in (1, 2):
         steps.add(key, [*shared, *[key] * 20], max_new_tokens=4)
@@ -484,8 +465,7 @@ def test_waiting_request_counts_no_cache_hit() -> None:
     steps.add(2, [*[40] * 8, 1], max_new_tokens=1)
     hits = [(steps.running(), steps.hits([40])) for _ in range(5) if steps.go()]
     assert hits == [([1], 0)] * 5, "waiting was counted as a use"
-    while not steps.batching.idle:
-        steps.go()
+    steps.drain()
     assert steps.hits([40]) == 1
 
 

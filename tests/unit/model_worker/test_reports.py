@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tests.support.wait import until
+from tests.support.worker import report
 
-from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
@@ -19,22 +18,10 @@ from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NO_CREDIT = Capacity(
-    pages_free=0, pages_evictable=0, pages_promised=0, pages_returning=0, slots_free=0
-)
+    from antiphon.model_worker.batching.loop import StepReport
+
 KEYS = (ChoiceKey(1),)
 STEADY = Drawn(KEYS, [Progress(key=KEYS[0])], np.zeros(1, np.int32))
-
-
-def report(step: int, *, steady: bool = False) -> StepReport:
-    return StepReport(
-        step=step,
-        progress=STEADY if steady else (),
-        credit=NO_CREDIT,
-        running=1,
-        waiting=0,
-        retractions=0,
-    )
 
 
 class Taker:
@@ -59,9 +46,9 @@ class Taker:
     def take(self, reports: Iterator[tuple[StepReport, bool]]) -> None:
         turn: list[tuple[int, bool]] = []
         self.turns.append(turn)
-        for report, last in reports:
-            assert report.step != 13, "nobody takes in the thirteenth"
-            turn.append((report.step, last))
+        for each, last in reports:
+            assert each.step != 13, "nobody takes in the thirteenth"
+            turn.append((each.step, last))
             if self.meanwhile is not None:
                 meanwhile, self.meanwhile = self.meanwhile, None
                 self.deliver(meanwhile).join()
@@ -108,7 +95,7 @@ async def test_the_batching_loop_waits_where_the_event_loop_is_far_behind() -> N
 async def test_a_steady_report_passes_nobody_if_it_can_be_relayed(relays: bool) -> None:
     taker = Taker()
     taker.relays = relays
-    taker.deliver(report(1), report(2, steady=True), report(3)).join()
+    taker.deliver(report(1), report(2, progress=STEADY), report(3)).join()
     await until(lambda: taker.steps == ([1, 3] if relays else [1, 2, 3]))
     assert taker.relayed == ([2] if relays else [])
 

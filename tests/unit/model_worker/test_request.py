@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.worker import state
+from tests.unit.model_worker.steps import pools
 
 from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.model_worker.cache.table import CachePools, PageTable
+from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.cache.table import PageTable
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 END = 1
-GROUP = CacheGroup(kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=8)
 
 
 def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
-    state = RequestState(
-        request_id=RequestId("r"),
-        choice=0,
-        prompt_ids=pack_ids([7, 8]),
-        output_ids=pack_ids(outputs),
-        emitted=emitted,
-        sampling=SamplingParams(max_new_tokens=9),
-        deadline_unix_ms=0,
-    )
     return Request(
         ChoiceKey(1),
-        state,
+        state([7, 8], output_ids=pack_ids(outputs), emitted=emitted, max_new_tokens=9),
         arrival=0,
         queued_s=0.0,
         outputs_max=9,
@@ -40,8 +29,7 @@ def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
 
 def running(outputs: tuple[int, ...] = (5,)) -> Request:
     """One that has drawn its first token, of which it has told."""
-    one, pools = request(outputs, emitted=len(outputs)), CachePools([GROUP])
-    table = PageTable(pools)
+    one, table = request(outputs, emitted=len(outputs)), PageTable(pools(8))
     table.allocate(8)
     one.start(0, table, 0.0)
     one.launch(one.length - 1, draws=False)

@@ -6,23 +6,20 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.support.worker import DEADLINE, DETOKENIZER, LEADER, WORKER, admit, attempt, report
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.service.sequence import SeqSender
-from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import decode, pack_ids, unpack_ids
-from antiphon.wire.command import Admit, ChoiceOutput, CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.ids import ClusterName, RequestId
 from antiphon.wire.tokens import TokenBatch, TokenNews, TokenStep
 
 if TYPE_CHECKING:
@@ -30,19 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-DEADLINE = 60_000
 KEYS = tuple(ChoiceKey(number) for number in (1, 2, 3))
-NO_CREDIT = Capacity(
-    pages_free=0, pages_evictable=0, pages_promised=0, pages_returning=0, slots_free=0
-)
-
-
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-
-
-WORKER, DETOKENIZER, GATEWAY = process("w"), process("d"), process("g")
-LEADER = Term(number=1, scheduler=process("s"))
 
 
 class Wire(MemoryTransport):
@@ -78,20 +63,7 @@ class Stage:
         self.wire = Wire(any_thread=any_thread)
         self.output = WorkerOutput(WORKER, SeqSender(), live_max=8)
         self.sending = TokenSender(Bus(self.wire, ClusterName("c"), WORKER), self.output)
-        commands = tuple(
-            Admit(
-                request_id=RequestId(f"r{key}"),
-                owner=GATEWAY,
-                attempt=Attempt(term=LEADER, n=1),
-                detokenizer=DETOKENIZER.instance,
-                prompt_ids=pack_ids([1]),
-                choices=(ChoiceOutput(choice=0),),
-                sampling=SamplingParams(max_new_tokens=10_000),
-                steps=True,
-                deadline_unix_ms=DEADLINE,
-            )
-            for key in KEYS
-        )
+        commands = tuple(admit(f"r{key}") for key in KEYS)
         batch = CommandBatch(
             leader=LEADER, worker=WORKER, seq=1, commands=commands, not_after_unix_ms=DEADLINE
         )
@@ -102,12 +74,10 @@ class Stage:
 
     def relay(self, step: int) -> bool:
         drawn = Drawn(KEYS, self.before, np.full(len(KEYS), step, np.int32))
-        report = StepReport(
-            step=step, progress=drawn, credit=NO_CREDIT, running=3, waiting=0, retractions=0
-        )
-        assert report.steady
+        steady = report(step, progress=drawn, running=3)
+        assert steady.steady
         with self.sending.lock:
-            return self.sending.relay(report)
+            return self.sending.relay(steady)
 
     def heard(self) -> dict[str, list[int]]:
         """What a detokenizer makes of the messages."""
@@ -191,7 +161,7 @@ def test_resends_and_a_stop_in_the_middle_neither_lose_nor_disorder_a_token() ->
             if resends == 3:
                 stop = StopChoice(
                     request_id=RequestId("r2"),
-                    attempt=Attempt(term=LEADER, n=1),
+                    attempt=attempt(),
                     detokenizer=DETOKENIZER,
                 )
                 stage.output.stop(stop)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support import worker
 
-from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepLog
 
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.loop import StepReport
+
 
 def report(**fields: Any) -> StepReport:
-    return StepReport(
-        step=1,
-        seconds=0.1,
-        progress=(),
-        credit=Capacity(
-            pages_free=60, pages_evictable=15, pages_promised=0, pages_returning=0, slots_free=0
-        ),
-        **{"tokens": 4, "rows": 4, "running": 4, "waiting": 2, "retractions": 0, **fields},
-    )
+    sizes = {"seconds": 0.1, "tokens": 4, "rows": 4, "running": 4, "waiting": 2, **fields}
+    return worker.report(pages_free=60, pages_evictable=15, **sizes)
 
 
 @pytest.fixture

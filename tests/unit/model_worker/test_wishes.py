@@ -6,37 +6,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.worker import state
+from tests.unit.model_worker.steps import LIMITS
 
 from antiphon.model_worker.batching.admission import check
-from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.ids import RequestId
 from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import LogitBias, SamplingParams, TokenOutputParams
+from antiphon.wire.sampling import LogitBias, TokenOutputParams
 from antiphon.wire.token_outputs import pack_floats
 
-VOCABULARY = 50
-LIMITS = EngineLimits(
-    step_tokens_max=64,
-    chunk_tokens=None,
-    running_max=4,
-    context_tokens=64,
-    vocab_size=VOCABULARY,
-    end_ids=frozenset({2}),
-    weights_digest="",
-)
+VOCABULARY = LIMITS.vocab_size
 INFINITE = float("inf")
-
-
-def state(**sampling: Any) -> RequestState:
-    return RequestState(
-        request_id=RequestId("r"),
-        choice=0,
-        prompt_ids=pack_ids([1, 2, 3]),
-        sampling=SamplingParams(max_new_tokens=8, **sampling),
-        deadline_unix_ms=1,
-    )
 
 
 def bias(*values: tuple[int, float]) -> LogitBias:
@@ -47,7 +28,7 @@ def bias(*values: tuple[int, float]) -> LogitBias:
 
 
 def test_what_makes_sense_is_let_in() -> None:
-    wishes = {
+    wishes: dict[str, Any] = {
         "logit_bias": bias((0, -100.0), (VOCABULARY - 1, 5.0)),
         "processors": (
             DisallowTokens(token_ids=(0, VOCABULARY - 1)),
@@ -73,16 +54,16 @@ def test_what_makes_sense_is_let_in() -> None:
         ({"logit_bias": LogitBias(token_ids=pack_ids([1, 2]), values=b"1234")}, "logit_bias"),
         ({"logit_bias": LogitBias(token_ids=b"123", values=b"123")}, "logit_bias"),
         ({"processors": (DisallowTokens(token_ids=(VOCABULARY,)),)}, "processors"),
-        ({"processors": (AllowRange(first=VOCABULARY, last=99),)}, "processors"),
+        ({"processors": (AllowRange(first=VOCABULARY, last=199),)}, "processors"),
         (
-            {"processors": (ThinkingBudget(tokens_max=1, begin_id=1, closing_ids=(1, 50)),)},
+            {"processors": (ThinkingBudget(tokens_max=1, begin_id=1, closing_ids=(1, 100)),)},
             "processors",
         ),
         ({"stop_token_ids": (VOCABULARY,)}, "stop_token_ids"),
         ({"details": TokenOutputParams(named_ids=(VOCABULARY,))}, "details.named_ids"),
     ],
 )
-def test_what_cannot_be_is_refused(wish: dict[str, object], param: str) -> None:
+def test_what_cannot_be_is_refused(wish: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check(state(**wish), LIMITS)
     assert refused.value.param == param

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.wait import until
+from tests.support.worker import state
 from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
 
 from antiphon.config.worker import GrammarConfig
@@ -22,7 +23,7 @@ from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
+from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,14 +68,7 @@ class Bench:
 
 def state_of(text: str, *output_ids: int, after: tuple[int, ...] = ()) -> RequestState:
     grammar = Grammar(kind=GrammarKind.REGEX, text=text, begins_after=after)
-    return RequestState(
-        request_id=RequestId("r"),
-        choice=0,
-        prompt_ids=pack_ids([1]),
-        output_ids=pack_ids(output_ids),
-        sampling=SamplingParams(max_new_tokens=9, grammar=grammar),
-        deadline_unix_ms=0,
-    )
+    return state(output_ids=pack_ids(output_ids), grammar=grammar)
 
 
 @contextlib.asynccontextmanager
@@ -283,10 +277,11 @@ async def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
     events = [asyncio.Event() for _ in range(2)]
 
     async def work(tenant: TenantId, name: str, until: asyncio.Event | None = None) -> None:
-        async with places.slot(tenant, timeout_s=20):
-            order.append(name)
-            if until is not None:
-                await until.wait()
+        await places.acquire(tenant, timeout_s=20)
+        order.append(name)
+        if until is not None:
+            await until.wait()
+        places.release(tenant)
 
     async with asyncio.TaskGroup() as group:
         for tenant, event in zip((ACME, GLOBEX), events, strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import error_of
 from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
@@ -38,9 +39,7 @@ def guide(state: Word | DeferredGrammarState) -> GrammarMatcher:
 
 def test_a_matcher_that_raises_ends_its_own_choice() -> None:
     finish = guide(Raises("cab")).accept_token(CAB[0])
-    assert finish is not None
-    assert finish.error is not None
-    assert finish.error.code == "invalid_request"
+    assert error_of(finish).code == "invalid_request"
 
 
 def test_a_sentence_is_followed_to_its_end() -> None:
@@ -58,9 +57,7 @@ def test_a_choice_that_cannot_go_on_ends_with_the_reason() -> None:
     barren = guide(Barren("ab"))
     assert barren.accept_token(3) is None
     finish = barren.accept_token(4)
-    assert finish is not None
-    assert finish.error is not None
-    assert finish.error.message == "grammar: no token may come next"
+    assert error_of(finish).message == "grammar: no token may come next"
     with pytest.raises(InvalidRequest):
         guide(Barren(""))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.worker import error_of
 from tests.unit.model_worker.grammar.schemas import random_pattern, random_schema
 from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
 
@@ -182,9 +183,7 @@ def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
 ) -> None:
     for wrong in (vocabulary.tokens.index(b"b"), END, 0, 1023):
         finish = guide_of(compiled(GrammarKind.REGEX, "a+"), vocabulary).accept_token(wrong)
-        assert finish is not None
-        assert finish.error is not None
-        assert finish.error.code == "internal"
+        assert error_of(finish).code == "internal"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,0 +1,84 @@
+"""The neighbours of a worker, what they ask of it, and reports of its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.state import RequestState
+from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import Admit, ChoiceOutput
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.state import Finish
+    from antiphon.wire.errors import ErrorReply
+
+DEADLINE = 60_000
+
+
+def process(name: str, life: str = "1") -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
+
+
+WORKER, DETOKENIZER, GATEWAY = process("worker"), process("detokenizer"), process("gateway")
+LEADER = Term(number=1, scheduler=process("scheduler"))
+
+
+def attempt(n: int = 1, term: Term = LEADER) -> Attempt:
+    return Attempt(term=term, n=n)
+
+
+def admit(request_id: str = "r", n: int = 1, choices: int = 1, **fields: Any) -> Admit:
+    """An attempt at a request of three tokens for eight more."""
+    whole: dict[str, Any] = {
+        "request_id": RequestId(request_id),
+        "owner": GATEWAY,
+        "attempt": attempt(n),
+        "detokenizer": DETOKENIZER.instance,
+        "prompt_ids": pack_ids([1, 2, 3]),
+        "choices": tuple(ChoiceOutput(choice=i) for i in range(choices)),
+        "sampling": SamplingParams(max_new_tokens=8),
+        "steps": True,
+        "deadline_unix_ms": DEADLINE,
+    }
+    return Admit(**whole | fields)
+
+
+def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
+    """A request of so many tokens, or of these; the rest is state or sampling by its name."""
+    ids = range(10, 10 + prompt) if isinstance(prompt, int) else prompt
+    fields = {name: said.pop(name) for name in list(said) if name in RequestState.__struct_fields__}
+    params: dict[str, Any] = {"max_new_tokens": 8} | said
+    whole: dict[str, Any] = {
+        "request_id": RequestId("r"),
+        "choice": 0,
+        "prompt_ids": pack_ids(ids),
+        "sampling": SamplingParams(**params),
+        "deadline_unix_ms": 0,
+    }
+    return RequestState(**whole | fields)
+
+
+def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fields: Any):
+    """The report of a step of one running request, after which so many pages are left."""
+    capacity = Capacity(
+        pages_free=pages_free,
+        pages_evictable=pages_evictable,
+        pages_promised=0,
+        pages_returning=0,
+        slots_free=0,
+    )
+    whole = {"progress": (), "running": 1, "waiting": 0, "retractions": 0, **fields}
+    return StepReport(step=step, credit=capacity, **whole)
+
+
+def error_of(finish: Finish | None) -> ErrorReply:
+    assert finish is not None
+    assert finish.error is not None
+    return finish.error
