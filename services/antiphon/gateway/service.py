@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import KeysFile
-from antiphon.gateway.http.core.app import http_server
+from antiphon.gateway.http.core.app import http_server, metrics_middleware, prefix_of
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader
 from antiphon.gateway.http.core.detached import DetachedTasks
 from antiphon.gateway.http.core.operation import Operation, routes
-from antiphon.gateway.http.core.request_metrics import metrics_middleware
-from antiphon.gateway.http.core.root_path import prefix_of
 from antiphon.gateway.http.families import all_operations
 from antiphon.gateway.metrics import GatewayMetrics
 from antiphon.gateway.model_metrics import Exposition

@@ -48,7 +48,7 @@ class SettingField(msgspec.Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        return _help_texts(self.config.__module__)[self.config.__name__, self.name]
+        return help_texts(self.config.__module__)[self.config.__name__, self.name]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ def groups() -> tuple[Group, ...]:
 
 
 @functools.cache
-def _help_texts(module: str) -> Mapping[tuple[str, str], str]:
+def help_texts(module: str) -> Mapping[tuple[str, str], str]:
     """The docstring below each field of a module's structs, by the names of both.
 
     Python does not keep them, so they are read from the source as vLLM does it: only when help is

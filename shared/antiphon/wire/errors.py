@@ -26,7 +26,7 @@ An operating condition is an `EngineError`; a bug is an assertion. `encode_error
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
@@ -70,6 +70,11 @@ class EngineError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.details = details or {}
+
+    @classmethod
+    def at(cls, field: str, problem: str) -> Self:
+        """Create the error of one field, with which the message begins."""
+        return cls(f"{field}: {problem}", param=field)
 
 
 class InvalidRequest(EngineError):

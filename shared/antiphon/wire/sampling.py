@@ -48,23 +48,16 @@ TEMPERATURE_MIN = 1e-6
 class SamplingDefaults(Value):
     """Fields that a model recommends, an operator prefers and a client sets; None: unset."""
 
-    temperature: Annotated[
-        Temperature | None, Meta(description="Sampling temperature. 0 is greedy sampling.")
-    ] = None
-    top_p: Annotated[
-        TopP | None,
-        Meta(description="Nucleus sampling: total probability of the tokens to sample from."),
-    ] = None
-    top_k: Annotated[
-        Signed | None, Meta(description="Number of most likely tokens to consider. -1: all.")
-    ] = None
-    min_p: Annotated[
-        MinP | None, Meta(description="Minimum probability, relative to the most likely token.")
-    ] = None
-    repetition_penalty: Annotated[
-        RepetitionPenalty | None,
-        Meta(description="Divides the logits of generated tokens. 1 disables it."),
-    ] = None
+    temperature: Temperature | None = None
+    """Sampling temperature. 0 is greedy sampling."""
+    top_p: TopP | None = None
+    """Nucleus sampling: total probability of the tokens to sample from."""
+    top_k: Signed | None = None
+    """Number of most likely tokens to consider. -1: all."""
+    min_p: MinP | None = None
+    """Minimum probability, relative to the most likely token."""
+    repetition_penalty: RepetitionPenalty | None = None
+    """Divides the logits of generated tokens. 1 disables it."""
 
 
 class LogitBias(Value):

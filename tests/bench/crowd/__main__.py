@@ -52,7 +52,10 @@ PARTS = (
     ("aiohttp: chunked encoding, socket writes", ("aiohttp/",)),
     ("message decoding, inbox", ("antiphon/bus/", "antiphon/wire/", "antiphon/service/")),
     ("owner: text deltas", ("antiphon/gateway/owner/",)),
-    ("event JSON encoding", ("antiphon/gateway/http/openai/", "http/core/sse", "gateway/parsing/")),
+    (
+        "event JSON encoding",
+        ("antiphon/gateway/http/openai/", "http/core/writer", "gateway/parsing/"),
+    ),
     ("hand-over from owner to connection task", ("antiphon/gateway/",)),
     ("metrics", ("prometheus_client/",)),
     ("asyncio", ("asyncio/",)),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
-from antiphon.gateway.http.core.sse import event
-from antiphon.gateway.http.openai.replies import ChatChunk, ChatChunkChoice, Delta
-from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+from antiphon.gateway.http.core.writer import event
+from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
+from antiphon.gateway.http.openai.replies import ChatChunkChoice, CompletionChunk, Delta
 from antiphon.gateway.http.openai.write import CompletionHeader
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.gateway.owner.actions import TextDelta
@@ -26,8 +26,9 @@ def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
     stream = cast("RequestStream", SimpleNamespace(starts_in_reasoning=False))
     voice = ChatResponseWriter(HEADER, [stream], OpenAiResponseOptions(choices=2), cached=False)
     for choice in (1, 0, 1):
-        anew = ChatChunk(
+        anew = CompletionChunk(
             id=HEADER.id,
+            object="chat.completion.chunk",
             created=HEADER.created,
             model=HEADER.model,
             choices=[ChatChunkChoice(index=choice, delta=Delta(content=text))],

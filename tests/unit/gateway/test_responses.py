@@ -14,7 +14,6 @@ from hypothesis import strategies as some
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 
-from antiphon.gateway.http.openai.responses.event_builder import ResponseEventBuilder
 from antiphon.gateway.http.openai.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -27,6 +26,7 @@ from antiphon.gateway.http.openai.responses.events import (
     ReasoningDelta,
     ReasoningDone,
     ResponseEvent,
+    ResponseEventBuilder,
 )
 from antiphon.gateway.http.openai.responses.items import CallItem, CustomCallItem, OutputItem
 from antiphon.gateway.parsing.events import (

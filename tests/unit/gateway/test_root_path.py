@@ -13,7 +13,7 @@ from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_http import HI, post, stream
 
 from antiphon.config.errors import ConfigError
-from antiphon.gateway.http.core.root_path import prefix_of
+from antiphon.gateway.http.core.app import prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

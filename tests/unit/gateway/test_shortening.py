@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from antiphon.gateway.http.openai.responses.conversation import truncate_items
 from antiphon.gateway.http.openai.responses.items import CallItem, CallOutputItem, MessageItem
-from antiphon.gateway.http.openai.responses.truncate import truncate_items
 from antiphon.wire.errors import PromptTooLong
 
 BY_TOKENS = PromptTooLong.of(prompt_tokens=2000, tokens_max=1000)

@@ -18,8 +18,7 @@ from tests.unit.gateway.test_responses import RESPONSES, Body, events
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.store import KeyValueStore
 from antiphon.gateway.http.openai.responses.items import InputText, MessageItem
-from antiphon.gateway.http.openai.responses.paging import page_of
-from antiphon.gateway.http.openai.responses.store import StoredResponse
+from antiphon.gateway.http.openai.responses.store import StoredResponse, page_of
 from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:

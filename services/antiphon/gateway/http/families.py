@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.anthropic.endpoints import MessagesEndpoints
 from antiphon.gateway.http.core.keepalive import Keepalive
-from antiphon.gateway.http.core.openapi import OpenApi
+from antiphon.gateway.http.core.operation import OpenApi
 from antiphon.gateway.http.core.pooling import PoolingHandler
 from antiphon.gateway.http.core.respond import ResponseHandler
 from antiphon.gateway.http.core.session_requests import SessionRequests

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
 from antiphon.config.markdown import table
 from antiphon.gateway.http.anthropic.schema import (
     COUNT_UNSUPPORTED,
@@ -17,6 +15,7 @@ from antiphon.gateway.http.anthropic.schema import (
     CountBody,
     MessagesBody,
 )
+from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
 from antiphon.gateway.http.native.encode import EncodeBody
 from antiphon.gateway.http.native.endpoints import CloseSession, OpenSession
@@ -40,13 +39,14 @@ from antiphon.gateway.http.openai.classify import ClassifyBody
 from antiphon.gateway.http.openai.embeddings import EmbeddingBody
 from antiphon.gateway.http.openai.rerank import RerankBody
 from antiphon.gateway.http.openai.responses.schema import ResponsesBody
-from antiphon.gateway.http.openai.responses.unsupported import RESPONSES
 from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
 from antiphon.gateway.http.openai.score import ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import msgspec
 
     from antiphon.gateway.http.core.fields import UnsupportedField
 
@@ -61,7 +61,7 @@ BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], 
     ("/v1/completions", CompletionBody, openai.COMPLETION),
     ("/v1/messages", MessagesBody, MESSAGES_UNSUPPORTED),
     ("/v1/messages/count_tokens", CountBody, COUNT_UNSUPPORTED),
-    ("/v1/responses", ResponsesBody, RESPONSES),
+    ("/v1/responses", ResponsesBody, openai.RESPONSES),
     ("/v1/tokenize", TokenizeBody, {}),
     ("/v1/detokenize", DetokenizeBody, {}),
     ("/v1/score", ScoreBody, {}),
@@ -100,8 +100,7 @@ def page() -> str:
 
 
 def _parts() -> Iterator[str]:
-    _, components = msgspec.json.schema_components([body for _, body, _ in BODIES])
-    parts = {name: cast("Schema", part) for name, part in components.items()}
+    _, parts = described_schemas([body for _, body, _ in BODIES])
     referenced: dict[str, None] = {}
     for path, body, unsupported in BODIES:
         yield f"## POST {path}\n"

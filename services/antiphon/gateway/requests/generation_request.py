@@ -22,11 +22,8 @@ PROBE_API = "health"
 class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to handle the reasoning of a model.
 
-    Attributes:
-        format: Reasoning format of the model.
-        enabled: Whether the request enables reasoning; None if it does not set it.
-        end_id: Token that ends reasoning, if it is a single token.
-        call_marks: Delimiters that start a tool call, which also end reasoning.
+    `enabled` is None if the request does not set it. Reasoning ends with `end_id`, if that is a
+    single token, or with one of `call_marks`, which start a tool call.
     """
 
     format: ReasoningFormat
@@ -36,8 +33,6 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenOutputFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The API's names of the token output fields, for error messages."""
-
     ids: str = "details.ids"
     logprobs: str = "details.logprobs"
     top: str = "details.top"
@@ -49,27 +44,18 @@ class TokenOutputFields(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
+    `prompt_field`, `fields`, `tokens_field`, `grammar_field` and `detail_fields` are the API's
+    names of fields, for errors.
+
     Attributes:
-        api: API of the request, for logs.
-        template: Arguments of the chat template besides the messages.
-        prompt_field: The API's name of the prompt field, if it differs.
-        fields: The API's names of other fields, if they differ.
         text_pair: Second text of a text pair, whose first is `prompt`.
         suffix: Text after the insertion point that follows `prompt`.
         special_tokens: Whether to add the tokenizer's special tokens to a text prompt.
-        model: Model name; None for the served model.
-        tokens_max: Output token limit of the client; `tokens_field` is the API's name of it.
-        grammar_field: The API's name of the output constraint.
         tokens_default: Limit if `tokens_max` is unset; None fills the context.
-        choices: Number of choices.
-        detail_fields: The API's names of the token output fields.
         model_defaults: Whether the model's generation config takes precedence over OpenAI's
             defaults.
-        reasoning: How to handle reasoning; the output constraint applies after it.
         pooling: Pooling parameters, if the prompt is pooled to a vector and nothing is generated.
-        priority: Scheduling priority; None for the tenant's.
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
-        timeout_s: Timeout; None for the configured one.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.
@@ -109,11 +95,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_request(gen_request: GenerationRequest) -> None:
-    """Reject requests that no model can serve, for all APIs alike.
-
-    Raises:
-        InvalidRequest: Names the field.
-    """
     if gen_request.continue_final_message:
         last = gen_request.messages[-1] if gen_request.messages else None
         if last is None or last.role != "assistant":
@@ -125,8 +106,9 @@ def validate_request(gen_request: GenerationRequest) -> None:
     grammar = gen_request.sampling.grammar
     if grammar is not None and len(grammar.text) > GRAMMAR_TEXT_MAX:
         length = len(grammar.text)
-        text = f"{gen_request.grammar_field}: {length} characters; the limit is {GRAMMAR_TEXT_MAX}"
-        raise InvalidRequest(text, param=gen_request.grammar_field)
+        raise InvalidRequest.at(
+            gen_request.grammar_field, f"{length} characters; the limit is {GRAMMAR_TEXT_MAX}"
+        )
 
 
 def answer_tokens(
@@ -140,18 +122,8 @@ def answer_tokens(
     """Return the maximum number of output tokens.
 
     A request without a limit is bounded by the smallest context length of the workers, so that the
-    result does not depend on the worker that runs it.
-
-    Args:
-        gen_request: The request.
-        prompt_tokens: Length of its prompt.
-        contexts: Context length of each worker.
-        preferred: The operator's default for requests without a limit.
-        truncate: Whether a limit that is too large is reduced to what the context leaves.
-
-    Raises:
-        PromptTooLong: The prompt fills the context.
-        InvalidRequest: The prompt is empty, or the limit exceeds what the context leaves.
+    result does not depend on the worker that runs it. `preferred` is the operator's default for
+    such requests. With `truncate`, a limit that is too large is reduced to what the context leaves.
     """
     context_tokens = max(contexts)
     if prompt_tokens == 0:

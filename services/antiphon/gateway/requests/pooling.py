@@ -32,16 +32,10 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> list[float]:
-        """The values of the vector or the scores."""
         return list(unpack_floats(self.vector))
 
 
 def pool_params(card: PoolingCard, dimensions: int | None) -> PoolParams:
-    """Check the requested number of dimensions.
-
-    Raises:
-        InvalidRequest: It exceeds the model's width, or the model does not support truncation.
-    """
     if dimensions is None or dimensions == card.width:
         return PoolParams()
     text = None
@@ -57,21 +51,11 @@ def pool_params(card: PoolingCard, dimensions: int | None) -> PoolParams:
 
 
 def pooled_vector(answer: CollectedResponse) -> Pooled:
-    """Return the output of a collected response.
-
-    Raises:
-        Cancelled: The request was aborted.
-    """
     vector = pooled_outputs(answer).pooled
     return Pooled(id=answer.name, vector=vector, usage=answer.usage, weights=answer.weight_version)
 
 
 def pooled_outputs(answer: CollectedResponse) -> TokenOutputs:
-    """Return the pooled output of a collected response.
-
-    Raises:
-        Cancelled: The request was aborted.
-    """
     (choice,) = answer.choices
     if choice.end.reason is FinishReason.ABORT or choice.details is None:
         raise Cancelled("the request was aborted")

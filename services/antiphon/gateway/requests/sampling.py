@@ -38,16 +38,12 @@ _TOP_K_ALL = 2**30
 class SamplingFields(SamplingDefaults):
     """Sampling fields that the bodies of the HTTP APIs share."""
 
-    top_k: Annotated[
-        Annotated[int, Meta(ge=-1)] | None,
-        Meta(description="Number of most likely tokens to consider. -1: all."),
-    ] = None
-    frequency_penalty: Annotated[
-        AdditivePenalty | None, Meta(description="Penalty for each time a token was generated.")
-    ] = None
-    presence_penalty: Annotated[
-        AdditivePenalty | None, Meta(description="Penalty for tokens that were generated.")
-    ] = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Number of most likely tokens to consider. -1: all."""
+    frequency_penalty: AdditivePenalty | None = None
+    """Penalty for each time a token was generated."""
+    presence_penalty: AdditivePenalty | None = None
+    """Penalty for tokens that were generated."""
 
 
 class SamplingOptions(SamplingFields):
@@ -110,21 +106,17 @@ def sampling_params(
     """Fill in all parameters that the request leaves unset, except the seed (see `Seeds`).
 
     Of the `defaults`, which are the operator's and the model's, the first takes precedence.
-
-    Raises:
-        InvalidRequest: A token is not in the vocabulary, or a number is out of range.
     """
     for name, ids in _named_ids(options):
         if max(ids, default=0) >= vocabulary_size:
-            text = (
-                f"{name}: token id {max(ids)} is out of range; the vocabulary ends at "
-                f"{vocabulary_size - 1}"
-            )
-            raise InvalidRequest(text, param=name)
+            last = vocabulary_size - 1
+            text = f"token id {max(ids)} is out of range; the vocabulary ends at {last}"
+            raise InvalidRequest.at(name, text)
     for processor in options.processors:
         if isinstance(processor, AllowRange) and processor.first > processor.last:
-            text = f"processors: first ({processor.first}) must not be greater than last"
-            raise InvalidRequest(text, param="processors")
+            raise InvalidRequest.at(
+                "processors", f"first ({processor.first}) must not be greater than last"
+            )
     params = SamplingParams(
         max_new_tokens=tokens_max,
         min_new_tokens=min(options.min_tokens, tokens_max),
@@ -162,14 +154,13 @@ def _bias(biases: Mapping[int, float]) -> LogitBias | None:
     if not biases:
         return None
     if not all(abs(value) <= BIAS_MAX for value in biases.values()):
-        raise InvalidRequest(
-            f"logit_bias: values must be between {-BIAS_MAX:g} and {BIAS_MAX:g}", param="logit_bias"
+        raise InvalidRequest.at(
+            "logit_bias", f"values must be between {-BIAS_MAX:g} and {BIAS_MAX:g}"
         )
     return LogitBias(token_ids=pack_ids(biases), values=pack_floats(biases.values()))
 
 
 def _requested_outputs(requested: TokenOutputParams | None) -> TokenOutputParams | None:
-    """Requested token outputs, or None if there are none."""
     if requested is None:
         return None
     wanted = (

@@ -91,7 +91,6 @@ class Submission:
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
     def token_output_budget(self) -> TokenOutputBudget:
-        """Create the token output budget of one body."""
         return TokenOutputBudget(self._runtime.settings.gateway.details_bytes_max)
 
     async def submit(
@@ -99,21 +98,7 @@ class Submission:
     ) -> RequestStream:
         """Open a request. The caller then reads its stream, or releases it.
 
-        Args:
-            gen_request: The request.
-            budget: Token output budget, shared by all prompts of the body.
-
-        Raises:
-            UnknownModel: The model is not served.
-            Forbidden: The tenant may not use the model.
-            RateLimited: The tenant has reached one of its limits.
-            DuplicateRequest: A running request of this tenant and gateway has the same id.
-            Overloaded: The limit of open requests is reached.
-            Unavailable: This process is draining, or no tokenizer is available.
-            InvalidRequest: The prompt or a limit does not fit the model or the tenant, or the token
-                output budget is exceeded.
-            Unsupported: Generation was requested of a pooling model, or pooling of a generation
-                model.
+        The token output `budget` is shared by all prompts of a body.
         """
         with self._metrics.count_rejections(gen_request.tenant):
             if gen_request.model is not None and gen_request.model not in self._served:
@@ -124,11 +109,6 @@ class Submission:
                 return await self._submit_with_reservation(gen_request, budget)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
-        """Check that a tenant's concurrency limit allows this many prompts at once.
-
-        Raises:
-            InvalidRequest: It never does.
-        """
         with self._metrics.count_rejections(tenant):
             self._access.check_concurrency(tenant, prompts)
 
@@ -138,7 +118,6 @@ class Submission:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being submitted or running."""
         return not (self._submitting or self._names)
 
     def abort(self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False) -> None:
@@ -286,7 +265,6 @@ class Submission:
     def _truncate_to_context(
         self, gen_request: GenerationRequest, encoded: EncodeReply
     ) -> EncodeReply:
-        """Truncate a prompt that leaves no space for output in any worker, if allowed."""
         context_tokens = max(self._context_lengths(encoded))
         answers = gen_request.tokens_max != 0
         if (

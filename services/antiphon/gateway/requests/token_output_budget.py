@@ -20,11 +20,6 @@ TEXT_BYTES = 16
 
 
 def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> None:
-    """Check that logprobs do not start after the end of the prompt.
-
-    Raises:
-        InvalidRequest: They do.
-    """
     wanted = gen_request.sampling.details
     if wanted is not None and wanted.prompt_start > prompt_tokens:
         field = gen_request.detail_fields.start
@@ -47,11 +42,6 @@ class TokenOutputBudget:
     ) -> None:
         """Reserve the maximum size of a request's token outputs.
 
-        Args:
-            submit: The request.
-            fields: The API's names of the token output fields.
-            hidden_size: Size of a hidden state.
-
         Raises:
             InvalidRequest: The budget is exceeded; names the field with the largest share.
         """
@@ -61,14 +51,12 @@ class TokenOutputBudget:
         if self._bytes <= self._bytes_max:
             return
         field = str(msgspec.structs.asdict(fields)[max(columns, key=lambda name: columns[name])])
-        text = (
-            f"{field}: token outputs may take {self._bytes} bytes ({sum(columns.values())}"
-            " per token "
-            f"for {tokens} tokens); the limit is {self._bytes_max} bytes "
-            "(gateway.details_bytes_max). "
-            "Request fewer choices, fewer tokens or fewer outputs"
+        raise InvalidRequest.at(
+            field,
+            f"token outputs may take {self._bytes} bytes ({sum(columns.values())} per token for "
+            f"{tokens} tokens); the limit is {self._bytes_max} bytes (gateway.details_bytes_max). "
+            "Request fewer choices, fewer tokens or fewer outputs",
         )
-        raise InvalidRequest(text, param=field)
 
 
 def _reported_tokens(submit: SubmitRequest) -> int:
@@ -78,7 +66,6 @@ def _reported_tokens(submit: SubmitRequest) -> int:
 
 
 def _bytes_per_token(submit: SubmitRequest, hidden_size: int) -> Mapping[str, int]:
-    """Bytes per token, by kind of output."""
     wanted = submit.sampling.details
     if wanted is None:
         return {"ids": 0}

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.gateway import read_template_kwargs
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.requests.lost_calls import LostCalls
-from antiphon.gateway.requests.template_defaults import TemplateDefaults
 from antiphon.service.deadline import deadline_in, remaining_s
-from antiphon.wire.base import Role
+from antiphon.service.peers import Liveness, PeerChange
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import (
     BLOCK_TOKENS,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
 
@@ -56,6 +57,9 @@ _WAIT_MAX_S = 30.0
 _CARD_WAIT_S = 5.0
 _DECODE_S = 10.0
 _PAUSE_MAX_S = 2.0
+
+STALE_S = 30.0
+"""How long the broker may deliver calls to a dead process: the time to detect its death."""
 
 
 class TokenizerClient:
@@ -82,19 +86,9 @@ class TokenizerClient:
         *,
         truncate: bool = False,
     ) -> EncodeReply:
-        """Tokenize a prompt.
+        """Tokenize a prompt. With `truncate`, one longer than the context is truncated.
 
-        Args:
-            gen_request: The request.
-            request_id: Its id.
-            deadline_unix_ms: Its deadline.
-            traceparent: Parent span.
-            truncate: Whether to truncate a prompt longer than the context instead of rejecting it.
-                A text too long to be tokenized is rejected in any case.
-
-        Raises:
-            InvalidRequest: The prompt cannot be tokenized, or an id is not in the vocabulary.
-            EngineError: No tokenizer replied in time.
+        A text too long to be tokenized is rejected in any case.
         """
         if self._card is not None:
             _check_length(gen_request, self._card, truncate=truncate)
@@ -126,12 +120,6 @@ class TokenizerClient:
     async def decode(
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> tuple[str, ...]:
-        """Decode each row of ids to text.
-
-        Raises:
-            InvalidRequest: An id is not in the vocabulary.
-            EngineError: No tokenizer replied in time.
-        """
         request = DecodeRequest(
             request_id=new_request_id(),
             model=self._model,
@@ -149,11 +137,7 @@ class TokenizerClient:
         return reply.texts
 
     async def token_id_of(self, mark: str) -> int | None:
-        """Return the token id of a delimiter, if it is a single token.
-
-        Raises:
-            EngineError: No tokenizer replied in time.
-        """
+        """Return the token id of a delimiter, if it is a single token."""
         if mark not in self._marks:
             request = EncodeRequest(
                 request_id=new_request_id(),
@@ -167,11 +151,6 @@ class TokenizerClient:
         return self._marks[mark]
 
     async def is_text(self, mark: str) -> bool:
-        """Whether a delimiter is plain text, as opposed to a special token.
-
-        Raises:
-            EngineError: No tokenizer replied in time.
-        """
         if mark not in self._is_text:
             token = await self.token_id_of(mark)
             texts = ("?",) if token is None else await self.decode([[token]])
@@ -179,11 +158,7 @@ class TokenizerClient:
         return self._is_text[mark]
 
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
-        """Return the model's metadata, from any earlier reply or a new call.
-
-        Raises:
-            EngineError: No tokenizer has ever replied, and none replies now.
-        """
+        """Return the model's metadata, from any earlier reply or a new call."""
         if self._card is None:
             self._card = await self._hedged(
                 EncodeRequest(
@@ -218,11 +193,9 @@ class TokenizerClient:
             untruncated_tokens = len(prompt_ids)
             prompt_ids = prompt_ids[: card.context_tokens]
         if max(prompt_ids, default=0) >= card.vocabulary_size:
-            raise InvalidRequest(
-                f"prompt: token id {max(prompt_ids)} is out of range; the vocabulary ends "
-                f"at {card.vocabulary_size - 1}",
-                param="prompt",
-            )
+            last = card.vocabulary_size - 1
+            text = f"token id {max(prompt_ids)} is out of range; the vocabulary ends at {last}"
+            raise InvalidRequest.at("prompt", text)
         ids = pack_ids(prompt_ids)
         return EncodeReply(
             request_id=request_id,
@@ -341,3 +314,82 @@ def _public_error(error: EngineError) -> EngineError:
     if isinstance(error, Unavailable):
         return Unavailable("no tokenizer is available", retry_after_s=error.retry_after_s or 1.0)
     return error
+
+
+class LostCalls:
+    """Tracks the processes of a role. The receiver of a call is unknown, so every one counts."""
+
+    def __init__(self, runtime: Runtime, role: Role) -> None:
+        self._peers = runtime.peers
+        self._clock = runtime.clock
+        self._role = role
+        service, scheduler = runtime.settings.service, runtime.settings.scheduler
+        self._silence_s = service.heartbeat_s * scheduler.dead_beats
+        self._until = -STALE_S
+        self._peers.watch(self._on_peer)
+
+    @property
+    def live_count(self) -> int:
+        return len(self._peers.accepting_work(self._role))
+
+    def may_be_lost(self, called_at: float) -> bool:
+        """Whether a call sent at `called_at` may have gone to a process that is stale or gone.
+
+        While no process is alive, stale ones may merely be busy and there is no other to call. If
+        no process is left at all, the broker reports it.
+        """
+        if not self.live_count:
+            return False
+        silent = any(
+            peer.liveness is not Liveness.ALIVE for peer in self._peers.with_role(self._role)
+        )
+        return silent or called_at <= self._until
+
+    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
+        """Record a death. A process that drained has answered its calls."""
+        if change is not PeerChange.DIED or peer.heartbeat.role != self._role:
+            return
+        if peer.heartbeat.state is ProcessState.DRAINING:
+            return
+        # The previous incarnation of a restarted process lost its calls and receives no more.
+        came_back = self._peers.age_s(peer) < self._silence_s
+        self._until = max(self._until, self._clock.now() + (0.0 if came_back else STALE_S))
+
+
+class TemplateDefaults:
+    """Fills in variables that a request does not set; the request's take precedence key by key."""
+
+    def __init__(self, text: str) -> None:
+        self._kwargs = read_template_kwargs(text)
+
+    def filled(self, gen_request: GenerationRequest) -> GenerationRequest:
+        variables = self._own_variables(gen_request)
+        if variables is None:
+            return gen_request
+        options = msgspec.json.encode(self._kwargs | variables).decode()
+        template = msgspec.structs.replace(gen_request.template, options=options)
+        return msgspec.structs.replace(gen_request, template=template)
+
+    def with_reasoning_default(self, gen_request: GenerationRequest) -> GenerationRequest:
+        """Apply a default that turns reasoning on or off as if the request had set it."""
+        reasoning, variables = gen_request.reasoning, self._own_variables(gen_request)
+        if reasoning is None or variables is None or reasoning.enabled is not None:
+            return gen_request
+        switch = reasoning.format.switch
+        default = None if switch is None or switch in variables else self._kwargs.get(switch)
+        if not isinstance(default, bool):
+            return gen_request
+        return msgspec.structs.replace(
+            gen_request, reasoning=msgspec.structs.replace(reasoning, enabled=default)
+        )
+
+    def _own_variables(self, gen_request: GenerationRequest) -> dict[str, msgspec.Raw] | None:
+        """Return the request's variables, or None if no default can apply."""
+        if not self._kwargs or gen_request.messages is None:
+            return None
+        try:
+            return msgspec.json.decode(
+                gen_request.template.options or "{}", type=dict[str, msgspec.Raw]
+            )
+        except msgspec.DecodeError:
+            return None  # the tokenizer rejects it and names the field

@@ -21,7 +21,7 @@ from antiphon.gateway.http.anthropic.schema import (
 from antiphon.gateway.http.core.fields import decode, model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import single_grammar
-from antiphon.gateway.http.core.thinking_budget import FORMAT_UNKNOWN
+from antiphon.gateway.http.core.thinking import FORMAT_UNKNOWN
 from antiphon.gateway.http.core.tool_calls import (
     template_options,
     template_tools,

@@ -31,8 +31,7 @@ from antiphon.gateway.http.anthropic.schema import (
 )
 from antiphon.gateway.http.core.errors import messages_envelope
 from antiphon.gateway.http.core.output_parser import OutputParser
-from antiphon.gateway.http.core.sse import named_event
-from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.http.core.writer import ResponseWriter, named_event
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from antiphon.wire.base import FinishReason, Usage

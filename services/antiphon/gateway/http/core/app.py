@@ -11,9 +11,8 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
 
-from antiphon.gateway.http.core.cors import allow_origins
+from antiphon.config.errors import ConfigError
 from antiphon.gateway.http.core.errors import retry_after, shape_of
-from antiphon.gateway.http.core.root_path import without_prefix
 from antiphon.service.tls import server_context
 from antiphon.service.web import web_server
 from antiphon.wire.errors import (
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler, Middleware
 
     from antiphon.config.gateway import GatewayConfig
+    from antiphon.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,13 @@ _WARNING_CHARACTERS_MAX = 256
 _TOO_MANY_HEADERS = "Too many headers received"
 """The parser's message; it has no exception class for it."""
 
+_CORS_METHODS = "GET, POST, PUT, DELETE"
+_CORS_EXPOSED_HEADERS = "X-Request-Id, Retry-After"
+_CORS_MAX_AGE_S = "600"
+_UNKNOWN = "unknown"
+"""Endpoint of an unknown path, and method label of an unknown method."""
+_CLIENT_LEFT = "499"
+
 
 @asynccontextmanager
 async def http_server(
@@ -70,10 +77,6 @@ async def http_server(
 
     `guard` authorizes requests; pages of `origins` may call; `counting` sees what the client sees.
     A `prefix` is removed from paths that start with it, before anything else reads them.
-
-    Raises:
-        CannotStart: The port is in use, or the address is not local.
-        ConfigError: The TLS files are not usable.
     """
     tls = server_context(config)
     # Bytes are counted by `read_json`.
@@ -101,17 +104,7 @@ async def http_server(
 
 
 async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
-    """Read the body of a JSON request, up to the allowed size.
-
-    Args:
-        request: The client's request.
-        bytes_max: Maximum size of the body.
-        count: Called with the size of each piece before it is kept; it may reject the body.
-
-    Raises:
-        InvalidRequest: The content type is wrong, or the body is incomplete.
-        RequestTooLarge: With the size of the body, or the size received so far.
-    """
+    """Read a body. `count` may reject it; it gets the size of each piece before that is kept."""
     if request.content_type != "application/json" and not _accepts_untyped(request):
         raise InvalidRequest(
             f"Unsupported Media Type: send application/json, not {request.content_type}"
@@ -170,12 +163,10 @@ def warning(text: str) -> str:
 
 
 def warn(request: web.Request, texts: Iterable[str]) -> None:
-    """Add a `Warning` header to the response for each of these."""
     request.setdefault(WARNINGS, []).extend(texts)
 
 
 async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the family's request id header."""
     header = shape_of(request.path).id_header
     if header is not None and (request_id := request.get(REQUEST_ID)) is not None:
         response.headers[header] = request_id
@@ -184,8 +175,6 @@ async def _set_request_id(request: web.Request, response: web.StreamResponse) ->
 
 
 class _Runner(web.AppRunner):
-    """Serves an application over `_Connection`s."""
-
     def __init__(self, app: web.Application, prefix: str, **options: Any) -> None:  # noqa: ANN401
         super().__init__(app, **options)
         self._prefix = prefix
@@ -229,6 +218,111 @@ class _Connection(web.RequestHandler):
         return failure(HeadersTooLarge(text), request)
 
 
+def prefix_of(root_path: str, paths: Iterable[str]) -> str:
+    """Return the prefix without a trailing slash; reject one that paths of the API start with."""
+    prefix = root_path.rstrip("/")
+    for path in paths:
+        if prefix and (path == prefix or path.startswith(f"{prefix}/")):
+            raise ConfigError(
+                f"gateway.root_path (--fastapi-root-path): the API's own path {path} "
+                f"starts with {prefix}; choose another prefix, or let the proxy strip it "
+                "and leave root_path unset"
+            )
+    return prefix
+
+
+def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:
+    """Remove the prefix from a request's path, if the proxy has not."""
+    path = message.url.raw_path
+    if path != prefix and not path.startswith(f"{prefix}/"):
+        return message
+    rest = path.removeprefix(prefix) or "/"
+    url = message.url.with_path(rest, encoded=True, keep_query=True, keep_fragment=True)
+    return message._replace(path=str(url), url=url)
+
+
+def allow_origins(app: web.Application, origins: frozenset[str]) -> None:
+    """Let pages of these origins read responses; `*` allows any. No cookies are used.
+
+    Must be called before the middlewares that check keys: preflight requests have none.
+    """
+
+    async def mark(request: web.Request, response: web.StreamResponse) -> None:
+        origin = _allowed_origin(request, origins)
+        if origin is not None:
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _CORS_EXPOSED_HEADERS
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+
+    app.on_response_prepare.append(mark)
+    app.middlewares.append(_cors_preflight(origins))
+
+
+def _cors_preflight(origins: frozenset[str]) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        gen_requests = request.method == hdrs.METH_OPTIONS and (
+            hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        )
+        if not gen_requests or _allowed_origin(request, origins) is None:
+            return await handler(request)
+        headers = {
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: _CORS_METHODS,
+            hdrs.ACCESS_CONTROL_MAX_AGE: _CORS_MAX_AGE_S,
+        }
+        wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
+        if wanted is not None:
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = wanted
+        return web.Response(status=204, headers=headers)
+
+    return middleware
+
+
+def _allowed_origin(request: web.Request, origins: frozenset[str]) -> str | None:
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None:
+        return None
+    if "*" in origins:
+        return "*"
+    return origin if origin in origins else None
+
+
+def metrics_middleware(metrics: GatewayMetrics) -> Middleware:
+    """The outermost middleware, so that it sees the responses that clients see."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        endpoint, method = _endpoint(request), _method(request)
+        metrics.custom.read(request.headers)
+        metrics.http_requests.labels(endpoint, method).inc()
+        active = metrics.http_active.labels(endpoint, method)
+        active.inc()
+        status = "500"
+        try:
+            response = await handler(request)
+            status = str(response.status)
+        except asyncio.CancelledError:
+            status = _CLIENT_LEFT
+            raise
+        else:
+            return response
+        finally:
+            active.dec()
+            metrics.http_responses.labels(endpoint, status, method).inc()
+
+    return middleware
+
+
+def _endpoint(request: web.Request) -> str:
+    """The path template, so that ids in paths do not create series."""
+    resource = request.match_info.route.resource
+    return _UNKNOWN if resource is None else resource.canonical
+
+
+def _method(request: web.Request) -> str:
+    return request.method if request.method in hdrs.METH_ALL else _UNKNOWN
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -253,15 +347,11 @@ def _error_response(request: web.Request, error: EngineError) -> web.Response:
 
 
 class _NotFound(InvalidRequest):
-    """The path does not exist."""
-
     code = "not_found"
     status = web.HTTPNotFound.status_code
 
 
 class _NotAllowed(InvalidRequest):
-    """The path exists for other methods."""
-
     code = "method_not_allowed"
     status = web.HTTPMethodNotAllowed.status_code
 

@@ -39,10 +39,7 @@ def auth_middleware(
     *,
     header_bytes_max: int,
 ) -> Middleware:
-    """Return the middleware.
-
-    It raises HeadersTooLarge; Unauthorized; Forbidden for an operator's path; RateLimited.
-    """
+    """Raises HeadersTooLarge; Unauthorized; Forbidden for an operator's path; RateLimited."""
     admin = frozenset(one.path for one in operations if one.admin)
 
     @web.middleware

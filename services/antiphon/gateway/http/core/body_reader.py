@@ -65,14 +65,9 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class BodyJob(msgspec.Struct, frozen=True):
-    """A body for the child process.
+    """A body for the child process. `kind` is its type as `module:name`.
 
-    Attributes:
-        kind: Its type, as `module:name`.
-        refused: Unsupported fields.
-        work: Function of the body whose result is returned, as `module:name`; empty for the body
-            itself.
-        body: The body as received.
+    `work` is the function of the body whose result is returned; empty for the body itself.
     """
 
     kind: str
@@ -124,9 +119,6 @@ class BodyReader:
 
         A slow client holds memory for up to a minute, so the total of a tenant's bodies is limited.
         The first body is accepted whatever its size.
-
-        Raises:
-            Overloaded: Too much of the tenant's data is being received.
         """
         return self._arriving.admit(tenant, 0)
 
@@ -139,8 +131,6 @@ class BodyReader:
         tenant: str,
     ) -> tuple[T, list[str]]:
         """Decode a body and build the result of `make`; also return the names of unknown fields.
-
-        Large bodies of tenants are read in turn.
 
         Raises:
             InvalidRequest: See `fields.read`, or from `make`.
@@ -155,11 +145,7 @@ class BodyReader:
             return await self.run_in_thread(lambda: make(read), tenant), done.unknown
 
     async def run_admitted(self, work: Callable[[], T], tenant: str) -> T:
-        """Run bounded Python work of a request that was not admitted yet, in the thread.
-
-        Raises:
-            Overloaded: Too many requests of the tenant are queued for the thread.
-        """
+        """Run bounded Python work of a request that was not admitted yet, in the thread."""
         with self._calls.admit(tenant, 0):
             return await self.run_in_thread(work, tenant)
 
@@ -187,17 +173,8 @@ class BodyReader:
     ) -> tuple[bytes, list[str]]:
         """Return the JSON result of a function of a body, and the names of unknown fields.
 
-        Args:
-            body: The body as received.
-            kind: Its type.
-            work: A module-level function, which the child process looks up by name.
-            unsupported: Unsupported fields.
-            tenant: The tenant.
-            inline_bytes_max: Larger bodies go to the child process.
-
-        Raises:
-            InvalidRequest: See `fields.read`, or from `work`.
-            Overloaded: Too many large bodies are queued.
+        `work` is a module-level function: the child process, which gets larger bodies than
+        `inline_bytes_max`, looks it up by name.
         """
         if len(body) <= inline_bytes_max and limits.is_small(body):
             read, unknown = fields.read(body, kind, unsupported)

@@ -25,7 +25,6 @@ class DetachedTasks:
     def start(
         self, work: Callable[P, Coroutine[None, None, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Start a task."""
         self._running += 1
         self._idle.clear()
         self._group.create_task(isolated(work, *args, **kwargs)).add_done_callback(self._ended)

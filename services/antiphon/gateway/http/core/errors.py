@@ -84,13 +84,11 @@ class Shape:
 
 
 def shape_of(path: str) -> Shape:
-    """Return the error format of a path, routed or not."""
     at = (shape for place, shape in _SHAPES if path == place or path.startswith(f"{place}/"))
     return next(at, _OPENAI)
 
 
 def envelope(error: EngineError) -> ErrorEnvelope:
-    """Build the error body of OpenAI's APIs."""
     kind = _TYPES.get(error.status, "invalid_request_error")
     if error.status >= _SERVER_ERROR:
         kind = "server_error"
@@ -99,7 +97,6 @@ def envelope(error: EngineError) -> ErrorEnvelope:
 
 
 def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErrorEnvelope:
-    """Build the error body of Anthropic's API."""
     text = _public_message(error)
     if error.param is not None and not text.startswith(error.param):
         text = f"{error.param}: {text}"
@@ -111,7 +108,6 @@ def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErr
 
 
 def plain(error: EngineError) -> PlainError:
-    """Build the error body of Ollama's API."""
     text = _public_message(error)
     named = error.param is None or error.param in text
     return PlainError(text if named else f"{error.param}: {text}")

@@ -20,6 +20,7 @@ from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sized
 
+
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
@@ -32,23 +33,8 @@ _SHOWN = 40
 """Maximum number of digits shown of a number that is out of range."""
 _STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
-
-
 _MODEL = "default"
 """SGLang clients use this name for any model."""
-
-
-class UnsupportedField(msgspec.Struct, frozen=True):
-    """A documented field that this server does not support.
-
-    Attributes:
-        reason: Why, as part of the error message.
-        neutral: Values that request nothing and are accepted. So is a list of nulls (in a batch).
-    """
-
-    reason: str
-    neutral: tuple[object, ...] = ()
-
 
 NO_EFFECT = frozenset(
     {
@@ -64,6 +50,51 @@ NO_EFFECT = frozenset(
     }
 )
 """Labels and hints: accepted and ignored, since they do not change the output."""
+_SIZED: Mapping[str, type[Sized]] = {"array": list, "object": dict, "str": str}
+NOTHING: tuple[object, ...] = ({}, [], "")
+"""Values that request nothing."""
+
+
+class UnsupportedField(msgspec.Struct, frozen=True):
+    """A documented field that this server does not support.
+
+    Attributes:
+        reason: Why, as part of the error message.
+        neutral: Values that request nothing and are accepted. So is a list of nulls (in a batch).
+    """
+
+    reason: str
+    neutral: tuple[object, ...] = ()
+
+
+_ROUTING = UnsupportedField("requests are placed by the scheduler; clients cannot select a worker")
+
+COMMON: Mapping[str, UnsupportedField] = {
+    "beam_width": UnsupportedField("beam search is not supported", (1,)),
+    "watermark": UnsupportedField("watermarks are not supported", (*NOTHING, {"enabled": False})),
+    "return_routed_experts": UnsupportedField("expert routing is not recorded", (False,)),
+    "return_spec_tokens_details": UnsupportedField(
+        "speculative decoding is not supported", (False,)
+    ),
+    "lora_path": UnsupportedField("LoRA adapters are not supported", NOTHING),
+    "custom_labels": UnsupportedField("metric labels cannot be set by a request body", NOTHING),
+    "bootstrap_host": _ROUTING,
+    "bootstrap_port": _ROUTING,
+    "bootstrap_room": _ROUTING,
+    "bootstrap_pair_key": _ROUTING,
+    "disagg_prefill_dp_rank": _ROUTING,
+    "routed_dp_rank": _ROUTING,
+    "data_parallel_rank": _ROUTING,
+}
+
+EMBEDDING: Mapping[str, UnsupportedField] = {
+    name: COMMON[name]
+    for name in (
+        *("lora_path", "custom_labels"),
+        *("routed_dp_rank", "data_parallel_rank"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    )
+}
 
 
 def read(
@@ -72,8 +103,7 @@ def read(
     """Decode a body. Also return the names of its undocumented fields, sorted.
 
     Raises:
-        InvalidRequest: The body is not JSON, a field has a wrong type or value, or there are too
-            many unknown fields; `param` names the field.
+        InvalidRequest: It is not JSON, a field is wrong, or too many fields are unknown.
         RequestTooLarge: A free-form field is too long.
         Unsupported: A field requests something that is not supported.
     """
@@ -89,11 +119,7 @@ def read(
 
 
 def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
-    """Decode a body, or the value of one field of it.
-
-    Raises:
-        InvalidRequest: It is not JSON, or does not match `kind`.
-    """
+    """Decode a body, or the value of one field of it; an InvalidRequest names the field."""
     try:
         return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
@@ -225,7 +251,6 @@ def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidReques
 def _out_of_range(
     json: bytes | msgspec.Raw, text: str, invalid: InvalidRequest
 ) -> InvalidRequest | None:
-    """Report the out-of-range number beside the bound."""
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return None
@@ -236,9 +261,6 @@ def _out_of_range(
             cut = f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
             return InvalidRequest(f"{invalid.message}, got {cut}", param=invalid.param)
     return None
-
-
-_SIZED: Mapping[str, type[Sized]] = {"array": list, "object": dict, "str": str}
 
 
 def _named(json: bytes | msgspec.Raw, text: str) -> list[object]:
@@ -272,7 +294,7 @@ def _inner(value: object, name: str | None, index: str | None) -> Iterator[objec
 def _check_unsupported(name: str, raw: msgspec.Raw, unsupported: UnsupportedField) -> None:
     value: object = decode(raw, object, name)
     if not _is_neutral(value) and not any(_same(value, each) for each in unsupported.neutral):
-        raise Unsupported(f"{name}: {unsupported.reason}", param=name)
+        raise Unsupported.at(name, unsupported.reason)
 
 
 def _is_neutral(value: object) -> bool:

@@ -36,12 +36,7 @@ if TYPE_CHECKING:
 
 
 class GenerateOutputs:
-    """The outputs of every prompt of a request, indexed over all of them.
-
-    Attributes:
-        prompt_ids: Token ids of each prompt.
-        replies: Reply writer of each output.
-    """
+    """The outputs of every prompt of a request, indexed over all of them."""
 
     def __init__(
         self,
@@ -53,16 +48,7 @@ class GenerateOutputs:
         weight_version: str,
         persist: PersistReply | None = None,
     ) -> None:
-        """Start without outputs.
-
-        Args:
-            streams: One for each prompt.
-            options: Which fields to return.
-            firsts: Text of each prompt's first token, if requested.
-            rank_of: Returns the index of a worker in /v1/loads.
-            weight_version: Weight version to report if no worker has reported one.
-            persist: Stores the first output, if the request belongs to a session.
-        """
+        """Start without outputs; `firsts` are texts of the prompts' first tokens, if requested."""
         self._streams = streams
         self._rank_of = rank_of
         self._weight_version = weight_version
@@ -80,11 +66,9 @@ class GenerateOutputs:
         self._cached = [0] * len(streams)
 
     def index(self, prompt: int, choice: int) -> int:
-        """Index of an output."""
         return prompt * self._choices + choice
 
     def add(self, prompt: int, event: ChoiceEvent) -> None:
-        """Add events of a prompt."""
         reply = self.replies[self.index(prompt, event.choice)]
         if isinstance(event, Finished):
             reply.end(event)
@@ -94,7 +78,6 @@ class GenerateOutputs:
             self._cached[prompt] = event.usage.cached_tokens
 
     def add_all(self, answers: Sequence[CollectedResponse]) -> None:
-        """Add the outputs of a non-streaming response."""
         for prompt, answer in enumerate(answers):
             for collected in answer.choices:
                 for delta in collected.deltas:
@@ -104,16 +87,10 @@ class GenerateOutputs:
             self._cached[prompt] = answer.usage.cached_tokens
 
     async def persist(self) -> None:
-        """Store the output for the session.
-
-        Raises:
-            EngineError: It could not be stored.
-        """
         if self._persist is not None:
             await self._persist(self._streams[0], self.replies[0])
 
     def meta_info(self, index: int) -> MetaInfo:
-        """Return the metadata of an output."""
         prompt, _ = divmod(index, self._choices)
         reply = self.replies[index]
         last = reply.origins[-1] if reply.origins else None
@@ -155,7 +132,6 @@ class JsonList:
         return self._count
 
     def add(self, items: Sequence[object]) -> None:
-        """Encode and append items."""
         if items:
             if self.body:
                 self.body += b","
@@ -164,7 +140,6 @@ class JsonList:
 
     @property
     def raw(self) -> msgspec.Raw:
-        """Return the whole list."""
         return msgspec.Raw(b"[%b]" % self.body)
 
 
@@ -172,12 +147,6 @@ class GenerateReplyWriter:
     """Fields of a reply, each as JSON that grows with the output.
 
     A cumulative event is as long as the output so far, but each token is encoded once.
-
-    Attributes:
-        finished: How generation ended, once it has.
-        ids: Output token ids.
-        texts: Their texts.
-        origins: Their origins.
     """
 
     def __init__(
@@ -186,13 +155,6 @@ class GenerateReplyWriter:
         prompt_ids: Sequence[int],
         first_text: str | None = None,
     ) -> None:
-        """Start with an empty reply.
-
-        Args:
-            options: Which fields to return.
-            prompt_ids: Token ids of the prompt.
-            first_text: Text of the first prompt token, if token texts are requested.
-        """
         self.finished: Finished | None = None
         self.ids: list[int] = []
         self.texts: list[str] = []
@@ -218,7 +180,6 @@ class GenerateReplyWriter:
             self._known |= {token: piece.text_of(token) for token in piece.texts}
 
     def add(self, delta: TextDelta) -> None:
-        """Encode what is new."""
         self.add_token_texts(delta)
         self.origins = delta.origins or self.origins
         self.texts.append(delta.text)
@@ -245,18 +206,15 @@ class GenerateReplyWriter:
             self._add_hidden_states(piece, together=self._options.hidden == FULL)
 
     def end(self, finished: Finished) -> None:
-        """Set how generation ended."""
         self.finished = finished
         self.origins = finished.origins or self.origins
 
     @property
     def tokens(self) -> int:
-        """Number of output tokens so far."""
         return len(self.ids)
 
     @property
     def reply(self) -> dict[str, object]:
-        """Fields of `GenerateReply`."""
         return {
             "text": msgspec.Raw(b'"%b"' % self._text),
             "output_ids": self._ids.raw,
@@ -264,7 +222,6 @@ class GenerateReplyWriter:
 
     @property
     def meta(self) -> dict[str, object]:
-        """Fields of `MetaInfo`."""
         fields: dict[str, object] = {name: column.raw for name, column in self._columns.items()}
         if _SCORED in self._columns:
             fields["output_token_logprobs_length"] = len(self._columns[_SCORED])

@@ -38,7 +38,6 @@ class IdleTimer:
         return self._clock.now() >= self._due_at()
 
     def reset(self) -> None:
-        """Record a write."""
         self._sent_at = self._clock.now()
 
     def _due_at(self) -> float:
@@ -60,20 +59,17 @@ class Keepalive:
         self._open: dict[IdleTimer, StreamGroup] = {}
 
     async def run(self) -> None:
-        """Check all streams periodically, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.check()
 
     def check(self) -> None:
-        """Wake the writers that have something due."""
         for silence, stream_group in self._open.items():
             if silence.is_due:
                 stream_group.wake()
 
     @contextmanager
     def watch(self, stream_group: StreamGroup) -> Generator[IdleTimer]:
-        """Watch a stream while inside."""
         silence = IdleTimer(stream_group, self._clock)
         self._open[silence] = stream_group
         try:

@@ -86,7 +86,6 @@ def is_small(body: bytes) -> bool:
 
 
 def oversized(fields: Mapping[str, msgspec.Raw]) -> tuple[str, int] | None:
-    """Return the first free-form field that is too long, and its size."""
     for name in FREE_FORM & fields.keys():
         size = len(bytes(fields[name]))
         if size > JSON_BYTES_MAX:

@@ -88,10 +88,8 @@ def text_logprobs(
 ) -> TextLogprobs | None:
     """Convert token outputs to the format of text completions; None without them.
 
-    Args:
-        piece: Outputs of consecutive tokens.
-        start: Number of characters before them.
-        before: Texts of tokens without outputs that come first, such as the first prompt token.
+    `start` is the number of characters before them; `before` are texts of tokens without outputs
+    that come first, such as the first prompt token.
     """
     if piece is None and not before:
         return None

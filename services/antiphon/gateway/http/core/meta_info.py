@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Meta
 
 from antiphon.gateway.http.core.logprobs import LOWEST
 from antiphon.wire.base import FinishReason, Role
@@ -33,15 +32,8 @@ States = list[list[float | list[float]]]
 class GenerateResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Response options of one prompt.
 
-    Attributes:
-        logprobs: Whether to return logprobs.
-        start: First prompt token to return logprobs for; -1 for output tokens only.
-        top: Number of top logprobs.
-        named_ids: Token ids to return logprobs for.
-        texts: Whether logprobs have token texts.
-        hidden: `full`, `last` or nothing.
-        prompt_ids: Whether to return prompt token ids.
-        interval: Number of tokens per stream event, after the first.
+    `start` is the first prompt token with logprobs, -1 for output tokens only; `hidden` is `full`,
+    `last` or nothing; `interval` is the number of tokens per stream event, after the first.
     """
 
     logprobs: bool = False
@@ -114,31 +106,18 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     cached_tokens: int
     cached_tokens_details: CachedTokensDetails
-    weight_version: Annotated[str, Meta(description="Weight version that sampled the last token.")]
-    weight_versions: Annotated[
-        list[WeightSpan] | UnsetType,
-        Meta(
-            description="Spans of output tokens by weight version, if it changed during generation."
-        ),
-    ] = UNSET
-    num_retractions: Annotated[
-        int,
-        Meta(
-            description="Number of times the request was retracted from a running batch "
-            "and resumed."
-        ),
-    ]
-    dp_rank: Annotated[
-        int | None,
-        Meta(description="Index of the last worker in /v1/loads, if it is still listed."),
-    ]
-    e2e_latency: Annotated[
-        float | UnsetType,
-        Meta(description="Seconds from receiving the request to its end. Set in the last event."),
-    ] = UNSET
-    response_sent_to_client_ts: Annotated[
-        float | UnsetType, Meta(description="Unix time at which the last event was sent.")
-    ] = UNSET
+    weight_version: str
+    """Weight version that sampled the last token."""
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+    """Spans of output tokens by weight version, if it changed during generation."""
+    num_retractions: int
+    """Number of times the request was retracted from a running batch and resumed."""
+    dp_rank: int | None
+    """Index of the last worker in /v1/loads, if it is still listed."""
+    e2e_latency: float | UnsetType = UNSET
+    """Seconds from receiving the request to its end. Set in the last event."""
+    response_sent_to_client_ts: float | UnsetType = UNSET
+    """Unix time at which the last event was sent."""
     input_token_logprobs: list[Scored] | UnsetType = UNSET
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET
@@ -212,16 +191,7 @@ def scores(
     first_text: str | None,
     begins: bool,
 ) -> dict[str, Sequence[object]]:
-    """Compute the logprob fields of `MetaInfo` for a piece.
-
-    Args:
-        piece: The next tokens, which may include prompt tokens.
-        reply_options: Which fields to return.
-        prompt_ids: Token ids of the prompt.
-        texts: Known token texts.
-        first_text: Text of the prompt's first token, if texts are requested: it has no logprobs.
-        begins: Whether this is the first piece.
-    """
+    """Compute the logprob fields of `MetaInfo` for a piece; it may include prompt tokens."""
     first = reply_options.start - len(prompt_ids)
     entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
     output_scores = _scores(

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 class OutputParserOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to parse the output of a request.
 
-    Attributes:
-        plan: Available tools and their format.
-        reasoning: Reasoning format; None to leave reasoning in the content.
-        stream_reasoning: Whether to stream reasoning as it is generated, or return it once
-            complete.
-        calls_before: Number of tool calls in the messages of the request.
+    Without a `reasoning` format, reasoning stays in the content. `calls_before` is the number of
+    tool calls in the messages of the request.
     """
 
     plan: ToolPlan = ToolPlan()
@@ -33,19 +29,13 @@ class OutputParserOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether output is always content."""
         return self.plan.format is None and self.reasoning is None
 
 
 class OutputParser:
-    """Parser of one output.
-
-    Attributes:
-        has_tool_calls: Whether a complete tool call was parsed.
-    """
+    """Parser of one output."""
 
     def __init__(self, options: OutputParserOptions, *, starts_in_reasoning: bool) -> None:
-        """Create a parser; `starts_in_reasoning` if the output starts in reasoning."""
         self.has_tool_calls = False
         self._plain = options.plain
         self._stream_reasoning = options.stream_reasoning
@@ -64,7 +54,6 @@ class OutputParser:
         return self._filter_reasoning(self._parser.feed(text))
 
     def end(self) -> list[Event]:
-        """Return the remaining events at the end of the output."""
         if self._plain:
             return []
         return [*self._filter_reasoning(self._parser.end()), *self._flush_reasoning()]
@@ -81,6 +70,5 @@ class OutputParser:
         return kept_events
 
     def _flush_reasoning(self) -> list[Event]:
-        """Return the held-back reasoning, once."""
         reasoning, self._held_reasoning = "".join(self._held_reasoning), []
         return [Reasoning(reasoning)] if reasoning else []

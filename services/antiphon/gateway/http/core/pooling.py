@@ -35,15 +35,6 @@ class PoolingHandler:
         self._tokenizers = tokenizers
 
     async def card(self, does: str) -> PoolingCard:
-        """Return the card of a pooling model.
-
-        Args:
-            does: What the API does, as a verb for the error message.
-
-        Raises:
-            Unsupported: The model generates text.
-            EngineError: No tokenizer is available.
-        """
         card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
         if card is None:
             raise Unsupported(
@@ -52,11 +43,6 @@ class PoolingHandler:
         return card
 
     async def embedder(self) -> PoolingCard:
-        """Return the card of an embedding model.
-
-        Raises:
-            Unsupported: The model is not an embedding model.
-        """
         card = await self.card("embed")
         if card.scores:
             raise Unsupported(
@@ -65,11 +51,6 @@ class PoolingHandler:
         return card
 
     async def scorer(self, does: str) -> PoolingCard:
-        """Return the card of a classification model.
-
-        Raises:
-            Unsupported: The model is not a classification model.
-        """
         card = await self.card(does)
         if not card.scores:
             raise Unsupported(
@@ -80,11 +61,7 @@ class PoolingHandler:
     async def collect(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[Pooled]:
-        """Run all requests and return their results in order. A client disconnect aborts them.
-
-        Raises:
-            EngineError: The error of the first request that failed.
-        """
+        """Run all requests and return their results in order. A client disconnect aborts them."""
         return await self._response_handler.collect_each(
             request, gen_requests, pooled_vector, OPEN_MAX
         )
@@ -121,14 +98,9 @@ def pooling_requests(
 
 
 def check_not_blank(prompts: Sequence[Prompt], field: str) -> None:
-    """Reject texts that are empty or only white space.
-
-    Raises:
-        InvalidRequest: Names the first such text.
-    """
     for index, prompt in enumerate(prompts):
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
-            raise InvalidRequest(f"{field}: text {index} is empty or white space", param=field)
+            raise InvalidRequest.at(field, f"text {index} is empty or white space")
 
 
 def sigmoid(score: float) -> float:

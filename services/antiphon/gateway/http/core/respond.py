@@ -19,7 +19,7 @@ from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
-from antiphon.gateway.http.core.sse import CONTENT_TYPE
+from antiphon.gateway.http.core.writer import CONTENT_TYPE
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.stream.group import CollectedResponse, StreamGroup
 from antiphon.wire.errors import EngineError
@@ -96,15 +96,9 @@ class ResponseHandler:
         bytes_max: int | None = None,
         warns_beyond: type[msgspec.Struct] | None = None,
     ) -> T:
-        """Read a body and build the result of `make`; count unknown fields.
+        """Read a body and build the result of `make`, in a thread if the body is large.
 
-        Args:
-            request: The client's request.
-            kind: Type of the body.
-            make: Builds the result; runs in a thread for large bodies.
-            unsupported: Unsupported fields.
-            bytes_max: Size limit of the route, if lower than the general one.
-            warns_beyond: A `Warning` header names unknown fields that this type lacks too.
+        A `Warning` header names unknown fields that `warns_beyond` lacks too.
 
         Raises:
             InvalidRequest: It cannot be read, or `make` rejects it; `param` names the field.
@@ -132,11 +126,7 @@ class ResponseHandler:
         *,
         inline_bytes_max: int,
     ) -> web.Response:
-        """Respond with the result of a module-level function; large bodies use a child process.
-
-        Raises:
-            InvalidRequest: The body cannot be read, or `work` rejects it.
-        """
+        """Respond with the result of a module-level function; large bodies use a child process."""
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._body_bytes_max)
             json, unknown = await self._bodies.compute(
@@ -165,11 +155,7 @@ class ResponseHandler:
         *,
         streamed: bool,
     ) -> web.StreamResponse:
-        """Run prompts together and write one response, streaming or not.
-
-        Raises:
-            EngineError: A request failed before any output.
-        """
+        """Run prompts together and write one response, streaming or not."""
         async with self._open(request, gen_requests) as stream_group:
             writer = await make_writer(stream_group.streams)
             if streamed:
@@ -191,15 +177,8 @@ class ResponseHandler:
     ) -> ResponseWriter:
         """Run prompts independently of the client; return once they are submitted.
 
-        Args:
-            request: The client's request.
-            gen_requests: The requests.
-            make_writer: Creates the response writer, which must store the output: there may be no
-                client.
-            write: Receives the bytes of the writer, as a client would.
-
-        Raises:
-            EngineError: A request could not be submitted, or the writer could not start.
+        `write` receives the bytes of the writer, as a client would. The writer must store the
+        output: there may be no client.
         """
         begun: asyncio.Future[ResponseWriter] = asyncio.get_running_loop().create_future()
         self._detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
@@ -213,8 +192,7 @@ class ResponseHandler:
     ) -> web.StreamResponse:
         """Forward a stream produced elsewhere, until it ends or the client disconnects.
 
-        Raises:
-            EngineError: It failed before any output. A later error is written by `failed`.
+        An error before any output is raised; a later one is written by `failed`.
         """
         async with aclosing(stream):
             first = await anext(stream, b"")
@@ -236,11 +214,7 @@ class ResponseHandler:
     async def collect(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[CollectedResponse]:
-        """Return the collected output of each prompt, for responses that are not generations.
-
-        Raises:
-            EngineError: A request failed.
-        """
+        """Return the collected output of each prompt, for responses that are not generations."""
         async with self._open(request, gen_requests) as stream_group:
             return await self._collect(stream_group)
 
@@ -251,11 +225,7 @@ class ResponseHandler:
         extract: Callable[[CollectedResponse], T],
         open_max: int,
     ) -> list[T]:
-        """Return the extracted output of each prompt; at most `open_max` requests run at a time.
-
-        Raises:
-            EngineError: A request failed; the others are cancelled.
-        """
+        """Return the extracted outputs; at most `open_max` requests run at a time."""
         slots = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
 
         async def one(gen_request: GenerationRequest) -> T:
@@ -387,11 +357,7 @@ class ResponseHandler:
         return response
 
     async def run_in_thread(self, request: web.Request, work: Callable[[], T]) -> T:
-        """Run Python work proportional to a request's size in a thread.
-
-        Raises:
-            Overloaded: Too many requests of the tenant are queued for the thread.
-        """
+        """Run Python work proportional to a request's size in a thread."""
         with self._metrics.count_rejections():
             return await self._bodies.run_admitted(work, tenant_of(request))
 
@@ -431,7 +397,6 @@ class ResponseHandler:
 
 
 def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:
-    """Replace the field name of an error by the API's name."""
     if error.param is None:
         return
     if error.param == _GRAMMAR_PARAM:
@@ -468,7 +433,6 @@ async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventB
 
 
 def _unknown_field_warning(field: str) -> str:
-    """Build the warning for an unknown field, whose name may be of any length."""
     return f"{field[:_NAME_SHOWN]} is ignored: it is not a field of this API"
 
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import decode
 from antiphon.gateway.requests.sampling import SamplingFields, SamplingOptions
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.processors import REGISTERED
 from antiphon.wire.sampling import (
     STOPS_MAX,
     StopPattern,
@@ -34,6 +36,8 @@ StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
+NAME = "custom_logit_processor"
+
 
 def doc(text: str) -> Meta:
     """Describe a field in the OpenAPI document and the reference page."""
@@ -43,26 +47,28 @@ def doc(text: str) -> Meta:
 class SglangSamplingFields(SamplingFields):
     """Stop conditions, output constraints and biases."""
 
-    logit_bias: Annotated[LogitBiases | None, doc("Biases added to logits, by token id.")] = None
-    stop: Annotated[Stops | None, doc("Sequences that stop generation; not returned.")] = None
-    stop_regex: Annotated[
-        StopPatterns | None,
-        doc("Regular expressions that stop generation, without lookaround and anchors."),
-    ] = None
-    stop_token_ids: Annotated[TokenIds | None, doc("Further token ids that stop generation.")] = (
-        None
-    )
-    ignore_eos: Annotated[bool | None, doc("Whether to continue past end tokens.")] = None
-    no_stop_trim: Annotated[bool | None, doc("Whether to return the stop sequence.")] = None
-    skip_special_tokens: Annotated[
-        bool | None, doc("Whether to omit special tokens. Defaults to true.")
-    ] = None
-    regex: Annotated[str | None, doc("Regular expression that the output must match.")] = None
-    ebnf: Annotated[str | None, doc("EBNF grammar of the output, with start rule `root`.")] = None
-    json_schema: Annotated[Schema | None, doc("JSON schema of the output.")] = None
-    custom_params: Annotated[Json | None, doc("Parameters passed to `custom_logit_processor`.")] = (
-        None
-    )
+    logit_bias: LogitBiases | None = None
+    """Biases added to logits, by token id."""
+    stop: Stops | None = None
+    """Sequences that stop generation; not returned."""
+    stop_regex: StopPatterns | None = None
+    """Regular expressions that stop generation, without lookaround and anchors."""
+    stop_token_ids: TokenIds | None = None
+    """Further token ids that stop generation."""
+    ignore_eos: bool | None = None
+    """Whether to continue past end tokens."""
+    no_stop_trim: bool | None = None
+    """Whether to return the stop sequence."""
+    skip_special_tokens: bool | None = None
+    """Whether to omit special tokens. Defaults to true."""
+    regex: str | None = None
+    """Regular expression that the output must match."""
+    ebnf: str | None = None
+    """EBNF grammar of the output, with start rule `root`."""
+    json_schema: Schema | None = None
+    """JSON schema of the output."""
+    custom_params: Json | None = None
+    """Parameters passed to `custom_logit_processor`."""
 
     def options(
         self,
@@ -72,11 +78,7 @@ class SglangSamplingFields(SamplingFields):
         outputs: TokenOutputParams | None,
         prefix: str = "",
     ) -> SamplingOptions:
-        """Return the options of a request; `prefix` is the path of these fields in the body.
-
-        Raises:
-            InvalidRequest: `top_k` is 0, which disables it in some APIs only.
-        """
+        """Return the options of a request; `prefix` is the path of these fields in the body."""
         if self.top_k == 0:
             text = "top_k: must be -1 (no limit) or at least 1"
             raise InvalidRequest(text, param=f"{prefix}top_k")
@@ -84,7 +86,6 @@ class SglangSamplingFields(SamplingFields):
         return given.with_fields_of(self)
 
     def stop_strings(self, *, token_texts: bool) -> StopStrings:
-        """Return the stop strings and detokenization options."""
         return StopStrings(
             strings=as_tuple(self.stop),
             patterns=as_tuple(self.stop_regex),
@@ -103,18 +104,12 @@ class SglangSamplingFields(SamplingFields):
 
 
 class RequestedGrammar(msgspec.Struct, frozen=True):
-    """A grammar, and the field that requested it."""
-
     field: str
     grammar: Grammar
 
 
 def single_grammar(given: Mapping[str, Grammar | None]) -> RequestedGrammar | None:
-    """Return the one output constraint that is set.
-
-    Raises:
-        InvalidRequest: More than one is set; `param` names the second.
-    """
+    """Return the one output constraint that is set; reject a second."""
     forms = [
         RequestedGrammar(field, grammar) for field, grammar in given.items() if grammar is not None
     ]
@@ -127,7 +122,6 @@ def single_grammar(given: Mapping[str, Grammar | None]) -> RequestedGrammar | No
 
 
 def schema_grammar(kind: GrammarKind, schema: Schema | None) -> Grammar | None:
-    """Return the grammar of a schema, given as an object or as its JSON text."""
     if schema is not None and not isinstance(schema, str):
         schema = msgspec.json.encode(schema).decode()
     return _grammar(kind, schema)
@@ -138,5 +132,31 @@ def _grammar(kind: GrammarKind, text: str | None) -> Grammar | None:
 
 
 def as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
-    """Return one sequence or several as a tuple."""
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
+
+
+def processor_of(
+    name: str | None, given: Mapping[str, msgspec.Raw] | None, *, field: str
+) -> tuple[LogitProcessor, ...]:
+    """Return the named processor, if there is one; `field` is the API's name of its parameters."""
+    if not name:
+        if given:
+            raise InvalidRequest.at(field, f"requires {NAME}")
+        return ()
+    kind = REGISTERED.get(name)
+    if kind is None:
+        known = ", ".join(REGISTERED)
+        raise Unsupported.at(
+            NAME, f"code in requests is never run; use the name of a registered processor: {known}"
+        )
+    return (_with(kind, given or {}, field),)
+
+
+def _with(
+    kind: type[LogitProcessor], given: Mapping[str, msgspec.Raw], field: str
+) -> LogitProcessor:
+    if strange := given.keys() - set(kind.__struct_fields__):
+        known = ", ".join(kind.__struct_fields__)
+        text = f"{field}: unknown parameter {min(strange)}; allowed are {known}"
+        raise InvalidRequest(text, param=f"{field}.{min(strange)}")
+    return decode(msgspec.json.encode(given), kind, field)

@@ -62,16 +62,7 @@ class SessionRequests:
     ) -> web.StreamResponse:
         """Run a request of a session, streaming or not.
 
-        Args:
-            request: The client's request.
-            gen_request: The new part of the prompt.
-            place: Position in the session.
-            make_writer: Creates the response writer for the whole prompt; its outputs store the
-                result.
-            streamed: Whether to stream.
-
-        Raises:
-            EngineError: The position is invalid, or the request failed before any output.
+        `gen_request` has the new part of the prompt; `make_writer` gets the whole prompt.
         """
         tenant, sessions = tenant_of(request), self._sessions
         before = await sessions.previous_ids(tenant, place)

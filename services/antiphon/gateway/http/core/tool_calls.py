@@ -16,16 +16,11 @@ if TYPE_CHECKING:
 
 
 def to_json(value: object, field: str) -> Json:
-    """Decode raw JSON to Python values.
-
-    Raises:
-        InvalidRequest: It has values that cannot be decoded, such as a number out of range.
-    """
+    """Decode raw JSON, which may have values that cannot be decoded, to Python values."""
     return cast("Json", decode(msgspec.json.encode(value), object, field))
 
 
 def template_tools(plan: ToolPlan) -> str | None:
-    """Return the tools in the format of the chat template."""
     tools = [tool.written for tool in plan.tools]
     return msgspec.json.encode(tools).decode() if tools else None
 

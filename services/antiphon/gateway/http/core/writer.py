@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.gateway.http.core.sse import CONTENT_TYPE, PING
 from antiphon.wire.base import Usage
 
 if TYPE_CHECKING:
@@ -14,6 +13,22 @@ if TYPE_CHECKING:
     from antiphon.gateway.owner.actions import Finished, TextDelta
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.wire.errors import EngineError
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients ignore; it keeps the connection alive."""
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+NDJSON = "application/x-ndjson"
+
+
+def event(payload: bytes) -> bytes:
+    """Format JSON, which has no raw line break, as one event."""
+    return b"data: %b\n\n" % payload
+
+
+def named_event(name: str, payload: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
 
 
 class ResponseWriter(ABC):
@@ -38,10 +53,9 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """Return more of the output for one prompt."""
+        pass
 
     def ping(self) -> bytes:
-        """Return what keeps the stream alive while there is no output."""
         return PING
 
     @abstractmethod
@@ -53,18 +67,18 @@ class ResponseWriter(ABC):
         """Return what replaces the end if the request fails."""
 
     async def persist(self) -> None:  # noqa: B027  # most writers store nothing
-        """Store what must be available when the client receives the end.
-
-        Raises:
-            EngineError: It could not be stored.
-        """
+        """Store what must be available when the client receives the end."""
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Sum the token usage of several prompts."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )
+
+
+def line(payload: bytes) -> bytes:
+    """Terminate JSON, which has no raw line break, as one line."""
+    return payload + b"\n"

@@ -13,8 +13,7 @@ from msgspec import Meta
 from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.request_log.request_log import LoggingOptions
 from antiphon.gateway.request_log.writer import folder_of, make_folder

@@ -16,7 +16,7 @@ from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.core.sampling import doc
-from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
+from antiphon.gateway.http.core.thinking import with_thinking_budget
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.requests.generation_request import PROBE_API, GenerationRequest
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.base import ProcessState, Role

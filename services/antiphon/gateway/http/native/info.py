@@ -14,8 +14,7 @@ from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang.arguments import rows
 from antiphon.config.sglang.values import shown
 from antiphon.gateway.http.core.meta_info import weight_version
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 
 from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
-from antiphon.gateway.http.core.processors import NAME, processor_of
-from antiphon.gateway.http.core.sampling import schema_grammar, single_grammar
+from antiphon.gateway.http.core.sampling import NAME, processor_of, schema_grammar, single_grammar
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
 from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
 from antiphon.wire.digests import cache_salt

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.sampling import (
     Choices,
@@ -17,7 +17,6 @@ from antiphon.gateway.http.core.sampling import (
     TokensMax,
     doc,
 )
-from antiphon.gateway.http.core.unsupported import COMMON, EMBEDDING, NOTHING
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId

@@ -9,8 +9,7 @@ import msgspec
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.meta_info import UNSET, MetaInfo, UnsetType
-from antiphon.gateway.http.core.sse import DONE, event
-from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.end_of_thinking import with_end_token
-from antiphon.gateway.http.core.ndjson import CONTENT_TYPE
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.thinking import with_end_token
+from antiphon.gateway.http.core.writer import NDJSON
 from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate
 from antiphon.gateway.http.ollama.schema import (
     OLLAMA_CHAT_UNSUPPORTED,
@@ -59,7 +58,7 @@ class OllamaGenerationEndpoints:
                 "Generate the assistant's reply to a conversation.",
                 body=OllamaChatBody,
                 reply=OllamaChatReply,
-                streamed_as=CONTENT_TYPE,
+                streamed_as=NDJSON,
                 unsupported=OLLAMA_CHAT_UNSUPPORTED,
                 examples=(
                     hello,
@@ -75,7 +74,7 @@ class OllamaGenerationEndpoints:
                 "Generate text for a prompt.",
                 body=OllamaGenerateBody,
                 reply=OllamaGenerateReply,
-                streamed_as=CONTENT_TYPE,
+                streamed_as=NDJSON,
                 unsupported=OLLAMA_GENERATE_UNSUPPORTED,
                 examples=(
                     {"prompt": "What is 2 + 3?", "system": "Be brief.", "stream": False},

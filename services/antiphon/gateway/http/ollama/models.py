@@ -11,10 +11,9 @@ from aiohttp import web
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
-from antiphon.gateway.http.core.operation import Operation, refusal
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply, refusal
 from antiphon.gateway.http.core.sampling import doc
+from antiphon.gateway.http.core.writer import NDJSON, line
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OllamaOptions, written
 from antiphon.gateway.parsing.formats import parsers_of
@@ -194,7 +193,7 @@ class OllamaModelsEndpoints:
                 "Pull a model. Succeeds for the served model; other models are not downloaded.",
                 body=PullBody,
                 reply=PullStatus,
-                streamed_as=CONTENT_TYPE,
+                streamed_as=NDJSON,
                 examples=({"stream": False},),
             ),
             *(
@@ -280,7 +279,7 @@ class OllamaModelsEndpoints:
             return json_reply(PullStatus(_DONE))
         steps = ("pulling manifest", "verifying sha256 digest", _DONE)
         lines = b"".join(line(msgspec.json.encode(PullStatus(step))) for step in steps)
-        return web.Response(body=lines, content_type=CONTENT_TYPE)
+        return web.Response(body=lines, content_type=NDJSON)
 
     async def _details(self) -> OllamaDetails:
         """Describe the weights: their family from the tokenizer, their size from workers."""

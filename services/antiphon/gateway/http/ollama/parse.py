@@ -9,7 +9,7 @@ import msgspec
 from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling import as_tuple
-from antiphon.gateway.http.core.thinking_budget import FORMAT_UNKNOWN
+from antiphon.gateway.http.core.thinking import FORMAT_UNKNOWN
 from antiphon.gateway.http.core.tool_calls import (
     template_options,
     template_tools,

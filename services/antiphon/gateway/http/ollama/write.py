@@ -9,10 +9,9 @@ import msgspec
 
 from antiphon.gateway.http.core.errors import plain
 from antiphon.gateway.http.core.logprobs import chat_logprobs
-from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.sampling import Json
-from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter, line
 from antiphon.gateway.http.ollama.schema import (
     UNSET,
     OllamaCall,
@@ -50,7 +49,7 @@ class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaResponseWriter(ResponseWriter):
     """Shared by chats and prompts; a response has one choice."""
 
-    CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
+    CONTENT_TYPE: ClassVar[str] = NDJSON
 
     def __init__(self, model: str, stream: RequestStream, parsed: ParsedOllamaRequest) -> None:
         self._model = model

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Meta
 
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.pooling import pooling_requests, sigmoid
-from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.core.unsupported import EMBEDDING
+from antiphon.gateway.http.core.fields import EMBEDDING
+from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.pooling import sigmoid
 from antiphon.gateway.http.core.writer import total_usage
-from antiphon.gateway.http.openai.embeddings import Input, prompts_of
+from antiphon.gateway.http.openai.embeddings import Input, PoolingBody, prompts_of
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
-from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import PoolParams
 
@@ -32,23 +28,11 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import PoolingCard
 
 
-class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
+class ClassifyBody(PoolingBody, frozen=True, kw_only=True):
     """Classify each input."""
 
-    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
-    input: Annotated[
-        Input, Meta(description="Text or token ids to process, or a list of up to 2048 of either.")
-    ]
-    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
-        None
-    )
-    cache_salt: Annotated[
-        CacheSaltText | None,
-        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
-    ] = None
-    extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
-    ] = None
+    input: Input
+    """Text or token ids to process, or a list of up to 2048 of either."""
 
 
 class ClassifyResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +56,6 @@ class ClassifyReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifyEndpoints:
-    """Handler of /v1/classify."""
-
     def __init__(
         self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
     ) -> None:
@@ -82,7 +64,6 @@ class ClassifyEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Return the operation."""
         return [
             Operation(
                 method="POST",
@@ -124,15 +105,7 @@ def probabilities(scores: list[float], *, several: bool) -> list[float]:
 
 def _texts(body: ClassifyBody) -> list[GenerationRequest]:
     prompts = prompts_of(body.input, "input")
-    return pooling_requests(
-        prompts,
-        api="classify",
-        field="input",
-        model=body.model,
-        pool=PoolParams(),
-        rid=body.rid,
-        salt=cache_salt(body.cache_salt, body.extra_key),
-    )
+    return body.requests(prompts, api="classify", field="input", pool=PoolParams())
 
 
 def _classified(index: int, scored: Pooled, card: PoolingCard) -> ClassifyResult:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import EMBEDDING
 from antiphon.gateway.http.core.limits import Ids
-from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.core.unsupported import EMBEDDING
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import pool_params
@@ -23,6 +22,8 @@ from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp import web
 
     from antiphon.gateway.http.core.pooling import PoolingHandler
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.wire.ids import ModelName
+    from antiphon.wire.sampling import PoolParams
     from antiphon.wire.tokenize import PoolingCard
 
 
@@ -50,41 +52,50 @@ Input = (
 )
 
 
-class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields common to embedding, classification and reranking."""
+
+    model: str | None = None
+    """Name of the served model. Optional."""
+    rid: Rid | None = None
+    """Request id, unique among running requests."""
+    cache_salt: CacheSaltText | None = None
+    """Restricts prefix cache sharing to requests with the same salt."""
+    extra_key: CacheSaltText | None = None
+    """Like `cache_salt`; both must match."""
+
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        api: str,
+        field: str,
+        pool: PoolParams | None,
+        priority: int | None = None,
+    ) -> list[GenerationRequest]:
+        return pooling_requests(
+            prompts,
+            api=api,
+            field=field,
+            model=self.model,
+            pool=pool,
+            rid=self.rid,
+            priority=priority,
+            salt=cache_salt(self.cache_salt, self.extra_key),
+        )
+
+
+class EmbeddingBody(PoolingBody, frozen=True, kw_only=True):
     """Create an embedding vector for each input."""
 
-    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
-    input: Annotated[
-        Input, Meta(description="Text or token ids to process, or a list of up to 2048 of either.")
-    ]
-    encoding_format: Annotated[
-        Literal["float", "base64"] | None,
-        Meta(
-            description="Format of the vectors: `float` (default), or `base64` of little-endian "
-            "float32."
-        ),
-    ] = None
-    dimensions: Annotated[
-        Dimensions | None,
-        Meta(description="Number of leading dimensions to return, for Matryoshka models."),
-    ] = None
-    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
-        None
-    )
-    priority: Annotated[
-        Priority | None,
-        Meta(
-            description="Scheduling priority; higher runs first. Requires "
-            "--enable-priority-scheduling."
-        ),
-    ] = None
-    cache_salt: Annotated[
-        CacheSaltText | None,
-        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
-    ] = None
-    extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
-    ] = None
+    input: Input
+    """Text or token ids to process, or a list of up to 2048 of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Format of the vectors: `float` (default), or `base64` of little-endian float32."""
+    dimensions: Dimensions | None = None
+    """Number of leading dimensions to return, for Matryoshka models."""
+    priority: Priority | None = None
+    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +116,6 @@ class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingsEndpoints:
-    """Handler of /v1/embeddings."""
-
     def __init__(
         self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
     ) -> None:
@@ -115,7 +124,6 @@ class EmbeddingsEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Return the operation."""
         return [
             Operation(
                 method="POST",
@@ -150,19 +158,13 @@ class EmbeddingsEndpoints:
 
 
 def prompts_of(given: Input, field: str) -> list[Prompt]:
-    """Return the inputs of a body: one or a list of texts, or one or a list of token id lists.
-
-    Raises:
-        InvalidRequest: There are too many, they are mixed, or one is empty.
-        Unsupported: One of them is an image.
-    """
     listed = [given] if isinstance(given, str) else given
     ids = [each for each in listed if isinstance(each, int)]
     if ids and len(ids) < len(listed):
-        raise InvalidRequest(f"{field}: must be texts or token ids, not both", param=field)
+        raise InvalidRequest.at(field, "must be texts or token ids, not both")
     prompts: list[Prompt] = [tuple(ids)] if ids else [_prompt(each, field) for each in listed]
     if len(prompts) > INPUTS_MAX:
-        raise InvalidRequest(f"{field}: more than {INPUTS_MAX} texts", param=field)
+        raise InvalidRequest.at(field, f"more than {INPUTS_MAX} texts")
     check_not_blank(prompts, field)
     return prompts
 
@@ -170,21 +172,18 @@ def prompts_of(given: Input, field: str) -> list[Prompt]:
 def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
     if isinstance(given, InputPart):
         if given.image is not None or given.video is not None:
-            raise Unsupported(f"{field}: this model accepts text only", param=field)
+            raise Unsupported.at(field, "this model accepts text only")
         return given.text or ""
     return tuple(given) if isinstance(given, list) else str(given)
 
 
 def _requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
-    return pooling_requests(
+    return body.requests(
         prompts_of(body.input, "input"),
         api="embeddings",
         field="input",
-        model=body.model,
         pool=pool_params(card, body.dimensions),
-        rid=body.rid,
         priority=body.priority,
-        salt=cache_salt(body.cache_salt, body.extra_key),
     )
 
 

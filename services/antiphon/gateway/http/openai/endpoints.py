@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.end_of_thinking import with_end_token
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
+from antiphon.gateway.http.core.thinking import with_end_token, with_thinking_budget
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
@@ -43,8 +42,6 @@ _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
 class CompletionsEndpoints:
-    """Handlers of chat and text completions."""
-
     def __init__(
         self,
         response_handler: ResponseHandler,
@@ -62,7 +59,6 @@ class CompletionsEndpoints:
         self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
                 method="POST",

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.model_card.served_model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
@@ -53,8 +52,6 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelsEndpoints:
-    """Handlers that use known data; only the context length may need one call."""
-
     def __init__(
         self, runtime: Runtime, model: ModelName, tokenizers: TokenizerClient, access: Access
     ) -> None:
@@ -65,7 +62,6 @@ class ModelsEndpoints:
         self._created = runtime.clock.unix_ms() // 1000
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
                 method="GET",

@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.processors import processor_of
-from antiphon.gateway.http.core.sampling import RequestedGrammar, single_grammar
+from antiphon.gateway.http.core.sampling import RequestedGrammar, processor_of, single_grammar
 from antiphon.gateway.http.core.tool_calls import (
     template_tools,
     to_json,
     with_tool_constraints,
-)
-from antiphon.gateway.http.openai.conversation import begins_answer, conversation
-from antiphon.gateway.http.openai.response_options import (
-    CHAT_FIELDS,
-    TEXT_FIELDS,
-    OpenAiResponseOptions,
-    response_options,
-    token_outputs_wanted,
-    with_id_field,
 )
 from antiphon.gateway.http.openai.schema import (
     COMPLETION_TOKENS,
@@ -31,6 +22,9 @@ from antiphon.gateway.http.openai.schema import (
     CompletionBody,
     CompletionFields,
     ResponseFormat,
+    StreamOptions,
+    begins_answer,
+    conversation,
 )
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
@@ -38,28 +32,36 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
+    TokenOutputFields,
 )
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
+from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from antiphon.gateway.http.openai.schema import CompletionFields
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
-    from antiphon.wire.sampling import TokenOutputParams
     from antiphon.wire.schemas import Json
+
+CHAT_FIELDS = TokenOutputFields(
+    ids="return_token_ids",
+    logprobs="logprobs",
+    top="top_logprobs",
+    named_ids="logprobs",
+    hidden="return_hidden_states",
+)
+TEXT_FIELDS = msgspec.structs.replace(CHAT_FIELDS, top="logprobs")
 
 
 class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body: its requests, and the options of the response.
-
-    `budget` is the reasoning budget in tokens; None without a limit.
-    """
+    """A parsed body. `budget` is the reasoning budget in tokens; None without a limit."""
 
     gen_requests: tuple[GenerationRequest, ...]
     stream: bool
@@ -72,13 +74,7 @@ def parse_chat(
 ) -> ParsedOpenAiRequest:
     """Parse the body of a chat completion.
 
-    Args:
-        body: The body.
-        formats: The model's reasoning and tool call formats.
-        requires_strict: Whether strict tools must be enforced, or only where possible.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
+    With `requires_strict`, strict tools are enforced or rejected; else enforced where possible.
     """
     completing = body.max_completion_tokens is not None
     if body.top_logprobs and not body.logprobs:
@@ -127,11 +123,6 @@ def parse_chat(
 
 
 def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
-    """Parse the body of a text completion into one request per prompt.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
     choices = _best_of(body)
     wanted = token_outputs_wanted(
         body,
@@ -144,7 +135,7 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
     if suffix is not None:
         _check_suffix(body, prompts)
     if body.session_params is not None and (len(prompts), choices) != (1, 1):
-        raise InvalidRequest("session_params: only one prompt is allowed", param="session_params")
+        raise InvalidRequest.at("session_params", "only one prompt is allowed")
     if body.session_params is not None and suffix is not None:
         raise InvalidRequest("session_params: cannot be combined with suffix", param="suffix")
     gen_requests = (
@@ -183,7 +174,6 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
 
 
 def _name(rid: str | None, index: int, count: int) -> str | None:
-    """Return the request id of one prompt, prefixed with the client's."""
     return rid if rid is None or count == 1 else f"{rid}_{index}"
 
 
@@ -193,7 +183,7 @@ def _best_of(body: CompletionBody) -> int:
     if made < shown:
         raise InvalidRequest(f"best_of ({made}) must not be less than n", param="best_of")
     if made > shown and body.stream:
-        raise InvalidRequest("best_of: must equal n if stream is true", param="best_of")
+        raise InvalidRequest.at("best_of", "must equal n if stream is true")
     return made
 
 
@@ -205,7 +195,6 @@ def _with_common_fields(
     name: str | None,
     choices: int = 0,
 ) -> GenerationRequest:
-    """Add the fields common to chat and text completions."""
     constraint = _output_constraint(body)
     return msgspec.structs.replace(
         gen_request,
@@ -255,12 +244,6 @@ def _legacy_structural_tag(given: ResponseFormat) -> dict[str, object]:
 
 
 def _plan(body: ChatBody, format_: ToolFormat | None, *, requires_strict: bool) -> ToolPlan:
-    """Plan the tools of a request.
-
-    Raises:
-        InvalidRequest: They are malformed, or contradict the output format.
-        Unsupported: The model's tool call format is unknown and calls are optional.
-    """
     tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
     return plan_tools(
         tools,
@@ -290,7 +273,6 @@ def _reasoning_params(body: ChatBody, format_: ReasoningFormat | None) -> Reason
 
 
 def _options(body: ChatBody) -> str | None:
-    """Return the chat template variables as JSON."""
     options: dict[str, object] = {}
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -309,24 +291,106 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
     if len(ids) == len(prompt):
         return [ids]
     if ids:
-        raise InvalidRequest(
-            "prompt: must be a list of token ids or a list of prompts, not a mix", param="prompt"
+        raise InvalidRequest.at(
+            "prompt", "must be a list of token ids or a list of prompts, not a mix"
         )
     if len(prompt) > PROMPTS_MAX:
-        text = f"prompt: {len(prompt)} prompts; the limit is {PROMPTS_MAX}"
-        raise InvalidRequest(text, param="prompt")
+        raise InvalidRequest.at("prompt", f"{len(prompt)} prompts; the limit is {PROMPTS_MAX}")
     return list(_each(prompt))
 
 
 def _check_suffix(body: CompletionBody, prompts: list[str | tuple[int, ...]]) -> None:
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequest("suffix: requires text prompts, not token ids", param="suffix")
+        raise InvalidRequest.at("suffix", "requires text prompts, not token ids")
     if body.echo and body.logprobs is not None:
-        text = "echo: cannot be combined with suffix and logprobs"
-        raise InvalidRequest(text, param="echo")
+        raise InvalidRequest.at("echo", "cannot be combined with suffix and logprobs")
 
 
 def _each(prompts: Iterable[str | int | list[int]]) -> Iterable[str | tuple[int, ...]]:
     for prompt in prompts:
         assert not isinstance(prompt, int)
         yield prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+class OpenAiResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which fields the client requested.
+
+    `usage_last` asks for a usage chunk at the end, `usage_always` in each chunk. `input_ids` and
+    `output_ids` are those of `sglext`; `recorded` is what `meta_info` has.
+    """
+
+    choices: int = 1
+    name: str | None = None
+    logprobs: bool = False
+    usage_last: bool | None = None
+    usage_always: bool = False
+    hidden: bool = False
+    ids: bool = False
+    prompt_ids: bool = False
+    cached_details: bool = False
+    meta_info: bool = False
+    input_ids: bool = False
+    output_ids: bool = False
+    recorded: GenerateResponseOptions = GenerateResponseOptions()
+    echo: bool = False
+    parser_options: OutputParserOptions = OutputParserOptions()
+
+    @property
+    def bare(self) -> bool:
+        """Whether chunks in the middle of the output have nothing but text."""
+        return not (self.logprobs or self.usage_always or self.hidden or self.ids)
+
+
+def response_options(
+    body: CompletionFields, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
+) -> OpenAiResponseOptions:
+    options = body.stream_options or StreamOptions()
+    return OpenAiResponseOptions(
+        choices=body.n or 1,
+        name=body.rid,
+        logprobs=logprobs,
+        usage_last=options.include_usage,
+        usage_always=bool(options.continuous_usage_stats),
+        hidden=bool(body.return_hidden_states),
+        ids=bool(body.return_token_ids),
+        prompt_ids=prompt_ids,
+        cached_details=bool(body.return_cached_tokens_details),
+        meta_info=bool(body.return_meta_info),
+        input_ids=bool(body.return_input_ids_in_sglext),
+        output_ids=bool(body.return_output_ids_in_sglext),
+        recorded=GenerateResponseOptions(
+            logprobs=logprobs,
+            start=0 if echo and logprobs else -1,
+            top=top,
+            texts=True,
+            hidden="last" if body.return_hidden_states else "",
+        ),
+        echo=echo,
+    )
+
+
+def with_id_field(fields: TokenOutputFields, body: CompletionFields) -> TokenOutputFields:
+    """Name the field that requested output token ids."""
+    wanting = [name for name, wants in _fields_needing_ids(body).items() if wants]
+    return msgspec.structs.replace(fields, ids=wanting[0]) if wanting else fields
+
+
+def token_outputs_wanted(
+    body: CompletionFields, *, logprobs: bool, top: int, prompt_too: bool = False
+) -> TokenOutputParams | None:
+    """Token outputs to request from the engine, of output and possibly prompt, if any."""
+    hidden, ids = bool(body.return_hidden_states), any(_fields_needing_ids(body).values())
+    if not (logprobs or hidden or ids):
+        return None
+    return TokenOutputParams(
+        ids=ids, logprobs=logprobs, top=top, hidden=hidden, prompt_start=0 if prompt_too else -1
+    )
+
+
+def _fields_needing_ids(body: CompletionFields) -> dict[str, bool | None]:
+    return {
+        "return_token_ids": body.return_token_ids,
+        "return_output_ids_in_sglext": body.return_output_ids_in_sglext,
+        "return_meta_info": body.return_meta_info,
+        "session_params": isinstance(body, CompletionBody) and body.session_params is not None,
+    }

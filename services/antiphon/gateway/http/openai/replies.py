@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Meta
 
 from antiphon.gateway.http.core.logprobs import ChatLogprobs, TextLogprobs
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails, MetaInfo
@@ -138,18 +138,12 @@ class TextChoice(ChoiceExtras, frozen=True, kw_only=True):
 class Extension(msgspec.Struct, frozen=True, kw_only=True):
     """SGLang's extension fields, present if requested."""
 
-    cached_tokens_details: Annotated[
-        CachedTokensDetails | UnsetType,
-        Meta(description="Cached tokens by tier, summed over all prompts."),
-    ] = UNSET
-    input_ids: Annotated[
-        list[int | list[int]] | UnsetType,
-        Meta(description="Token ids of the prompt; one list per prompt if there are several."),
-    ] = UNSET
-    output_ids: Annotated[
-        list[int | list[int]] | UnsetType,
-        Meta(description="Token ids of the output; one list per choice if there are several."),
-    ] = UNSET
+    cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
+    """Cached tokens by tier, summed over all prompts."""
+    input_ids: list[int | list[int]] | UnsetType = UNSET
+    """Token ids of the prompt; one list per prompt if there are several."""
+    output_ids: list[int | list[int]] | UnsetType = UNSET
+    """Token ids of the output; one list per choice if there are several."""
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -158,52 +152,41 @@ class Metadata(msgspec.Struct, frozen=True):
     weight_version: str = "default"
 
 
-class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChatChoice | TextChoice]
+    usage: UsageBody
+    metadata: Metadata
+    sglext: Extension | UnsetType = UNSET
+
+
+class ChatReply(CompletionReply, frozen=True, kw_only=True):
     """A chat completion."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: UsageBody
-    metadata: Metadata
-    sglext: Extension | UnsetType = UNSET
 
 
-class TextReply(msgspec.Struct, frozen=True, kw_only=True):
+class TextReply(CompletionReply, frozen=True, kw_only=True):
     """A text completion."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: UsageBody
-    metadata: Metadata
-    sglext: Extension | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a streamed chat completion."""
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of a streamed completion."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk", "text_completion"]
     created: int
     model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageBody | None = None
-    sglext: Extension | UnsetType = UNSET
-
-
-class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a streamed text completion."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[TextChoice]
+    choices: Sequence[ChatChunkChoice | TextChoice]
     usage: UsageBody | None = None
     sglext: Extension | UnsetType = UNSET
 

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.fields import EMBEDDING
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
     check_not_blank,
-    pooling_requests,
     sigmoid,
 )
-from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.core.sampling import Rid
-from antiphon.gateway.http.core.unsupported import EMBEDDING
+from antiphon.gateway.http.openai.embeddings import PoolingBody
 from antiphon.gateway.http.openai.unsupported import RERANK
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
-from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import PoolParams, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
@@ -45,37 +42,19 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import PoolingCard
 
 
-class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
+class RerankBody(PoolingBody, frozen=True, kw_only=True):
     """Sort documents by their relevance to a query."""
 
-    model: Annotated[str | None, Meta(description="Name of the served model. Optional.")] = None
-    query: Annotated[str, Meta(description="The query.")]
-    documents: Annotated[
-        list[str],
-        Meta(min_length=1, max_length=INPUTS_MAX, description="Documents to sort."),
-    ]
-    instruct: Annotated[
-        str | None,
-        Meta(description="Task instruction, passed to the chat template of a generative reranker."),
-    ] = None
-    top_n: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Number of most relevant documents to return. Defaults to all."),
-    ] = None
-    return_documents: Annotated[
-        bool | None,
-        Meta(description="Whether to return the text of each document. Defaults to true."),
-    ] = None
-    rid: Annotated[Rid | None, Meta(description="Request id, unique among running requests.")] = (
-        None
-    )
-    cache_salt: Annotated[
-        CacheSaltText | None,
-        Meta(description="Restricts prefix cache sharing to requests with the same salt."),
-    ] = None
-    extra_key: Annotated[
-        CacheSaltText | None, Meta(description="Like `cache_salt`; both must match.")
-    ] = None
+    query: str
+    """The query."""
+    documents: Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
+    """Documents to sort."""
+    instruct: str | None = None
+    """Task instruction, passed to the chat template of a generative reranker."""
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    """Number of most relevant documents to return. Defaults to all."""
+    return_documents: bool | None = None
+    """Whether to return the text of each document. Defaults to true."""
 
 
 class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +77,9 @@ class RelevanceScorer(Protocol):
     """How a kind of model scores a document."""
 
     @property
-    def unsupported(self) -> Mapping[str, UnsupportedField]:
-        """Fields that do not apply to this kind of model."""
-        ...
+    def unsupported(self) -> Mapping[str, UnsupportedField]: ...
 
-    def requests(self, body: RerankBody) -> list[GenerationRequest]:
-        """Build one request per document."""
-        ...
+    def requests(self, body: RerankBody) -> list[GenerationRequest]: ...
 
     def score(self, answer: CollectedResponse) -> float:
         """Return the score: 0 to 1, unless the model's raw scores are returned."""
@@ -112,8 +87,6 @@ class RelevanceScorer(Protocol):
 
 
 class RerankEndpoints:
-    """Selects the scorer for the served model and runs it."""
-
     def __init__(
         self,
         response_handler: ResponseHandler,
@@ -125,7 +98,6 @@ class RerankEndpoints:
         self._tokenizers = tokenizers
 
     def operations(self) -> list[Operation]:
-        """Return the operation, which has two methods."""
         return [
             Operation(
                 method=method,
@@ -167,11 +139,6 @@ class RerankEndpoints:
         return json_reply(ranked[: body.top_n])
 
     async def _scorer(self) -> RelevanceScorer:
-        """Return the scorer for the served model.
-
-        Raises:
-            Unsupported: The model is not a reranker.
-        """
         model = await self._tokenizers.card(CARD_TIMEOUT_S)
         if model.reranks and model.pooling is None:
             ids = [await self._tokenizers.token_id_of(word) for word in ("yes", "no")]
@@ -190,25 +157,14 @@ class RerankEndpoints:
 
 
 class CrossEncoder:
-    """Scores a query and a document with a cross-encoder."""
-
     unsupported = RERANK
 
     def __init__(self, card: PoolingCard) -> None:
         self._card = card
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
-        """Build text pairs."""
         queries = [body.query] * len(body.documents)
-        gen_requests = pooling_requests(
-            queries,
-            api="rerank",
-            field="documents",
-            model=body.model,
-            pool=PoolParams(),
-            rid=body.rid,
-            salt=cache_salt(body.cache_salt, body.extra_key),
-        )
+        gen_requests = body.requests(queries, api="rerank", field="documents", pool=PoolParams())
         return [
             msgspec.structs.replace(gen_request, text_pair=document)
             for gen_request, document in zip(gen_requests, body.documents, strict=True)
@@ -232,15 +188,7 @@ class YesNoScorer:
         """Build conversations of query and document, in SGLang's format for the chat template."""
         options = {"instruct": body.instruct} if body.instruct else {}
         template = TemplateParams(options=msgspec.json.encode(options).decode())
-        gen_requests = pooling_requests(
-            body.documents,
-            api="rerank",
-            field="documents",
-            model=body.model,
-            pool=None,
-            rid=body.rid,
-            salt=cache_salt(body.cache_salt, body.extra_key),
-        )
+        gen_requests = body.requests(body.documents, api="rerank", field="documents", pool=None)
         query = ChatMessage(role="user", content=body.query)
         return [
             msgspec.structs.replace(
@@ -265,6 +213,6 @@ class YesNoScorer:
 
 def _checked(body: RerankBody, judge: RelevanceScorer) -> list[GenerationRequest]:
     if not body.query.strip():
-        raise InvalidRequest("query: must not be empty or white space", param="query")
+        raise InvalidRequest.at("query", "must not be empty or white space")
     check_not_blank(body.documents, "documents")
     return judge.requests(body)

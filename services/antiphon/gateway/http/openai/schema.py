@@ -6,7 +6,7 @@ an omitted field, as in SGLang.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,12 +19,17 @@ from antiphon.gateway.http.core.sampling import (
     Rid,
     SglangSamplingFields,
     TokensMax,
-    doc,
 )
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Priority, Seed
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a text completion."""
@@ -34,12 +39,10 @@ PROMPTS_MAX = 256
 class StreamOptions(msgspec.Struct, frozen=True):
     """Options for streaming responses."""
 
-    include_usage: Annotated[
-        bool | None, doc("Whether to send a final chunk with the token usage of the request.")
-    ] = None
-    continuous_usage_stats: Annotated[
-        bool | None, doc("Whether to include the token usage so far in every chunk.")
-    ] = None
+    include_usage: bool | None = None
+    """Whether to send a final chunk with the token usage of the request."""
+    continuous_usage_stats: bool | None = None
+    """Whether to include the token usage so far in every chunk."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,58 +67,48 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 class OpenAiFields(SglangSamplingFields):
     """Sampling and scheduling fields common to all generation bodies."""
 
-    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
-    min_tokens: Annotated[TokensMax | None, doc("Minimum number of tokens to generate.")] = None
-    seed: Annotated[Seed | None, doc("Seed for reproducible sampling.")] = None
-    custom_logit_processor: Annotated[
-        str | None, doc("Name of a registered logits processor. Serialized code is rejected.")
-    ] = None
-    stream: Annotated[bool | None, doc("Whether to stream the response as it is generated.")] = None
-    priority: Annotated[
-        Priority | None,
-        doc("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
-    ] = None
-    cache_salt: Annotated[
-        CacheSaltText | None, doc("Restricts prefix cache sharing to requests with the same salt.")
-    ] = None
-    extra_key: Annotated[CacheSaltText | None, doc("Like `cache_salt`; both must match.")] = None
+    model: str | None = None
+    """Name of the served model. Optional."""
+    min_tokens: TokensMax | None = None
+    """Minimum number of tokens to generate."""
+    seed: Seed | None = None
+    """Seed for reproducible sampling."""
+    custom_logit_processor: str | None = None
+    """Name of a registered logits processor. Serialized code is rejected."""
+    stream: bool | None = None
+    """Whether to stream the response as it is generated."""
+    priority: Priority | None = None
+    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
+    cache_salt: CacheSaltText | None = None
+    """Restricts prefix cache sharing to requests with the same salt."""
+    extra_key: CacheSaltText | None = None
+    """Like `cache_salt`; both must match."""
 
 
 class CompletionFields(OpenAiFields):
-    """Fields common to chat and text completions."""
-
-    max_tokens: Annotated[
-        TokensMax | None,
-        doc(
-            "Maximum number of tokens to generate. Defaults to 16 for text completions, and "
-            "to what the context length allows for chat."
-        ),
-    ] = None
-    n: Annotated[Choices | None, doc("Number of completions to generate for each prompt.")] = None
-    response_format: Annotated[
-        ResponseFormat | None, doc("Format of the output, such as JSON that conforms to a schema.")
-    ] = None
-    stream_options: Annotated[StreamOptions | None, doc("Options for streaming responses.")] = None
-    return_hidden_states: Annotated[
-        bool | None, doc("Whether to return hidden states. Requires --enable-return-hidden-states.")
-    ] = None
-    return_token_ids: Annotated[
-        bool | None, doc("Whether to return the token ids of prompt and output in each choice.")
-    ] = None
-    return_cached_tokens_details: Annotated[
-        bool | None, doc("Whether to return the number of cached prompt tokens by cache tier.")
-    ] = None
-    return_meta_info: Annotated[
-        bool | None,
-        doc("Whether to return the `meta_info` of /generate with the end of each choice."),
-    ] = None
-    return_input_ids_in_sglext: Annotated[
-        bool | None, doc("Whether to return the prompt token ids in `sglext`.")
-    ] = None
-    return_output_ids_in_sglext: Annotated[
-        bool | None, doc("Whether to return the output token ids in `sglext`.")
-    ] = None
-    rid: Annotated[Rid | None, doc("Request id, unique among running requests.")] = None
+    max_tokens: TokensMax | None = None
+    """Maximum number of tokens to generate. Defaults to 16 for text completions, and to what the
+    context length allows for chat."""
+    n: Choices | None = None
+    """Number of completions to generate for each prompt."""
+    response_format: ResponseFormat | None = None
+    """Format of the output, such as JSON that conforms to a schema."""
+    stream_options: StreamOptions | None = None
+    """Options for streaming responses."""
+    return_hidden_states: bool | None = None
+    """Whether to return hidden states. Requires --enable-return-hidden-states."""
+    return_token_ids: bool | None = None
+    """Whether to return the token ids of prompt and output in each choice."""
+    return_cached_tokens_details: bool | None = None
+    """Whether to return the number of cached prompt tokens by cache tier."""
+    return_meta_info: bool | None = None
+    """Whether to return the `meta_info` of /generate with the end of each choice."""
+    return_input_ids_in_sglext: bool | None = None
+    """Whether to return the prompt token ids in `sglext`."""
+    return_output_ids_in_sglext: bool | None = None
+    """Whether to return the output token ids in `sglext`."""
+    rid: Rid | None = None
+    """Request id, unique among running requests."""
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -170,90 +163,138 @@ Verbosity = Literal["low", "medium", "high"]
 class ChatBody(CompletionFields):
     """Create a chat completion: the assistant's reply to a conversation."""
 
-    messages: Annotated[
-        Messages[ChatMessageParam], Meta(min_length=1, description="The conversation so far.")
-    ]
-    input_ids: Annotated[
-        Annotated[Ids[TokenId], Meta(min_length=1)] | None,
-        doc("Prompt as token ids. Used instead of applying the chat template to `messages`."),
-    ] = None
-    max_completion_tokens: Annotated[
-        TokensMax | None,
-        doc(
-            "Maximum number of tokens to generate, reasoning included. Takes precedence over "
-            "`max_tokens`."
-        ),
-    ] = None
-    logprobs: Annotated[
-        bool | None, doc("Whether to return the log probability of each output token.")
-    ] = None
-    top_logprobs: Annotated[
-        TopLogprobs | None, doc("Number of most likely tokens to return at each position.")
-    ] = None
-    max_thinking_tokens: Annotated[TokensMax | None, doc("Maximum number of reasoning tokens.")] = (
-        None
-    )
-    continue_final_message: Annotated[
-        bool | None, doc("Whether the response continues the final message.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        Json | None, doc("Additional variables for the chat template.")
-    ] = None
-    reasoning_effort: Annotated[
-        Effort | Annotated[float, Meta(ge=0, lt=1)] | None,
-        doc(
-            "Reasoning effort, passed to the chat template. `none` also sets enable_thinking "
-            "and thinking to false."
-        ),
-    ] = None
-    verbosity: Annotated[
-        Verbosity | None, doc("Verbosity, passed to the chat template, which may ignore it.")
-    ] = None
-    return_prompt_token_ids: Annotated[
-        bool | None, doc("Whether to return the prompt token ids in each choice.")
-    ] = None
-    tools: Annotated[Tools[Json] | None, doc("Functions that the model may call.")] = None
-    tool_choice: Annotated[
-        str | Json | None,
-        doc("How the model chooses tools: `auto`, `none`, `required`, or a function by name."),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, doc("Whether the model may make several tool calls. Defaults to true.")
-    ] = None
-    separate_reasoning: Annotated[
-        bool | None,
-        doc("Whether to return reasoning separately from the content. Defaults to true."),
-    ] = None
-    stream_reasoning: Annotated[
-        bool | None, doc("Whether to stream reasoning as it is generated. Defaults to true.")
-    ] = None
+    messages: Annotated[Messages[ChatMessageParam], Meta(min_length=1)]
+    """The conversation so far."""
+    input_ids: Annotated[Ids[TokenId], Meta(min_length=1)] | None = None
+    """Prompt as token ids. Used instead of applying the chat template to `messages`."""
+    max_completion_tokens: TokensMax | None = None
+    """Maximum number of tokens to generate, reasoning included. Takes precedence over
+    `max_tokens`."""
+    logprobs: bool | None = None
+    """Whether to return the log probability of each output token."""
+    top_logprobs: TopLogprobs | None = None
+    """Number of most likely tokens to return at each position."""
+    max_thinking_tokens: TokensMax | None = None
+    """Maximum number of reasoning tokens."""
+    continue_final_message: bool | None = None
+    """Whether the response continues the final message."""
+    chat_template_kwargs: Json | None = None
+    """Additional variables for the chat template."""
+    reasoning_effort: Effort | Annotated[float, Meta(ge=0, lt=1)] | None = None
+    """Reasoning effort, passed to the chat template. `none` also sets enable_thinking and thinking
+    to false."""
+    verbosity: Verbosity | None = None
+    """Verbosity, passed to the chat template, which may ignore it."""
+    return_prompt_token_ids: bool | None = None
+    """Whether to return the prompt token ids in each choice."""
+    tools: Tools[Json] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | Json | None = None
+    """How the model chooses tools: `auto`, `none`, `required`, or a function by name."""
+    parallel_tool_calls: bool | None = None
+    """Whether the model may make several tool calls. Defaults to true."""
+    separate_reasoning: bool | None = None
+    """Whether to return reasoning separately from the content. Defaults to true."""
+    stream_reasoning: bool | None = None
+    """Whether to stream reasoning as it is generated. Defaults to true."""
 
 
 class CompletionBody(CompletionFields):
     """Create a text completion."""
 
-    prompt: Annotated[
+    prompt: (
         str
         | Annotated[
-            Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]],
-            Meta(min_length=1),
-        ],
-        doc("Prompt text or token ids, or a list of either."),
-    ]
-    logprobs: Annotated[
-        TopLogprobs | None, doc("Number of most likely tokens to return log probabilities for.")
-    ] = None
-    suffix: Annotated[
-        str | None, doc("Text after the insertion point, for fill-in-the-middle models.")
-    ] = None
-    echo: Annotated[bool | None, doc("Whether to include the prompt in the returned text.")] = None
-    session_params: Annotated[
-        SessionParams | None, doc("Position of the request in a session.")
-    ] = None
-    best_of: Annotated[
-        Choices | None,
-        doc(
-            "Number of completions to generate, of which the `n` with the highest logprob per"
-            " token are returned."
+            Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]], Meta(min_length=1)
+        ]
+    )
+    """Prompt text or token ids, or a list of either."""
+    logprobs: TopLogprobs | None = None
+    """Number of most likely tokens to return log probabilities for."""
+    suffix: str | None = None
+    """Text after the insertion point, for fill-in-the-middle models."""
+    echo: bool | None = None
+    """Whether to include the prompt in the returned text."""
+    session_params: SessionParams | None = None
+    """Position of the request in a session."""
+    best_of: Choices | None = None
+    """Number of completions to generate, of which the `n` with the highest logprob per token are
+    returned."""
+
+
+def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:
+    last = len(turns) - 1
+    for index, turn in enumerate(turns):
+        if turn.prefix and (index != last or turn.role != "assistant"):
+            raise InvalidRequest(
+                "only a final assistant message can be continued",
+                param=f"messages[{index}].prefix",
+            )
+    return tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
+
+
+def begins_answer(turns: Sequence[ChatMessageParam]) -> bool:
+    return bool(turns and turns[-1].prefix)
+
+
+def _message(turn: ChatMessageParam, at: str) -> ChatMessage:
+    if turn.role == "function":
+        raise Unsupported("use role tool", param=f"{at}.role")
+    if turn.function_call:
+        raise Unsupported("use tool_calls", param=f"{at}.function_call")
+    return ChatMessage(
+        role=turn.role,
+        content=_content(turn, at),
+        name=turn.name,
+        reasoning_content=turn.reasoning_content or _reasoning_of(turn),
+        tool_calls=tuple(
+            MessageToolCall(
+                id=call.id, name=call.function.name, arguments=_json(call.function.arguments)
+            )
+            for call in turn.tool_calls or ()
         ),
-    ] = None
+        tool_call_id=turn.tool_call_id,
+        without_content=turn.content is None,
+    )
+
+
+def _content(turn: ChatMessageParam, at: str) -> str:
+    if isinstance(turn.content, str):
+        return turn.content
+    if turn.content is None:
+        if turn.role == "assistant":
+            return ""
+        raise InvalidRequest("a message requires content", param=f"{at}.content")
+    parts = enumerate(turn.content)
+    texts = [
+        _part(part, turn, f"{at}.content[{i}]") for i, part in parts if not _thinks(part, turn)
+    ]
+    # Joined by a space, as in SGLang for templates that take plain text.
+    return " ".join(texts)
+
+
+def _part(part: ContentPart, turn: ChatMessageParam, at: str) -> str:
+    refuses = part.type == "refusal" and turn.role == "assistant"
+    if part.type != "text" and not refuses:
+        raise Unsupported(f"content of type '{part.type}' is not supported", param=f"{at}.type")
+    text = part.refusal if refuses else part.text
+    if text is None:
+        raise InvalidRequest(
+            f"a content part of type {part.type} requires {part.type}", param=f"{at}.{part.type}"
+        )
+    return text
+
+
+def _reasoning_of(turn: ChatMessageParam) -> str | None:
+    parts = turn.content if isinstance(turn.content, list) else []
+    return "\n".join(part.thinking or "" for part in parts if _thinks(part, turn)) or None
+
+
+def _thinks(part: ContentPart, turn: ChatMessageParam) -> bool:
+    return part.type == "thinking" and turn.role == "assistant"
+
+
+def _json(arguments: str | dict[str, msgspec.Raw]) -> str:
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return msgspec.json.encode(arguments).decode()

@@ -13,8 +13,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.limits import Ids
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
@@ -42,36 +41,18 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """Score items by the probability of label tokens. Query and items are texts or token ids."""
 
     model: str | None = None
-    query: Annotated[
-        str | Ids[TokenId], Meta(description="Text or token ids placed before each item.")
-    ]
-    items: Annotated[
-        str | Annotated[list[str | Ids[TokenId]], _Items],
-        Meta(description="Items to score, each with its own prompt."),
-    ]
-    label_token_ids: Annotated[
-        list[TokenId],
-        Meta(
-            min_length=1,
-            max_length=NAMED_MAX,
-            description="Token ids whose probabilities as the next token are returned.",
-        ),
-    ]
-    apply_softmax: Annotated[
-        bool | None,
-        Meta(
-            description="Whether to normalize the scores of an item with a softmax, so "
-            "that they sum "
-            "to 1."
-        ),
-    ] = None
-    item_first: Annotated[
-        bool | None, Meta(description="Whether to place the item before the query.")
-    ] = None
-    temperature: Annotated[
-        Annotated[float, Meta(gt=0, le=100)] | None,
-        Meta(description="Divides the logprobs before the softmax."),
-    ] = None
+    query: str | Ids[TokenId]
+    """Text or token ids placed before each item."""
+    items: str | Annotated[list[str | Ids[TokenId]], _Items]
+    """Items to score, each with its own prompt."""
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=NAMED_MAX)]
+    """Token ids whose probabilities as the next token are returned."""
+    apply_softmax: bool | None = None
+    """Whether to normalize the scores of an item with a softmax, so that they sum to 1."""
+    item_first: bool | None = None
+    """Whether to place the item before the query."""
+    temperature: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Divides the logprobs before the softmax."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,14 +65,11 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreEndpoints:
-    """Handler of /v1/score."""
-
     def __init__(self, response_handler: ResponseHandler, model: ModelName) -> None:
         self._response_handler = response_handler
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Return the operation."""
         return [
             Operation(
                 method="POST",
@@ -133,7 +111,7 @@ def _checked(body: ScoreBody) -> ScoreBody:
             "query and items must both be texts, or both be token ids", param="items"
         )
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
-        raise InvalidRequest("label_token_ids: a token id appears twice", param="label_token_ids")
+        raise InvalidRequest.at("label_token_ids", "a token id appears twice")
     return body
 
 

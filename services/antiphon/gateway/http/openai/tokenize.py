@@ -11,11 +11,14 @@ from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.limits import Messages, Tools
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.sampling import Json
-from antiphon.gateway.http.openai.conversation import begins_answer, conversation
-from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam
+from antiphon.gateway.http.openai.schema import (
+    PROMPTS_MAX,
+    ChatMessageParam,
+    begins_answer,
+    conversation,
+)
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
@@ -42,30 +45,18 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """Convert text, several texts, or a conversation to token ids."""
 
     model: str | None = None
-    prompt: Annotated[
-        str | Annotated[list[str], _Rows] | None,
-        Meta(description="Text to tokenize, or a list of texts."),
-    ] = None
-    messages: Annotated[
-        Annotated[Messages[ChatMessageParam], Meta(min_length=1)] | None,
-        Meta(description="Conversation to tokenize, instead of `prompt`."),
-    ] = None
-    tools: Annotated[
-        Tools[Json] | None, Meta(description="Tools, passed to the chat template.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        Json | None, Meta(description="Additional variables for the chat template.")
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None,
-        Meta(
-            description="Whether to add the tokenizer's special tokens to a text. Defaults to true."
-        ),
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        Meta(description="Whether to append the start of the assistant's reply. Defaults to true."),
-    ] = None
+    prompt: str | Annotated[list[str], _Rows] | None = None
+    """Text to tokenize, or a list of texts."""
+    messages: Annotated[Messages[ChatMessageParam], Meta(min_length=1)] | None = None
+    """Conversation to tokenize, instead of `prompt`."""
+    tools: Tools[Json] | None = None
+    """Tools, passed to the chat template."""
+    chat_template_kwargs: Json | None = None
+    """Additional variables for the chat template."""
+    add_special_tokens: bool | None = None
+    """Whether to add the tokenizer's special tokens to a text. Defaults to true."""
+    add_generation_prompt: bool | None = None
+    """Whether to append the start of the assistant's reply. Defaults to true."""
 
 
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +73,11 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     tokens: Annotated[
         list[TokenId | Annotated[list[TokenId], Meta(max_length=_IDS_MAX)]],
-        Meta(max_length=_IDS_MAX, description="Token ids, or a list of token id lists."),
+        Meta(max_length=_IDS_MAX),
     ]
-    skip_special_tokens: Annotated[
-        bool | None, Meta(description="Whether to omit special tokens. Defaults to true.")
-    ] = None
+    """Token ids, or a list of token id lists."""
+    skip_special_tokens: bool | None = None
+    """Whether to omit special tokens. Defaults to true."""
 
 
 class DetokenizeReply(msgspec.Struct, frozen=True):
@@ -111,7 +102,6 @@ class TokenizeEndpoints:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Return the operations; each has two paths."""
         return [
             *(
                 Operation(
@@ -211,16 +201,14 @@ class TokenizeEndpoints:
         if not lists:
             return [[token for token in body.tokens if isinstance(token, int)]], False, skips
         if len(lists) != len(body.tokens):
-            raise InvalidRequest(
-                "tokens: must be a list of token ids or a list of token id lists, not a mix",
-                param="tokens",
+            raise InvalidRequest.at(
+                "tokens", "must be a list of token ids or a list of token id lists, not a mix"
             )
         if len(lists) > PROMPTS_MAX:
-            text = f"tokens: {len(lists)} lists; the limit is {PROMPTS_MAX}"
-            raise InvalidRequest(text, param="tokens")
+            raise InvalidRequest.at("tokens", f"{len(lists)} lists; the limit is {PROMPTS_MAX}")
         count = sum(map(len, lists))
         if count > _IDS_MAX:
-            raise InvalidRequest(f"tokens: {count} ids; the limit is {_IDS_MAX}", param="tokens")
+            raise InvalidRequest.at("tokens", f"{count} ids; the limit is {_IDS_MAX}")
         return lists, True, skips
 
     def _check(self, model: str | None) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.unsupported import COMMON, EMBEDDING, NOTHING
+from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 SESSION_PARAMS = UnsupportedField(
     "not supported by chat completions, which carry the whole conversation; use /generate"
@@ -43,4 +43,39 @@ SCORE: Mapping[str, UnsupportedField] = {
     **EMBEDDING,
     "return_token_logprobs": UnsupportedField("use /generate for logprobs", (False,)),
     "score_extraction_token": UnsupportedField("only the next token is scored"),
+}
+
+
+_ELSEWHERE = UnsupportedField("use /generate, /v1/chat/completions or /v1/completions", (False,))
+_NAMES = UnsupportedField("responses are identified by their id")
+
+RESPONSES: Mapping[str, UnsupportedField] = {
+    **COMMON,
+    "session_params": SESSION_PARAMS,
+    "return_cached_tokens_details": UnsupportedField(
+        "cached tokens are reported in usage", (False,)
+    ),
+    "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
+    "rid": _NAMES,
+    "request_id": _NAMES,
+    "conversation": UnsupportedField("conversations are not stored; use previous_response_id"),
+    "prompt": UnsupportedField("stored prompts are not supported; use input and instructions"),
+    "context_management": UnsupportedField("context compaction is not supported", ([],)),
+    "max_tool_calls": UnsupportedField("applies to built-in tools, which are not supported"),
+    "max_tokens": UnsupportedField("use max_output_tokens"),
+    "max_completion_tokens": UnsupportedField("use max_output_tokens"),
+    "n": UnsupportedField("a response has exactly one output", (1,)),
+    "response_format": UnsupportedField("use text.format", ({"type": "text"},)),
+    "reasoning_effort": UnsupportedField("use reasoning.effort"),
+    "return_hidden_states": _ELSEWHERE,
+    "return_meta_info": _ELSEWHERE,
+    "return_input_ids_in_sglext": _ELSEWHERE,
+    "return_output_ids_in_sglext": _ELSEWHERE,
+    "moderation": UnsupportedField("moderation is not supported"),
+    "image": UnsupportedField("this model does not generate images"),
+    "access_programs": UnsupportedField("access programs are not supported"),
+    "prompt_cache_retention": UnsupportedField(
+        "cached prefixes are kept as long as there is space", ("in_memory",)
+    ),
+    "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({},)),
 }

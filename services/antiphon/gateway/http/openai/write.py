@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails
-from antiphon.gateway.http.core.sse import DONE, event
-from antiphon.gateway.http.core.writer import ResponseWriter, total_usage
+from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total_usage
 from antiphon.gateway.http.openai.replies import (
     UNSET,
+    ChatChunkChoice,
+    CompletionChunk,
     Extension,
+    Metadata,
+    TextChoice,
     UnsetType,
     UsageBody,
     usage_body,
@@ -25,18 +29,20 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
     from antiphon.gateway.http.core.meta_info import MetaInfo
-    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.owner.actions import Finished, TextDelta
+    from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.errors import EngineError
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
+GAP = "\0"
+"""Stands for the text; no other part of a chunk is written unescaped."""
+_GAP_JSON = msgspec.json.encode(GAP)
+
 
 class CompletionHeader(msgspec.Struct, frozen=True):
-    """Fields of every response object.
-
-    `weight_version` is reported if no worker has reported one.
-    """
+    """Fields of every response; `weight_version` is reported if no worker has reported one."""
 
     id: str
     created: int
@@ -44,8 +50,19 @@ class CompletionHeader(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+class _ReplyFields(TypedDict):
+    id: str
+    created: int
+    model: str
+    usage: UsageBody
+    metadata: Metadata
+    sglext: Extension | UnsetType
+
+
 class OpenAiResponseWriter(ResponseWriter):
     """Base writer. Choices are indexed over all prompts."""
+
+    CHUNK: ClassVar[Literal["chat.completion.chunk", "text_completion"]]
 
     def __init__(
         self,
@@ -56,21 +73,13 @@ class OpenAiResponseWriter(ResponseWriter):
         cached: bool,
         record: GenerateOutputs | None = None,
     ) -> None:
-        """Start a response.
-
-        Args:
-            header: Fields of every object.
-            streams: One for each prompt.
-            options: Optional fields.
-            cached: Whether usage includes cached tokens.
-            record: Collects outputs for `meta_info` or for a session, if needed.
-        """
         self._header = header
         self._options = options
         self._bare = options.bare
         self._cached = cached
         self._record = record
         self._streams = streams
+        self._frames: dict[int, Frame] = {}
         self._sent_ids: dict[int, list[int]] = {}
         self._hidden: dict[int, list[list[float]]] = {}
         self._usages = [
@@ -85,14 +94,59 @@ class OpenAiResponseWriter(ResponseWriter):
         ]
         self._unsent_prompts = set(range(options.choices * len(streams)))
 
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        extension = self._extension(usages)
+        data = b"" if extension is UNSET else self._event(sglext=extension)
+        if self._options.usage_last:
+            data += self._event(usage=self._usage(usages))
+        return data + DONE
+
     def failure(self, error: EngineError) -> bytes:
-        """Return the error and the end marker."""
         return event(msgspec.json.encode(envelope(error))) + DONE
 
     async def persist(self) -> None:
-        """Store the output for the session."""
         if self._record is not None:
             await self._record.persist()
+
+    def _event(
+        self,
+        *choices: ChatChunkChoice | TextChoice,
+        usage: UsageBody | None = None,
+        sglext: Extension | UnsetType = UNSET,
+    ) -> bytes:
+        chunk = CompletionChunk(
+            id=self._header.id,
+            object=self.CHUNK,
+            created=self._header.created,
+            model=self._header.model,
+            choices=choices,
+            usage=usage,
+            sglext=sglext,
+        )
+        return event(msgspec.json.encode(chunk))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return a chunk with text only."""
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(self._event(self._text_choice(index, GAP)))
+        return frame.around(text)
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice | TextChoice:
+        """Return a choice with text only."""
+
+    def _reply_fields(self, answers: Sequence[CollectedResponse]) -> _ReplyFields:
+        """Return the fields of a complete response, once its choices were written."""
+        usages = [answer.usage for answer in answers]
+        return {
+            "id": self._header.id,
+            "created": self._header.created,
+            "model": self._header.model,
+            "usage": self._usage(usages),
+            "metadata": Metadata(answers[-1].weight_version or self._header.weight_version),
+            "sglext": self._extension(usages),
+        }
 
     def _index(self, prompt: int, choice: int) -> int:
         return prompt * self._options.choices + choice
@@ -101,7 +155,6 @@ class OpenAiResponseWriter(ResponseWriter):
         return usage_body(total_usage(usages), cached=self._cached)
 
     def _extension(self, usages: Sequence[Usage]) -> Extension | UnsetType:
-        """Build the extension object after all choices; unset if it is empty."""
         reply_options = self._options
         if not (
             reply_options.cached_details or reply_options.input_ids or reply_options.output_ids
@@ -119,7 +172,6 @@ class OpenAiResponseWriter(ResponseWriter):
         )
 
     def _record_events(self, prompt: int, events: Sequence[TextDelta | Finished]) -> None:
-        """Collect events, if they are needed at the end."""
         if self._record is not None:
             for each in events:
                 self._record.add(prompt, each)
@@ -172,3 +224,15 @@ class OpenAiResponseWriter(ResponseWriter):
 def _flat(rows: list[list[int]]) -> list[int | list[int]]:
     """Return lists of ids, or the single list itself."""
     return [*rows[0]] if len(rows) == 1 else [*rows]
+
+
+class Frame:
+    """The JSON around the text. Consecutive chunks of a choice differ only in their text."""
+
+    def __init__(self, chunk: bytes) -> None:
+        """Create from a chunk whose text is `GAP`."""
+        self._before, gap, self._after = chunk.partition(_GAP_JSON)
+        assert gap, "a chunk without its text"
+
+    def around(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after

@@ -10,24 +10,17 @@ from antiphon.gateway.http.core.logprobs import (
     chat_logprobs,
 )
 from antiphon.gateway.http.core.output_parser import OutputParser
-from antiphon.gateway.http.core.sse import DONE, event
-from antiphon.gateway.http.openai.chunk_frame import GAP, Frame
 from antiphon.gateway.http.openai.replies import (
     UNSET,
     AnswerMessage,
     ChatChoice,
-    ChatChunk,
     ChatChunkChoice,
     ChatFinish,
     ChatReply,
     Delta,
     EmptyDelta,
-    Extension,
-    Metadata,
     ToolCallFunction,
     ToolCallReply,
-    UnsetType,
-    UsageBody,
 )
 from antiphon.gateway.http.openai.write import OpenAiResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
@@ -39,13 +32,13 @@ from antiphon.gateway.parsing.events import (
     Content,
     Reasoning,
 )
-from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
-    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.http.openai.write import CompletionHeader
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
@@ -53,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ChatResponseWriter(OpenAiResponseWriter):
-    """Writes responses of /v1/chat/completions."""
+    CHUNK = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -70,26 +63,16 @@ class ChatResponseWriter(OpenAiResponseWriter):
             OutputParser(reply_options.parser_options, starts_in_reasoning=inside)
             for _ in range(reply_options.choices)
         ]
-        self._frames: dict[int, Frame] = {}
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """Return one object with all choices."""
         (answer,) = answers
         if self._record is not None:
             self._record.add_all(answers)
-        reply = ChatReply(
-            id=self._header.id,
-            created=self._header.created,
-            model=self._header.model,
-            choices=[self._choice(index, one) for index, one in enumerate(answer.choices)],
-            usage=self._usage([answer.usage]),
-            metadata=Metadata(answer.weight_version or self._header.weight_version),
-            sglext=self._extension([answer.usage]),
-        )
+        choices = [self._choice(index, one) for index, one in enumerate(answer.choices)]
+        reply = ChatReply(choices=choices, **self._reply_fields(answers))
         return msgspec.json.encode(reply)
 
     def begin(self) -> bytes:
-        """Return the role chunk of each choice."""
         delta = Delta(role="assistant", content="")
         return b"".join(
             self._event(
@@ -105,14 +88,6 @@ class ChatResponseWriter(OpenAiResponseWriter):
         """Return a chunk for each text, and an empty one for the end of a choice."""
         self._record_events(prompt, events)
         return b"".join(map(self._chunk, events))
-
-    def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return the extension, usage if requested, and the end marker."""
-        extension = self._extension(usages)
-        data = b"" if extension is UNSET else self._event(sglext=extension)
-        if self._options.usage_last:
-            data += self._event(usage=self._usage(usages))
-        return data + DONE
 
     def _choice(self, index: int, collected: CollectedChoice) -> ChatChoice:
         details = collected.details
@@ -135,7 +110,7 @@ class ChatResponseWriter(OpenAiResponseWriter):
         if isinstance(choice_event, TextDelta):
             events = parser.feed(choice_event.text)
             if self._bare and len(events) == 1 and isinstance(events[0], Content):
-                return self._content(choice_event.choice, events[0].text)
+                return self._text_event(choice_event.choice, events[0].text)
             deltas = list(map(_delta, events))
             return self._choice_chunks(
                 choice_event, [delta for delta in deltas if delta is not None]
@@ -163,14 +138,6 @@ class ChatResponseWriter(OpenAiResponseWriter):
             chunks.append(self._event(states_choice))
         return b"".join(chunks)
 
-    def _content(self, index: int, text: str) -> bytes:
-        """Return a chunk with content only."""
-        frame = self._frames.get(index)
-        if frame is None:
-            choice = ChatChunkChoice(index=index, delta=Delta(content=GAP))
-            frame = self._frames[index] = Frame(self._event(choice))
-        return frame.around(text)
-
     def _choice_chunks(self, text_delta: TextDelta, deltas: list[Delta]) -> bytes:
         """Return a chunk per delta: the first has the token outputs, each has usage."""
         usage = self._usage_so_far(0, text_delta)
@@ -193,25 +160,11 @@ class ChatResponseWriter(OpenAiResponseWriter):
             chunks.append(self._event(choice, usage=usage))
         return b"".join(chunks)
 
-    def _event(
-        self,
-        *choices: ChatChunkChoice,
-        usage: UsageBody | None = None,
-        sglext: Extension | UnsetType = UNSET,
-    ) -> bytes:
-        chunk = ChatChunk(
-            id=self._header.id,
-            created=self._header.created,
-            model=self._header.model,
-            choices=list(choices),
-            usage=usage,
-            sglext=sglext,
-        )
-        return event(msgspec.json.encode(chunk))
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=Delta(content=text))
 
 
 def _delta(event: Event) -> Delta | None:
-    """Return the delta of an event, or None."""
     match event:
         case Content(text):
             return Delta(content=text)

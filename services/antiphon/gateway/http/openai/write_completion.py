@@ -10,17 +10,10 @@ from antiphon.gateway.http.core.logprobs import (
     NOTHING_BEFORE,
     text_logprobs,
 )
-from antiphon.gateway.http.core.sse import DONE, event
-from antiphon.gateway.http.openai.chunk_frame import GAP, Frame
 from antiphon.gateway.http.openai.replies import (
     UNSET,
-    Extension,
-    Metadata,
     TextChoice,
-    TextChunk,
     TextReply,
-    UnsetType,
-    UsageBody,
 )
 from antiphon.gateway.http.openai.write import OpenAiResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
@@ -30,11 +23,10 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
     from antiphon.gateway.http.core.logprobs import TextLogprobs
-    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.http.openai.write import CompletionHeader
     from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.base import Usage
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
@@ -46,7 +38,7 @@ class PromptEcho(msgspec.Struct, frozen=True):
 
 
 class CompletionResponseWriter(OpenAiResponseWriter):
-    """Writes responses of /v1/completions."""
+    CHUNK = "text_completion"
 
     def __init__(
         self,
@@ -62,29 +54,20 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         self._echoes = echoes
         self._characters = [0] * (options.choices * len(streams))
         self._begun: set[int] = set()
-        self._frames: dict[int, Frame] = {}
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
         """Return one object with the choices of every prompt, or the best ones."""
         if self._record is not None:
             self._record.add_all(answers)
-        reply = TextReply(
-            id=self._header.id,
-            created=self._header.created,
-            model=self._header.model,
-            choices=[
-                self._choice(prompt, number, collected)
-                for prompt, answer in enumerate(answers)
-                for number, collected in enumerate(best_of(answer.choices, self._options.choices))
-            ],
-            usage=self._usage([answer.usage for answer in answers]),
-            metadata=Metadata(answers[-1].weight_version or self._header.weight_version),
-            sglext=self._extension([answer.usage for answer in answers]),
-        )
+        choices = [
+            self._choice(prompt, number, collected)
+            for prompt, answer in enumerate(answers)
+            for number, collected in enumerate(best_of(answer.choices, self._options.choices))
+        ]
+        reply = TextReply(choices=choices, **self._reply_fields(answers))
         return msgspec.json.encode(reply)
 
     def begin(self) -> bytes:
-        """Return nothing: no data precedes the text."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
@@ -93,7 +76,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         if len(events) == 1 and self._bare and isinstance(only := events[0], TextDelta):
             index = self._index(prompt, only.choice)
             if index in self._begun:
-                return self._text(index, only.text)
+                return self._text_event(index, only.text)
         return b"".join(
             self._event(
                 self._piece(prompt, choice, only, finished),
@@ -103,23 +86,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
             for choice, only, finished in _merge_finish(events)
         )
 
-    def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return the extension, usage if requested, and the end marker."""
-        extension = self._extension(usages)
-        data = b"" if extension is UNSET else self._event(sglext=extension)
-        if self._options.usage_last:
-            data += self._event(usage=self._usage(usages))
-        return data + DONE
-
-    def _text(self, index: int, text: str) -> bytes:
-        """Return a chunk with text only."""
-        frame = self._frames.get(index)
-        if frame is None:
-            frame = self._frames[index] = Frame(self._event(TextChoice(index=index, text=GAP)))
-        return frame.around(text)
-
     def _states_event(self, index: int) -> bytes:
-        """Return a chunk with the hidden states of a choice."""
         states = self._take_hidden_states(index)
         if states is UNSET:
             return b""
@@ -170,21 +137,8 @@ class CompletionResponseWriter(OpenAiResponseWriter):
             meta_info=self._meta_info(index, prompt, collected.end),
         )
 
-    def _event(
-        self,
-        *choices: TextChoice,
-        usage: UsageBody | None = None,
-        sglext: Extension | UnsetType = UNSET,
-    ) -> bytes:
-        chunk = TextChunk(
-            id=self._header.id,
-            created=self._header.created,
-            model=self._header.model,
-            choices=list(choices),
-            usage=usage,
-            sglext=sglext,
-        )
-        return event(msgspec.json.encode(chunk))
+    def _text_choice(self, index: int, text: str) -> TextChoice:
+        return TextChoice(index=index, text=text)
 
 
 def best_of(choices: Sequence[CollectedChoice], count: int) -> Sequence[CollectedChoice]:

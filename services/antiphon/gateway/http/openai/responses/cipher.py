@@ -23,8 +23,6 @@ _NONCE_BYTES = 16
 
 
 class _EncryptedReasoning(msgspec.Struct, frozen=True):
-    """The plain text of encrypted reasoning."""
-
     text: str
 
 
@@ -43,7 +41,6 @@ class ReasoningCipher:
         self._tag_key = hmac.digest(root, _PURPOSE + b" tag", "sha256")
 
     def encrypt(self, text: str, tenant: TenantId) -> str:
-        """Encrypt reasoning for this deployment and tenant."""
         plain = msgspec.msgpack.encode(_EncryptedReasoning(text))
         nonce = secrets.token_bytes(_NONCE_BYTES)
         masked = self._masked(plain, nonce)
@@ -51,16 +48,6 @@ class ReasoningCipher:
         return base64.urlsafe_b64encode(nonce + tag + masked).decode()
 
     def decrypt(self, encrypted: str, tenant: TenantId, at: str) -> str:
-        """Decrypt reasoning.
-
-        Args:
-            encrypted: The encrypted text.
-            tenant: Tenant of the request.
-            at: Its path, for errors.
-
-        Raises:
-            InvalidRequest: It was modified, or encrypted elsewhere.
-        """
         try:
             raw = base64.b64decode(encrypted.encode(), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
@@ -68,8 +55,9 @@ class ReasoningCipher:
         nonce, rest = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
         tag, masked = rest[:_TAG_BYTES], rest[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(nonce + masked, tenant)):
-            text = f"{at}: the encrypted content was modified, or was created by another server"
-            raise InvalidRequest(text, param=at)
+            raise InvalidRequest.at(
+                at, "the encrypted content was modified, or was created by another server"
+            )
         return msgspec.msgpack.decode(self._masked(masked, nonce), type=_EncryptedReasoning).text
 
     def _masked(self, text: bytes, nonce: bytes) -> bytes:

@@ -8,15 +8,12 @@ import msgspec
 
 from antiphon.gateway.http.core.app import REQUEST_ID, warn
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.end_of_thinking import with_end_token
-from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.reply import json_reply
-from antiphon.gateway.http.openai.responses.cancel import ResponseCanceller
+from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.thinking import with_end_token
 from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
-from antiphon.gateway.http.openai.responses.draft import draft
+from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
 from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
 from antiphon.gateway.http.openai.responses.events import stream_error
-from antiphon.gateway.http.openai.responses.paging import QUERY, page_of
 from antiphon.gateway.http.openai.responses.parse import (
     check_include,
     parse_responses_request,
@@ -29,10 +26,15 @@ from antiphon.gateway.http.openai.responses.replies import (
     ResponseReply,
 )
 from antiphon.gateway.http.openai.responses.schema import ResponsesBody
-from antiphon.gateway.http.openai.responses.store import ResponseStore, StoredResponse
-from antiphon.gateway.http.openai.responses.truncate import TRIES_MAX, truncate_items
-from antiphon.gateway.http.openai.responses.unsupported import RESPONSES
-from antiphon.gateway.http.openai.responses.write import ResponsesWriter
+from antiphon.gateway.http.openai.responses.store import (
+    PAGE_QUERY,
+    ResponseCanceller,
+    ResponseStore,
+    StoredResponse,
+    page_of,
+)
+from antiphon.gateway.http.openai.responses.write import ResponsesWriter, draft
+from antiphon.gateway.http.openai.unsupported import RESPONSES
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
@@ -72,8 +74,6 @@ _ONE = "/v1/responses/{response_id}"
 
 
 class ResponsesEndpoints:
-    """Handlers of responses."""
-
     def __init__(
         self,
         response_handler: ResponseHandler,
@@ -91,7 +91,6 @@ class ResponsesEndpoints:
         self._cancelling = ResponseCanceller(runtime, submission, self._records)
 
     def operations(self) -> list[Operation]:
-        """Return the operations."""
         return [
             Operation(
                 method="POST",
@@ -145,7 +144,7 @@ class ResponsesEndpoints:
                 handler=self._input_items,
                 summary="List the input items of a stored response.",
                 reply=ItemList,
-                query=QUERY,
+                query=PAGE_QUERY,
             ),
         ]
 
@@ -279,8 +278,9 @@ class ResponsesEndpoints:
         if request.query.get("stream") != "true":
             return json_reply(record.response)
         if not record.journal:
-            text = "stream: only responses created with background and stream can be streamed"
-            raise Unsupported(text, param="stream")
+            raise Unsupported.at(
+                "stream", "only responses created with background and stream can be streamed"
+            )
         journal = self._journal(tenant_of(request), record.response.id)
         after = _number(request.query.get("starting_after"))
         return await self._response_handler.relay(
@@ -309,7 +309,6 @@ class ResponsesEndpoints:
         return await self._records.get(tenant_of(request), request.match_info["response_id"])
 
     async def _previous_items(self, tenant: TenantId, parsed: ParsedResponsesRequest) -> list[Item]:
-        """Return the items of the conversation that the input continues."""
         response_id = parsed.body.previous_response_id
         if response_id is None:
             return []
@@ -319,8 +318,7 @@ class ResponsesEndpoints:
         except UnknownResponse as error:
             raise InvalidRequest(f"Previous {error.message}", param=field) from error
         if not record.response.ended:
-            text = f"{field}: the response '{response_id}' has not ended"
-            raise InvalidRequest(text, param=field)
+            raise InvalidRequest.at(field, f"the response '{response_id}' has not ended")
         return [*record.items, *record.response.output]
 
     def _draft(
@@ -365,7 +363,7 @@ class ResponsesEndpoints:
 
 
 async def _discard(_: bytes) -> None:
-    """Ignore all output."""
+    pass
 
 
 def _number(text: str | None) -> int:
@@ -373,7 +371,5 @@ def _number(text: str | None) -> int:
     if text is None:
         return -1
     if not text.isascii() or not text.isdecimal() or len(text) > _DIGITS_MAX:
-        raise InvalidRequest(
-            "starting_after: must be the sequence number of an event", param="starting_after"
-        )
+        raise InvalidRequest.at("starting_after", "must be the sequence number of an event")
     return int(text)

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.keepalive import HEADERS_S, PING_S
-from antiphon.gateway.http.core.sse import PING
+from antiphon.gateway.http.core.writer import PING
 from antiphon.gateway.http.openai.responses.events import (
     Completed,
     Failed,
@@ -76,11 +76,7 @@ class ResponseEventLog:
             log.warning("events not stored", extra={"id": self._key[1], "code": error.code})
 
     async def read(self, records: ResponseStore, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after a sequence number until the last, with pings in between.
-
-        Args:
-            records: Returns whether more events will come.
-            after: Sequence number; -1 for all events.
+        """Yield the events after a sequence number (-1: all) until the last, with pings in between.
 
         Raises:
             EngineError: They cannot be read now; retry after the last event that was read.
@@ -116,10 +112,7 @@ class ResponseEventLog:
                 return
 
     async def _next(self, piece: int) -> tuple[bool, list[bytes]] | None:
-        """Return the next piece, or the complete value, and which it is.
-
-        None if neither exists yet.
-        """
+        """Return the next piece, or the complete value, and which it is; None without either."""
         data = await self._store.get(*self._key, _PIECES, str(piece))
         if data is not None:
             return False, _split(data)

@@ -157,21 +157,11 @@ _PARTS = {
 
 
 def new_id(kind: type[Item]) -> str:
-    """Create a unique id with the prefix of its kind."""
     return f"{_PREFIXES[kind]}_{uuid4().hex}"
 
 
 def read_item(raw: Object, at: str) -> Item:
-    """Read one item of a request's input; assign an id if it has none.
-
-    Args:
-        raw: The item as sent.
-        at: Its path in the body, for errors.
-
-    Raises:
-        InvalidRequest: It is not an item.
-        Unsupported: The item, or a part of it, is not supported.
-    """
+    """Read one item of a request's input; assign an id if it has none. `at` is its path."""
     kind = _kind(raw, at)
     if kind is not ReasoningItem:
         for field, known in _PARTS.items():
@@ -188,7 +178,6 @@ def left_out(raw: Object) -> str | None:
 
 
 def text_of(content: str | list[Part] | list[InputText]) -> str:
-    """Return the text of a message's content."""
     if isinstance(content, str):
         return content
     # Joined by a space, as in chat messages.
@@ -204,11 +193,10 @@ def _kind(raw: Object, at: str) -> type[Item]:
     if "type" not in raw and "role" in raw:
         return MessageItem
     if "type" not in raw:
-        raise InvalidRequest(f"{at}.type: an item needs a type", param=f"{at}.type")
+        raise InvalidRequest.at(f"{at}.type", "an item needs a type")
     name = decode(raw["type"], str, f"{at}.type")
     if name not in _KINDS:
-        text = f"{at}.type: items of type '{name}' are not supported"
-        raise Unsupported(text, param=f"{at}.type")
+        raise Unsupported.at(f"{at}.type", f"items of type '{name}' are not supported")
     return _KINDS[name]
 
 
@@ -220,5 +208,6 @@ def _check_parts(raw: msgspec.Raw | None, known: tuple[str, ...], at: str) -> No
     for index, part in enumerate(cast("list[object]", parts)):
         name = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
         if isinstance(name, str) and name not in known:
-            text = f"{at}[{index}].type: content of type '{name}' is not supported here"
-            raise Unsupported(text, param=f"{at}[{index}].type")
+            raise Unsupported.at(
+                f"{at}[{index}].type", f"content of type '{name}' is not supported here"
+            )

@@ -76,17 +76,7 @@ Decrypt = Callable[[str, str], str]
 
 
 class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body, before the earlier conversation is known.
-
-    Attributes:
-        id: Id of the response and of its request.
-        body: The body.
-        items: New items of the conversation.
-        tools: The tools.
-        logprobs: Whether to return logprobs.
-        include_encrypted: Whether to return encrypted reasoning too.
-        warnings: Warnings about ignored parts of the body.
-    """
+    """A parsed body, before the earlier conversation is known. `items` are the new ones."""
 
     id: str
     body: ResponsesBody
@@ -98,22 +88,12 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a response, and how to parse its output."""
-
     gen_request: GenerationRequest
     parser_options: OutputParserOptions
 
 
 def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResponsesRequest:
-    """Parse everything that does not depend on the earlier conversation.
-
-    Args:
-        body: The body.
-        decrypt: Decrypts reasoning; the second argument is its path.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
+    """Parse everything that does not depend on the earlier conversation."""
     _check_choice(body.tool_choice)
     tools, include = read_response_tools(body.tools or []), body.include or []
     items, item_warnings = _items(body.input, decrypt)
@@ -135,11 +115,7 @@ def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResp
 
 
 def check_include(names: Sequence[str]) -> list[str]:
-    """Check `include`; return a warning for each value that does not apply to this server.
-
-    Raises:
-        InvalidRequest: A value is unknown.
-    """
+    """Check `include`; return a warning for each value that does not apply to this server."""
     for index, name in enumerate(names):
         if name not in {LOGPROBS, ENCRYPTED_CONTENT} | _UNSUPPORTED_INCLUDES:
             known = f"supported values are {LOGPROBS} and {ENCRYPTED_CONTENT}"
@@ -155,11 +131,6 @@ def check_include(names: Sequence[str]) -> list[str]:
 def prepare_responses_request(
     parsed: ParsedResponsesRequest, items: Sequence[Item], formats: Formats
 ) -> PreparedResponsesRequest:
-    """Build the request of a whole conversation.
-
-    Raises:
-        InvalidRequest: `param` names the invalid field.
-    """
     body = parsed.body
     with _rename_fields(parsed.tools.paths):
         chat = reading.parse_chat(
@@ -203,12 +174,11 @@ def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
 
 
 def _items(given: str | list[Json], decrypt: Decrypt) -> tuple[tuple[Item, ...], Sequence[str]]:
-    """Return the items of an input, and warnings about ignored ones."""
     if isinstance(given, str):
         content = [InputText(text=given)]
         return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),), ()
     if not given:
-        raise InvalidRequest("input: at least one item is required", param="input")
+        raise InvalidRequest.at("input", "at least one item is required")
     items: list[Item] = []
     warnings: list[str] = []
     for index, raw in enumerate(given):
@@ -230,7 +200,6 @@ def _decrypt_reasoning(item: Item, decrypt: Decrypt, at: str) -> Item:
 
 
 def _ignored_option_warnings(body: ResponsesBody) -> list[str]:
-    """Return warnings about ignored options."""
     reasoning = body.reasoning or ReasoningOptions()
     stream = body.stream_options or ResponsesStreamOptions()
     summary = reasoning.summary or reasoning.generate_summary
@@ -259,8 +228,7 @@ def _check_choice(choice: str | Json | None) -> None:
         return
     kind = to_json(choice.get("type"), "tool_choice.type")
     if kind not in ("function", "custom"):
-        text = f"tool_choice.type: must be 'function' or 'custom', not {kind!r}"
-        raise Unsupported(text, param="tool_choice.type")
+        raise Unsupported.at("tool_choice.type", f"must be 'function' or 'custom', not {kind!r}")
 
 
 def _choice(choice: str | Json | None, tools: ResponseTools) -> str | Json | None:
@@ -283,7 +251,7 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None or given.type != "json_schema":
         return None if given is None else ResponseFormat(type=given.type)
     if given.schema is None:
-        raise InvalidRequest("text.format.schema: a schema is required", param="text.format.schema")
+        raise InvalidRequest.at("text.format.schema", "a schema is required")
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=given.schema))
 
 

@@ -104,7 +104,6 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether the response has reached a final state."""
         return self.status in TERMINAL
 
 
@@ -134,7 +133,6 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def response_usage(usage: Usage) -> ResponseUsage:
-    """Convert token counts to the format of responses."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(usage.cached_tokens),

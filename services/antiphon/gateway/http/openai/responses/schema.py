@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.limits import Messages, Tools
 from antiphon.gateway.http.core.logprobs import TopLogprobs
-from antiphon.gateway.http.core.sampling import Json, TokensMax, doc
+from antiphon.gateway.http.core.sampling import Json, TokensMax
 from antiphon.gateway.http.openai.schema import Effort, OpenAiFields, Verbosity
 
 METADATA_MAX = 16
@@ -56,83 +56,49 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ResponsesBody(OpenAiFields):
     """Create a response: text, reasoning and tool calls for an input."""
 
-    input: Annotated[str | InputItems, doc("Input of the model: text, or a list of items.")]
-    instructions: Annotated[
-        str | None,
-        doc("System message. The instructions of earlier responses are not carried over."),
-    ] = None
-    previous_response_id: Annotated[
-        str | None, doc("Id of a stored response to continue from.")
-    ] = None
-    store: Annotated[
-        bool | None, doc("Whether to store the response for later retrieval. Defaults to true.")
-    ] = None
-    background: Annotated[
-        bool | None,
-        doc("Whether to return immediately and generate the response in the background."),
-    ] = None
-    max_output_tokens: Annotated[
-        TokensMax | None,
-        doc(
-            "Maximum number of tokens to generate, reasoning included. Defaults to what the "
-            "context length allows."
-        ),
-    ] = None
-    tools: Annotated[
-        FunctionTools | None,
-        doc(
-            "Tools that the model may call: functions, custom tools and namespaces. Built-in "
-            "tools are ignored."
-        ),
-    ] = None
-    tool_choice: Annotated[
-        str | Json | None,
-        doc("How the model chooses tools: `auto`, `none`, `required`, or a function by name."),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, doc("Whether the model may make several tool calls. Defaults to true.")
-    ] = None
-    text: Annotated[TextOptions | None, doc("Options for the text output, such as its format.")] = (
-        None
-    )
-    reasoning: Annotated[ReasoningOptions | None, doc("Reasoning options.")] = None
-    include: Annotated[
-        Annotated[list[str], Meta(max_length=64)] | None,
-        doc(
-            "Additional output to include: `message.output_text.logprobs`, "
-            "`reasoning.encrypted_content`."
-        ),
-    ] = None
-    top_logprobs: Annotated[
-        TopLogprobs | None, doc("Number of most likely tokens to return log probabilities for.")
-    ] = None
-    truncation: Annotated[
-        Literal["disabled", "auto"] | None,
-        doc(
-            "`auto` drops the oldest items of an input that is too long; `disabled` (default)"
-            " returns an error."
-        ),
-    ] = None
-    metadata: Annotated[
-        Metadata | None, doc("Key-value pairs stored and returned with the response.")
-    ] = None
-    user: Annotated[
-        str | None, doc("End-user identifier; returned with the response, otherwise ignored.")
-    ] = None
-    safety_identifier: Annotated[
-        str | None, doc("End-user identifier; returned with the response, otherwise ignored.")
-    ] = None
-    prompt_cache_key: Annotated[
-        str | None,
-        doc("Returned with the response, otherwise ignored: prefix caching is automatic."),
-    ] = None
-    service_tier: Annotated[
-        Literal["auto", "default", "flex", "scale", "priority"] | None,
-        doc("Accepted and ignored: there is one service tier."),
-    ] = None
-    stream_options: Annotated[
-        ResponsesStreamOptions | None, doc("Options for streaming responses.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        Json | None, doc("Additional variables for the chat template.")
-    ] = None
+    input: str | InputItems
+    """Input of the model: text, or a list of items."""
+    instructions: str | None = None
+    """System message. The instructions of earlier responses are not carried over."""
+    previous_response_id: str | None = None
+    """Id of a stored response to continue from."""
+    store: bool | None = None
+    """Whether to store the response for later retrieval. Defaults to true."""
+    background: bool | None = None
+    """Whether to return immediately and generate the response in the background."""
+    max_output_tokens: TokensMax | None = None
+    """Maximum number of tokens to generate, reasoning included. Defaults to what the context length
+    allows."""
+    tools: FunctionTools | None = None
+    """Tools that the model may call: functions, custom tools and namespaces. Built-in tools are
+    ignored."""
+    tool_choice: str | Json | None = None
+    """How the model chooses tools: `auto`, `none`, `required`, or a function by name."""
+    parallel_tool_calls: bool | None = None
+    """Whether the model may make several tool calls. Defaults to true."""
+    text: TextOptions | None = None
+    """Options for the text output, such as its format."""
+    reasoning: ReasoningOptions | None = None
+    """Reasoning options."""
+    include: Annotated[list[str], Meta(max_length=64)] | None = None
+    """Additional output to include: `message.output_text.logprobs`,
+    `reasoning.encrypted_content`."""
+    top_logprobs: TopLogprobs | None = None
+    """Number of most likely tokens to return log probabilities for."""
+    truncation: Literal["disabled", "auto"] | None = None
+    """`auto` drops the oldest items of an input that is too long; `disabled` (default) returns an
+    error."""
+    metadata: Metadata | None = None
+    """Key-value pairs stored and returned with the response."""
+    user: str | None = None
+    """End-user identifier; returned with the response, otherwise ignored."""
+    safety_identifier: str | None = None
+    """End-user identifier; returned with the response, otherwise ignored."""
+    prompt_cache_key: str | None = None
+    """Returned with the response, otherwise ignored: prefix caching is automatic."""
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    """Accepted and ignored: there is one service tier."""
+    stream_options: ResponsesStreamOptions | None = None
+    """Options for streaming responses."""
+    chat_template_kwargs: Json | None = None
+    """Additional variables for the chat template."""

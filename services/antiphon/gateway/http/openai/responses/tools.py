@@ -73,16 +73,10 @@ class ToolTarget(msgspec.Struct, frozen=True):
 
 
 class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a request.
+    """The tools of a request: as the response returns them, and as the model sees them in a chat.
 
-    Attributes:
-        response_tools: The tools as the response returns them.
-        chat: The tools in the format of chats.
-        targets: The client's tools, by the names that the model sees.
-        paths: Their paths in the request.
-        requires_strict: Whether the client set `strict` on a tool; by default tools are strict
-            if possible.
-        warnings: Warnings about ignored tools.
+    `targets` are the client's tools by the names that the model sees; `paths` are their paths.
+    `requires_strict` if the client set `strict`; by default tools are strict if possible.
     """
 
     response_tools: tuple[ResponseTool, ...] = ()
@@ -94,11 +88,6 @@ class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
-    """Parse the tools of a response. Built-in tools are ignored.
-
-    Raises:
-        InvalidRequest: A tool is malformed; `param` names it.
-    """
     response_tools: list[ResponseTool] = []
     paths_of_tools: list[str] = []
     warnings: list[str] = []
@@ -108,7 +97,7 @@ def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
         value = cast("dict[str, object]", to_json(each, at))
         kind = value.get("type")
         if not isinstance(kind, str):
-            raise InvalidRequest(f"{at}.type: a tool requires a type", param=f"{at}.type")
+            raise InvalidRequest.at(f"{at}.type", "a tool requires a type")
         if kind not in _KINDS:
             warnings.append(f"{at} was ignored: the built-in tool '{kind}' is not supported")
             continue
@@ -137,12 +126,10 @@ def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
 
 
 def model_name(name: str, namespace: str | None) -> str:
-    """Return the tool name that the model sees."""
     return name if not namespace else f"{namespace}{_BETWEEN}{name}"
 
 
 def custom_arguments(text: str) -> str:
-    """Convert the input of a custom tool to function arguments."""
     return msgspec.json.encode({INPUT: text}).decode()
 
 
@@ -175,7 +162,6 @@ _OneTool = FunctionTool | CustomTool
 
 
 def _with_default_strictness(value: dict[str, object]) -> dict[str, object]:
-    """Return the tool as strict where possible, unless it sets `strict`."""
     if value.get("type") == "function":
         return value | {"strict": value.get("strict") is not False}
     tools = value.get("tools")
@@ -210,7 +196,6 @@ def _grammar_warnings(tool: ResponseTool, at: str) -> list[str]:
 
 
 def _chat_tool(name: str, tool: _OneTool) -> Json:
-    """Convert to the format of chats."""
     if isinstance(tool, CustomTool):
         function: dict[str, object] = {
             "name": name,

@@ -12,7 +12,6 @@ from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import chat_logprobs
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import ResponseWriter, total_usage
-from antiphon.gateway.http.openai.responses.event_builder import ResponseEventBuilder
 from antiphon.gateway.http.openai.responses.events import (
     Completed,
     Created,
@@ -20,14 +19,19 @@ from antiphon.gateway.http.openai.responses.events import (
     Incomplete,
     InProgress,
     Queued,
+    ResponseEventBuilder,
     ResponseStateEvent,
     encode_event,
 )
 from antiphon.gateway.http.openai.responses.replies import (
     IncompleteDetails,
     ResponseError,
+    ResponseReasoning,
+    ResponseReply,
+    ResponseText,
     response_usage,
 )
+from antiphon.gateway.http.openai.responses.schema import ReasoningOptions, TextFormat, TextOptions
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import Content
 from antiphon.wire.base import FinishReason
@@ -38,14 +42,19 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.logprobs import TokenLogprob
     from antiphon.gateway.http.core.output_parser import OutputParserOptions
+    from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.http.openai.responses.events import ResponseEvent
     from antiphon.gateway.http.openai.responses.items import Status
-    from antiphon.gateway.http.openai.responses.replies import ResponseReply, State
+    from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
+    from antiphon.gateway.http.openai.responses.replies import State
     from antiphon.gateway.http.openai.responses.tools import ToolTarget
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.sampling import SamplingParams
     from antiphon.wire.token_outputs import TokenOutputsChunk
+
 
 PersistResponse = Callable[["ResponseReply"], Awaitable[None]]
 
@@ -60,11 +69,7 @@ _FAILED = "server_error"
 
 
 class ResponsesWriter(ResponseWriter):
-    """One response, from its initial to its final state.
-
-    Attributes:
-        response: Its current state.
-    """
+    """One response, from its initial to its final state."""
 
     def __init__(
         self,
@@ -78,18 +83,6 @@ class ResponsesWriter(ResponseWriter):
         targets: Mapping[str, ToolTarget],
         encrypt: Callable[[str], str] | None = None,
     ) -> None:
-        """Start a response.
-
-        Args:
-            initial: The initial response, without output.
-            parser_options: How to parse the output.
-            starts_in_reasoning: Whether the output starts in reasoning.
-            logprobs: Whether to return logprobs.
-            now: Returns the Unix time.
-            persist: Stores the current state; None if it is not stored.
-            targets: The client's tools, by the names that the model sees.
-            encrypt: Encrypts reasoning for the client; None if it was not requested.
-        """
         self.response = initial
         self._now = now
         self._persist = persist
@@ -102,7 +95,6 @@ class ResponsesWriter(ResponseWriter):
         self._builder = ResponseEventBuilder(self._number, targets, encrypt)
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """Return the final response."""
         (answer,) = answers
         (collected,) = answer.choices
         for event in (*collected.deltas, collected.end):
@@ -111,12 +103,10 @@ class ResponsesWriter(ResponseWriter):
         return msgspec.json.encode(self.response)
 
     def begin(self) -> bytes:
-        """Return the events that the response exists and is queued or in progress."""
         then = Queued if self.response.status == "queued" else InProgress
         return self._state(Created) + self._state(then)
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
-        """Return the events of its items."""
         begins = b""
         if self.response.status == "queued":
             self.response = msgspec.structs.replace(self.response, status="in_progress")
@@ -126,17 +116,14 @@ class ResponsesWriter(ResponseWriter):
         )
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """Return the event with the final response."""
         self._set_final_state(usages)
         return self._close(Completed if self.response.status == "completed" else Incomplete)
 
     async def persist(self) -> None:
-        """Store the current state."""
         if self._persist is not None:
             await self._persist(self.response)
 
     def failure(self, error: EngineError) -> bytes:
-        """Return the failed response, with its error and the output so far."""
         data = b"".join(map(encode_event, self._builder.end("incomplete")))
         response = msgspec.structs.replace(self.response, output=list(self._builder.items))
         self.response = as_failed(response, envelope(error).error.message)
@@ -200,10 +187,58 @@ class ResponsesWriter(ResponseWriter):
 
 
 def as_failed(response: ResponseReply, message: str) -> ResponseReply:
-    """Return the response as failed."""
     return msgspec.structs.replace(
         response,
         status="failed",
         completed_at=None,
         error=ResponseError(code=_FAILED, message=message),
     )
+
+
+def draft(
+    parsed: ParsedResponsesRequest,
+    sampling: SamplingParams,
+    *,
+    model: ModelName,
+    now: int,
+    store: bool,
+) -> ResponseReply:
+    body = parsed.body
+    return ResponseReply(
+        id=parsed.id,
+        created_at=now,
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=ResponseReasoning(effort=(body.reasoning or ReasoningOptions()).effort),
+        safety_identifier=body.safety_identifier,
+        store=store,
+        temperature=sampling.temperature,
+        text=ResponseText(
+            format=_format(body.text),
+            verbosity=(body.text or TextOptions()).verbosity or "medium",
+        ),
+        tool_choice=body.tool_choice or "auto",
+        tools=list(parsed.tools.response_tools),
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )
+
+
+def _format(text: TextOptions | None) -> Json:
+    """Return the text format as sent, without unset fields."""
+    format_ = (text or TextOptions()).format or TextFormat()
+    given = {"name": format_.name, "description": format_.description, "strict": format_.strict}
+    fields: dict[str, object] = {"type": format_.type}
+    if format_.type == "json_schema":
+        fields |= {name: value for name, value in given.items() if value is not None}
+        fields["schema"] = format_.schema
+    return msgspec.json.decode(msgspec.json.encode(fields), type=dict[str, msgspec.Raw])

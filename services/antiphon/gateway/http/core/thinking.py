@@ -1,4 +1,4 @@
-"""Reasoning budgets: reasoning is ended after a number of tokens."""
+"""Looks up the token that ends reasoning, for output constraints that start after it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ FORMAT_UNKNOWN = (
 )
 
 
+async def with_end_token(
+    gen_request: GenerationRequest, tokenizers: TokenizerClient
+) -> GenerationRequest:
+    """Add the token that ends reasoning to the reasoning parameters, if a constraint needs it."""
+    if gen_request.reasoning is None or gen_request.sampling.grammar is None:
+        return gen_request
+    end_id = await tokenizers.token_id_of(gen_request.reasoning.format.end)
+    return msgspec.structs.replace(
+        gen_request, reasoning=msgspec.structs.replace(gen_request.reasoning, end_id=end_id)
+    )
+
+
 async def with_thinking_budget(
     gen_request: GenerationRequest,
     tokens_max: int,
@@ -28,30 +40,22 @@ async def with_thinking_budget(
     *,
     param: str,
 ) -> GenerationRequest:
-    """Add a reasoning budget to a request.
-
-    Args:
-        gen_request: The request.
-        tokens_max: Maximum number of reasoning tokens.
-        marks: The model's reasoning delimiters, if known.
-        tokenizers: Look up the tokens of the delimiters.
-        param: The API's name of the budget field.
+    """Add a reasoning budget to a request; `param` is the API's name of the budget field.
 
     Raises:
         InvalidRequest: A thinking_budget processor is set too.
         Unsupported: The delimiters are unknown, or not single tokens.
-        EngineError: No tokenizer replied.
     """
     if any(isinstance(each, ThinkingBudget) for each in gen_request.sampling.processors):
         text = "cannot be combined with the thinking_budget logits processor"
-        raise InvalidRequest(f"{param}: {text}", param=param)
+        raise InvalidRequest.at(param, text)
     if marks is None:
-        raise Unsupported(f"{param}: {FORMAT_UNKNOWN}", param=param)
+        raise Unsupported.at(param, FORMAT_UNKNOWN)
     begin_id = await tokenizers.token_id_of(marks.begin)
     end_id = await tokenizers.token_id_of(marks.end)
     if begin_id is None or end_id is None:
         text = "not supported by this model: its reasoning delimiters are not single tokens"
-        raise Unsupported(f"{param}: {text}", param=param)
+        raise Unsupported.at(param, text)
     budget = ThinkingBudget(tokens_max=tokens_max, begin_id=begin_id, closing_ids=(end_id,))
     sampling = msgspec.structs.replace(
         gen_request.sampling, processors=(*gen_request.sampling.processors, budget)
