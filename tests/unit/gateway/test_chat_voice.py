@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.gateway.http.core.writer import event
 from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
-from antiphon.gateway.http.openai.replies import ChatChunkChoice, CompletionChunk, Delta
+from antiphon.gateway.http.openai.replies import ChatChunkChoice, Delta, OpenAiChunk
 from antiphon.gateway.http.openai.write import CompletionHeader
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.gateway.owner.actions import TextDelta
@@ -26,7 +26,7 @@ def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
     stream = cast("RequestStream", SimpleNamespace(starts_in_reasoning=False))
     voice = ChatResponseWriter(HEADER, [stream], OpenAiResponseOptions(choices=2), cached=False)
     for choice in (1, 0, 1):
-        anew = CompletionChunk(
+        anew = OpenAiChunk(
             id=HEADER.id,
             object="chat.completion.chunk",
             created=HEADER.created,

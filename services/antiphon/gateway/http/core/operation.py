@@ -88,14 +88,7 @@ class OpenApi:
 
     def operations(self) -> list[Operation]:
         """Return the operation that serves the document, which does not include it."""
-        return [
-            Operation(
-                method="GET",
-                path="/openapi.json",
-                handler=self._answer,
-                summary="OpenAPI document of this server.",
-            )
-        ]
+        return [Operation("GET", "/openapi.json", self._answer, "OpenAPI document of this server.")]
 
     async def _answer(self, _: web.Request) -> web.Response:
         return web.Response(body=self._document, content_type="application/json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.fields import model_of
@@ -27,15 +28,15 @@ INPUTS_MAX = 2048
 """Maximum number of inputs in a body, as in OpenAI's API."""
 
 
+@dataclass(frozen=True)
 class PoolingHandler:
     """Runs pooling requests and checks that the model supports them."""
 
-    def __init__(self, response_handler: ResponseHandler, tokenizers: TokenizerClient) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
 
     async def card(self, does: str) -> PoolingCard:
-        card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
+        card = (await self.tokenizers.card(CARD_TIMEOUT_S)).pooling
         if card is None:
             raise Unsupported(
                 f"this model does not {does}: it is a text generation model", param="model"
@@ -62,7 +63,7 @@ class PoolingHandler:
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[Pooled]:
         """Run all requests and return their results in order. A client disconnect aborts them."""
-        return await self._response_handler.collect_each(
+        return await self.response_handler.collect_each(
             request, gen_requests, pooled_vector, OPEN_MAX
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -55,21 +56,19 @@ class ClassifyReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
+@dataclass(frozen=True)
 class ClassifyEndpoints:
-    def __init__(
-        self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
-    ) -> None:
-        self._response_handler = response_handler
-        self._vectors = vectors
-        self._model = model
+    response_handler: ResponseHandler
+    vectors: PoolingHandler
+    model: ModelName
 
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method="POST",
-                path="/v1/classify",
-                handler=self._classify,
-                summary="Classify texts. Requires a classification model.",
+                "POST",
+                "/v1/classify",
+                self._classify,
+                "Classify texts. Requires a classification model.",
                 body=ClassifyBody,
                 reply=ClassifyReply,
                 unsupported=EMBEDDING,
@@ -78,16 +77,16 @@ class ClassifyEndpoints:
         ]
 
     async def _classify(self, request: web.Request) -> web.Response:
-        card = await self._vectors.scorer("classify")
-        gen_requests = await self._response_handler.parse_body(
+        card = await self.vectors.scorer("classify")
+        gen_requests = await self.response_handler.parse_body(
             request, ClassifyBody, _texts, EMBEDDING
         )
-        scored = await self._vectors.collect(request, gen_requests)
+        scored = await self.vectors.collect(request, gen_requests)
         return json_reply(
             ClassifyReply(
                 id=f"classify-{new_request_id()}",
                 created=int(time.time()),
-                model=self._model,
+                model=self.model,
                 data=[_classified(index, one, card) for index, one in enumerate(scored)],
                 usage=usage_body(total_usage([one.usage for one in scored])),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -115,21 +116,19 @@ class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
+@dataclass(frozen=True)
 class EmbeddingsEndpoints:
-    def __init__(
-        self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
-    ) -> None:
-        self._response_handler = response_handler
-        self._vectors = vectors
-        self._model = model
+    response_handler: ResponseHandler
+    vectors: PoolingHandler
+    model: ModelName
 
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method="POST",
-                path="/v1/embeddings",
-                handler=self._embed,
-                summary="Create embedding vectors. Requires an embedding model.",
+                "POST",
+                "/v1/embeddings",
+                self._embed,
+                "Create embedding vectors. Requires an embedding model.",
                 body=EmbeddingBody,
                 reply=EmbeddingReply,
                 unsupported=EMBEDDING,
@@ -142,16 +141,16 @@ class EmbeddingsEndpoints:
         ]
 
     async def _embed(self, request: web.Request) -> web.Response:
-        card = await self._vectors.embedder()
-        body, gen_requests = await self._response_handler.parse_body(
+        card = await self.vectors.embedder()
+        body, gen_requests = await self.response_handler.parse_body(
             request, EmbeddingBody, lambda body: (body, _requests(body, card)), EMBEDDING
         )
-        pooled = await self._vectors.collect(request, gen_requests)
+        pooled = await self.vectors.collect(request, gen_requests)
         as_text = body.encoding_format == "base64"
         return json_reply(
             EmbeddingReply(
                 data=[_embedding(index, one, as_text=as_text) for index, one in enumerate(pooled)],
-                model=self._model,
+                model=self.model,
                 usage=usage_body(total_usage([one.usage for one in pooled])),
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,30 +42,22 @@ if TYPE_CHECKING:
 _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
+@dataclass(frozen=True)
 class CompletionsEndpoints:
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        runtime: Runtime,
-        model: ModelName,
-        in_session: SessionRequests,
-        rank_of: RankOf,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._runtime = runtime
-        self._model = model
-        self._in_session = in_session
-        self._rank_of = rank_of
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    runtime: Runtime
+    model: ModelName
+    in_session: SessionRequests
+    rank_of: RankOf
 
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method="POST",
-                path="/v1/chat/completions",
-                handler=self._chat,
-                summary="Create a chat completion.",
+                "POST",
+                "/v1/chat/completions",
+                self._chat,
+                "Create a chat completion.",
                 body=ChatBody,
                 reply=ChatReply,
                 unsupported=refused.CHAT,
@@ -76,19 +69,19 @@ class CompletionsEndpoints:
                 ),
             ),
             Operation(
-                method="POST",
-                path="/invocations",
-                handler=self._chat,
-                summary="Create a chat completion, at the path that SageMaker uses.",
+                "POST",
+                "/invocations",
+                self._chat,
+                "Create a chat completion, at the path that SageMaker uses.",
                 body=ChatBody,
                 reply=ChatReply,
                 unsupported=refused.CHAT,
             ),
             Operation(
-                method="POST",
-                path="/v1/completions",
-                handler=self._complete,
-                summary="Create a text completion.",
+                "POST",
+                "/v1/completions",
+                self._complete,
+                "Create a text completion.",
                 body=CompletionBody,
                 reply=TextReply,
                 unsupported=refused.COMPLETION,
@@ -102,9 +95,9 @@ class CompletionsEndpoints:
         ]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        gateway = self._runtime.settings.gateway
-        formats = await formats_of(gateway, self._tokenizers.card, self._tokenizers.is_text)
-        parsed = await self._response_handler.parse_body(
+        gateway = self.runtime.settings.gateway
+        formats = await formats_of(gateway, self.tokenizers.card, self.tokenizers.is_text)
+        parsed = await self.response_handler.parse_body(
             request, ChatBody, lambda body: reading.parse_chat(body, formats), refused.CHAT
         )
         parsed = self._with_usage(await self._with_end_token(parsed, formats))
@@ -119,12 +112,12 @@ class CompletionsEndpoints:
                 record=self._record(header, parsed, streams, [None]),
             )
 
-        return await self._response_handler.answer(
+        return await self.response_handler.answer(
             request, parsed.gen_requests, writer, streamed=parsed.stream
         )
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        parsed, params = await self._response_handler.parse_body(
+        parsed, params = await self.response_handler.parse_body(
             request,
             CompletionBody,
             lambda body: (reading.parse_completion(body), body.session_params),
@@ -142,14 +135,14 @@ class CompletionsEndpoints:
                 whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
                 return await self._completion_writer(whole_request, streams, keep)
 
-            return await self._in_session.answer(
+            return await self.in_session.answer(
                 request, gen_request, params, writer_in_session, streamed=parsed.stream
             )
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
             return await self._completion_writer(parsed, streams)
 
-        return await self._response_handler.answer(
+        return await self.response_handler.answer(
             request, parsed.gen_requests, writer, streamed=parsed.stream
         )
 
@@ -157,7 +150,7 @@ class CompletionsEndpoints:
         """Apply the server's default for usage in streams, if the request sets none."""
         if parsed.reply_options.usage_last is not None:
             return parsed
-        usage_last = self._runtime.settings.gateway.stream_usage
+        usage_last = self.runtime.settings.gateway.stream_usage
         reply_options = msgspec.structs.replace(parsed.reply_options, usage_last=usage_last)
         return msgspec.structs.replace(parsed, reply_options=reply_options)
 
@@ -183,20 +176,20 @@ class CompletionsEndpoints:
     ) -> ParsedOpenAiRequest:
         """Find the token that ends reasoning, if a grammar or a reasoning budget needs it."""
         (gen_request,) = parsed.gen_requests
-        gen_request = await with_end_token(gen_request, self._tokenizers)
+        gen_request = await with_end_token(gen_request, self.tokenizers)
         if parsed.budget is not None:
             gen_request = await with_thinking_budget(
                 gen_request,
                 parsed.budget,
                 formats.reasoning,
-                self._tokenizers,
+                self.tokenizers,
                 param="max_thinking_tokens",
             )
         return msgspec.structs.replace(parsed, gen_requests=(gen_request,))
 
     @property
     def _cached(self) -> bool:
-        return self._runtime.settings.gateway.cache_report
+        return self.runtime.settings.gateway.cache_report
 
     def _header(
         self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]
@@ -205,8 +198,8 @@ class CompletionsEndpoints:
             id=parsed.reply_options.name
             or str(parsed.gen_requests[0].key or streams[0].submit.request_id),
             created=int(time.time()),
-            model=self._model,
-            weight_version=weight_version(self._runtime),
+            model=self.model,
+            weight_version=weight_version(self.runtime),
         )
 
     def _record(
@@ -225,7 +218,7 @@ class CompletionsEndpoints:
             streams,
             [reply_options.recorded] * len(streams),
             firsts=firsts,
-            rank_of=self._rank_of,
+            rank_of=self.rank_of,
             weight_version=header.weight_version,
             persist=persist,
         )
@@ -252,10 +245,10 @@ class CompletionsEndpoints:
             gen_request = parsed.gen_requests[0]
             # The text lacks the special tokens that the tokenizer added.
             skips = gen_request.stop.skip_special_tokens or gen_request.prompt is not None
-            written = iter(await self._tokenizers.decode(given, skip_special_tokens=skips))
+            written = iter(await self.tokenizers.decode(given, skip_special_tokens=skips))
             texts = [text if text is not None else next(written) for text in texts]
         firsts = [""] * len(texts)
         if parsed.reply_options.logprobs:
             ids = [unpack_ids(stream.submit.prompt_ids[:4]) for stream in streams]
-            firsts = list(await self._tokenizers.decode(ids, skip_special_tokens=False))
+            firsts = list(await self.tokenizers.decode(ids, skip_special_tokens=False))
         return [PromptEcho(text or "", first) for text, first in zip(texts, firsts, strict=True)]

@@ -64,17 +64,17 @@ class ModelsEndpoints:
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method="GET",
-                path="/v1/models",
-                handler=self._list,
-                summary="List the served models that the key may use.",
+                "GET",
+                "/v1/models",
+                self._list,
+                "List the served models that the key may use.",
                 reply=ModelList,
             ),
             Operation(
-                method="GET",
-                path="/v1/models/{name:.+}",
-                handler=self._one,
-                summary="Retrieve a model by name.",
+                "GET",
+                "/v1/models/{name:.+}",
+                self._one,
+                "Retrieve a model by name.",
                 reply=ModelEntry,
             ),
         ]

@@ -179,7 +179,7 @@ class TextReply(CompletionReply, frozen=True, kw_only=True):
     choices: list[TextChoice]
 
 
-class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAiChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of a streamed completion."""
 
     id: str

@@ -7,6 +7,7 @@ chat template, and the score is the probability of yes against no.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
@@ -86,24 +87,19 @@ class RelevanceScorer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class RerankEndpoints:
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        vectors: PoolingHandler,
-        tokenizers: TokenizerClient,
-    ) -> None:
-        self._response_handler = response_handler
-        self._vectors = vectors
-        self._tokenizers = tokenizers
+    response_handler: ResponseHandler
+    vectors: PoolingHandler
+    tokenizers: TokenizerClient
 
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method=method,
-                path="/v1/rerank",
-                handler=self._rerank,
-                summary="Sort documents by relevance. Requires a reranker.",
+                method,
+                "/v1/rerank",
+                self._rerank,
+                "Sort documents by relevance. Requires a reranker.",
                 body=RerankBody,
                 reply=list[RerankResult],
                 unsupported=EMBEDDING,
@@ -115,7 +111,7 @@ class RerankEndpoints:
 
     async def _rerank(self, request: web.Request) -> web.Response:
         judge = await self._scorer()
-        body, gen_requests = await self._response_handler.parse_body(
+        body, gen_requests = await self.response_handler.parse_body(
             request, RerankBody, lambda body: (body, _checked(body, judge)), judge.unsupported
         )
 
@@ -123,7 +119,7 @@ class RerankEndpoints:
             meta = RankMeta(id=answer.name, prompt_tokens=answer.usage.prompt_tokens)
             return judge.score(answer), meta
 
-        scored = await self._response_handler.collect_each(request, gen_requests, read, OPEN_MAX)
+        scored = await self.response_handler.collect_each(request, gen_requests, read, OPEN_MAX)
         ranked = [
             RerankResult(
                 score=score,
@@ -139,14 +135,14 @@ class RerankEndpoints:
         return json_reply(ranked[: body.top_n])
 
     async def _scorer(self) -> RelevanceScorer:
-        model = await self._tokenizers.card(CARD_TIMEOUT_S)
+        model = await self.tokenizers.card(CARD_TIMEOUT_S)
         if model.reranks and model.pooling is None:
-            ids = [await self._tokenizers.token_id_of(word) for word in ("yes", "no")]
+            ids = [await self.tokenizers.token_id_of(word) for word in ("yes", "no")]
             if None in ids:
                 text = "this model does not rerank: its tokenizer has no single token for yes or no"
                 raise Unsupported(text, param="model")
             return YesNoScorer(tuple(each for each in ids if each is not None))
-        card = await self._vectors.scorer("rerank")
+        card = await self.vectors.scorer("rerank")
         if card.width != 1:
             text = (
                 f"this model does not rerank: it is a classification model with {card.width} "
@@ -156,11 +152,11 @@ class RerankEndpoints:
         return CrossEncoder(card)
 
 
+@dataclass(frozen=True)
 class CrossEncoder:
     unsupported = RERANK
 
-    def __init__(self, card: PoolingCard) -> None:
-        self._card = card
+    card: PoolingCard
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
         queries = [body.query] * len(body.documents)
@@ -173,7 +169,7 @@ class CrossEncoder:
     def score(self, answer: CollectedResponse) -> float:
         """Apply a sigmoid, unless the model's configuration sets no activation."""
         (score,) = pooled_vector(answer).numbers
-        return score if self._card.plain_score else sigmoid(score)
+        return score if self.card.plain_score else sigmoid(score)
 
 
 class YesNoScorer:

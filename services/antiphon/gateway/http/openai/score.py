@@ -6,6 +6,7 @@ A causal model generates no tokens for it: only the next-token distribution is r
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -64,18 +65,18 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
+@dataclass(frozen=True)
 class ScoreEndpoints:
-    def __init__(self, response_handler: ResponseHandler, model: ModelName) -> None:
-        self._response_handler = response_handler
-        self._model = model
+    response_handler: ResponseHandler
+    model: ModelName
 
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                method="POST",
-                path="/v1/score",
-                handler=self._score,
-                summary="Score items by the probability of label tokens as the next token.",
+                "POST",
+                "/v1/score",
+                self._score,
+                "Score items by the probability of label tokens as the next token.",
                 body=ScoreBody,
                 reply=ScoreReply,
                 unsupported=refused.SCORE,
@@ -91,13 +92,13 @@ class ScoreEndpoints:
         ]
 
     async def _score(self, request: web.Request) -> web.Response:
-        body = await self._response_handler.parse_body(request, ScoreBody, _checked, refused.SCORE)
-        answers = await self._response_handler.collect(request, _requests(body))
+        body = await self.response_handler.parse_body(request, ScoreBody, _checked, refused.SCORE)
+        answers = await self.response_handler.collect(request, _requests(body))
         usages = [answer.usage for answer in answers]
         return json_reply(
             ScoreReply(
                 scores=[_scores(answer, body) for answer in answers],
-                model=self._model,
+                model=self.model,
                 usage=usage_body(total_usage(usages)),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -86,29 +87,23 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
     text: str | list[str]
 
 
+@dataclass(frozen=True)
 class TokenizeEndpoints:
     """Handlers that use the tokenizer service only."""
 
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        runtime: Runtime,
-        model: ModelName,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._runtime = runtime
-        self._model = model
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    runtime: Runtime
+    model: ModelName
 
     def operations(self) -> list[Operation]:
         return [
             *(
                 Operation(
-                    method="POST",
-                    path=path,
-                    handler=self._tokenize,
-                    summary="Convert text or a conversation to token ids.",
+                    "POST",
+                    path,
+                    self._tokenize,
+                    "Convert text or a conversation to token ids.",
                     body=TokenizeBody,
                     reply=TokenizeReply,
                     examples=(
@@ -121,10 +116,10 @@ class TokenizeEndpoints:
             ),
             *(
                 Operation(
-                    method="POST",
-                    path=path,
-                    handler=self._detokenize,
-                    summary="Convert token ids to text.",
+                    "POST",
+                    path,
+                    self._detokenize,
+                    "Convert token ids to text.",
                     body=DetokenizeBody,
                     reply=DetokenizeReply,
                     examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
@@ -134,14 +129,14 @@ class TokenizeEndpoints:
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        read = await self._response_handler.parse_body(request, TokenizeBody, self._requests)
+        read = await self.response_handler.parse_body(request, TokenizeBody, self._requests)
         gen_requests = [
             msgspec.structs.replace(gen_request, tenant=tenant_of(request)) for gen_request in read
         ]
-        deadline = deadline_in(_TIMEOUT_S, self._runtime.clock)
+        deadline = deadline_in(_TIMEOUT_S, self.runtime.clock)
         replies = await gather(
             [
-                self._tokenizers.encode(gen_request, new_request_id(), deadline, None)
+                self.tokenizers.encode(gen_request, new_request_id(), deadline, None)
                 for gen_request in gen_requests
             ]
         )
@@ -188,10 +183,10 @@ class TokenizeEndpoints:
         ]
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        rows, several, skips = await self._response_handler.parse_body(
+        rows, several, skips = await self.response_handler.parse_body(
             request, DetokenizeBody, self._rows
         )
-        texts = await self._tokenizers.decode(rows, skip_special_tokens=skips)
+        texts = await self.tokenizers.decode(rows, skip_special_tokens=skips)
         return json_reply(DetokenizeReply(list(texts) if several else texts[0]))
 
     def _rows(self, body: DetokenizeBody) -> tuple[list[list[int]], bool, bool]:
@@ -212,7 +207,7 @@ class TokenizeEndpoints:
         return lists, True, skips
 
     def _check(self, model: str | None) -> None:
-        requested, served = model_of(model), served_names(self._runtime.settings)
+        requested, served = model_of(model), served_names(self.runtime.settings)
         if requested is not None and requested not in served:
             raise UnknownModel.of(requested, served)
 

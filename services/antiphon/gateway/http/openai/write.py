@@ -13,9 +13,9 @@ from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total
 from antiphon.gateway.http.openai.replies import (
     UNSET,
     ChatChunkChoice,
-    CompletionChunk,
     Extension,
     Metadata,
+    OpenAiChunk,
     TextChoice,
     UnsetType,
     UsageBody,
@@ -114,7 +114,7 @@ class OpenAiResponseWriter(ResponseWriter):
         usage: UsageBody | None = None,
         sglext: Extension | UnsetType = UNSET,
     ) -> bytes:
-        chunk = CompletionChunk(
+        chunk = OpenAiChunk(
             id=self._header.id,
             object=self.CHUNK,
             created=self._header.created,
