@@ -21,31 +21,17 @@ if TYPE_CHECKING:
 class SessionParams(msgspec.Struct, frozen=True):
     """Position of a request in a session."""
 
-    id: Annotated[str, Meta(description="Session id.")]
-    rid: Annotated[
-        str | None,
-        Meta(
-            description="Request to continue from. If unset, the request starts from an "
-            "empty context."
-        ),
-    ] = None
-    offset: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
-        Meta(
-            description="Number of tokens of the earlier context to keep. 0 or unset "
-            "keeps all of it; a negative value drops that many from the end."
-        ),
-    ] = None
-    replace: Annotated[
-        bool | None,
-        Meta(
-            description="Whether to abort and discard other requests that continue from "
-            "the same one."
-        ),
-    ] = None
-    drop_previous_output: Annotated[
-        bool | None, Meta(description="Whether to drop the output of the request continued from.")
-    ] = None
+    id: str
+    """Session id."""
+    rid: str | None = None
+    """Request to continue from. If unset, the request starts from an empty context."""
+    offset: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Number of tokens of the earlier context to keep. 0 or unset keeps all of it; a negative value
+    drops that many from the end."""
+    replace: bool | None = None
+    """Whether to abort and discard other requests that continue from the same one."""
+    drop_previous_output: bool | None = None
+    """Whether to drop the output of the request continued from."""
 
 
 class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):

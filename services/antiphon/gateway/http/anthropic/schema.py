@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import Messages, Name, Parts, Tools
-from antiphon.gateway.http.core.sampling import Json, TokensMax, doc
+from antiphon.gateway.http.core.sampling import Json, TokensMax
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
 if TYPE_CHECKING:
@@ -107,21 +107,18 @@ class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     name: str = ""
     description: str | None = None
-    input_schema: Annotated[
-        Json | None, doc("JSON schema of the tool's input, which must be an object.")
-    ] = None
-    input_examples: Annotated[
-        Parts[Json] | None,
-        doc("Example inputs, passed to the chat template, which may ignore them."),
-    ] = None
-    strict: Annotated[bool | None, doc("Whether to constrain the input to the schema.")] = None
-    allowed_callers: Annotated[
-        Parts[str] | None, doc("Callers that may use the tool. Only `direct` is supported.")
-    ] = None
-    defer_loading: Annotated[bool | None, doc("Not supported: there is no tool search.")] = None
-    eager_input_streaming: Annotated[
-        bool | None, doc("Accepted and ignored: tool input is always streamed as it is generated.")
-    ] = None
+    input_schema: Json | None = None
+    """JSON schema of the tool's input, which must be an object."""
+    input_examples: Parts[Json] | None = None
+    """Example inputs, passed to the chat template, which may ignore them."""
+    strict: bool | None = None
+    """Whether to constrain the input to the schema."""
+    allowed_callers: Parts[str] | None = None
+    """Callers that may use the tool. Only `direct` is supported."""
+    defer_loading: bool | None = None
+    """Not supported: there is no tool search."""
+    eager_input_streaming: bool | None = None
+    """Accepted and ignored: tool input is always streamed as it is generated."""
 
 
 class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,13 +136,9 @@ class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[
-        Budget | None,
-        doc(
-            "Maximum number of reasoning tokens. Required with `enabled`; must be less than "
-            "`max_tokens`."
-        ),
-    ] = None
+    budget_tokens: Budget | None = None
+    """Maximum number of reasoning tokens. Required with `enabled`; must be less than
+    `max_tokens`."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -160,11 +153,10 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options for the model's output."""
 
     format: OutputFormat | None = None
-    effort: Annotated[
-        Literal["low", "medium", "high", "xhigh", "max"] | None,
-        doc("Reasoning effort, passed to the chat template as `reasoning_effort`."),
-    ] = None
-    task_budget: Annotated[Json | None, doc("Not supported: use `max_tokens`.")] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Reasoning effort, passed to the chat template as `reasoning_effort`."""
+    task_budget: Json | None = None
+    """Not supported: use `max_tokens`."""
 
 
 class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,92 +181,62 @@ class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields common to creating a message and counting its tokens."""
 
-    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
-    messages: Annotated[
-        Messages[MessageParam],
-        Meta(
-            min_length=1,
-            description="The conversation so far. A final assistant message is continued by the "
-            "response.",
-        ),
-    ]
-    system: Annotated[
-        str | Parts[TextBlock] | None, doc("System prompt, placed before the conversation.")
-    ] = None
-    tools: Annotated[Tools[ToolBody] | None, doc("Tools that the model may call.")] = None
-    tool_choice: Annotated[
-        ToolChoiceBody | None, doc("How the model chooses tools. Defaults to `auto`.")
-    ] = None
-    thinking: Annotated[
-        ThinkingBody | None,
-        doc(
-            "Whether the model reasons before it answers. Defaults to the chat template's behavior."
-        ),
-    ] = None
-    output_config: Annotated[
-        OutputConfig | None, doc("Options for the model's output, such as its format.")
-    ] = None
-    output_format: Annotated[
-        OutputFormat | None, doc("Deprecated: use `output_config.format`.")
-    ] = None
-    thread: Annotated[
-        Thread | None,
-        doc(
-            "`create` is accepted and ignored: conversations are not stored. `continue` is "
-            "rejected."
-        ),
-    ] = None
-    context_management: Annotated[
-        ContextManagement | None,
-        doc("Accepted and ignored: the conversation is used as sent. Compaction is rejected."),
-    ] = None
-    speed: Annotated[
-        Literal["standard", "fast"] | None, doc("Accepted and ignored: there is one speed.")
-    ] = None
-    billing_policy: Annotated[
-        Json | None, doc("Accepted and ignored: requests are not billed.")
-    ] = None
-    diagnostics: Annotated[
-        Json | None, doc("Accepted and ignored: no data about earlier requests is stored.")
-    ] = None
-    fallbacks: Annotated[
-        Json | list[Json] | str | None, doc("Accepted and ignored: one model is served.")
-    ] = None
-    fallback_credit_token: Annotated[
-        Json | str | None, doc("Accepted and ignored: one model is served.")
-    ] = None
-    user_profile_id: Annotated[str | None, doc("Accepted and ignored.")] = None
-    cache_control: Annotated[
-        Json | None, doc("Accepted and ignored: prefix caching is automatic.")
-    ] = None
+    model: str | None = None
+    """Name of the served model. Optional."""
+    messages: Annotated[Messages[MessageParam], Meta(min_length=1)]
+    """The conversation so far. A final assistant message is continued by the response."""
+    system: str | Parts[TextBlock] | None = None
+    """System prompt, placed before the conversation."""
+    tools: Tools[ToolBody] | None = None
+    """Tools that the model may call."""
+    tool_choice: ToolChoiceBody | None = None
+    """How the model chooses tools. Defaults to `auto`."""
+    thinking: ThinkingBody | None = None
+    """Whether the model reasons before it answers. Defaults to the chat template's behavior."""
+    output_config: OutputConfig | None = None
+    """Options for the model's output, such as its format."""
+    output_format: OutputFormat | None = None
+    """Deprecated: use `output_config.format`."""
+    thread: Thread | None = None
+    """`create` is accepted and ignored: conversations are not stored. `continue` is rejected."""
+    context_management: ContextManagement | None = None
+    """Accepted and ignored: the conversation is used as sent. Compaction is rejected."""
+    speed: Literal["standard", "fast"] | None = None
+    """Accepted and ignored: there is one speed."""
+    billing_policy: Json | None = None
+    """Accepted and ignored: requests are not billed."""
+    diagnostics: Json | None = None
+    """Accepted and ignored: no data about earlier requests is stored."""
+    fallbacks: Json | list[Json] | str | None = None
+    """Accepted and ignored: one model is served."""
+    fallback_credit_token: Json | str | None = None
+    """Accepted and ignored: one model is served."""
+    user_profile_id: str | None = None
+    """Accepted and ignored."""
+    cache_control: Json | None = None
+    """Accepted and ignored: prefix caching is automatic."""
 
 
 class MessagesBody(PromptBody, frozen=True, kw_only=True):
     """Create a message: the assistant's reply to a conversation."""
 
-    max_tokens: Annotated[
-        TokensMax,
-        doc(
-            "Maximum number of tokens to generate, reasoning included. 0 only processes the "
-            "prompt. Generation may end earlier at the context length."
-        ),
-    ]
-    temperature: Annotated[
-        Temperature | None, doc("Sampling temperature. 0 is greedy sampling.")
-    ] = None
-    top_p: Annotated[
-        TopP | None, doc("Nucleus sampling: total probability of the tokens to sample from.")
-    ] = None
-    top_k: Annotated[TopK | None, doc("Number of most likely tokens to consider. 0: all.")] = None
-    stop_sequences: Annotated[
-        StopSequences | None, doc("Sequences that stop generation; not returned.")
-    ] = None
-    stream: Annotated[bool | None, doc("Whether to stream the response as it is generated.")] = None
-    metadata: Annotated[MessagesMetadata | None, doc("Accepted and ignored.")] = None
-    service_tier: Annotated[
-        Literal["auto", "standard_only"] | None,
-        doc("Accepted and ignored: the only tier is `standard`."),
-    ] = None
+    max_tokens: TokensMax
+    """Maximum number of tokens to generate, reasoning included. 0 only processes the prompt.
+    Generation may end earlier at the context length."""
+    temperature: Temperature | None = None
+    """Sampling temperature. 0 is greedy sampling."""
+    top_p: TopP | None = None
+    """Nucleus sampling: total probability of the tokens to sample from."""
+    top_k: TopK | None = None
+    """Number of most likely tokens to consider. 0: all."""
+    stop_sequences: StopSequences | None = None
+    """Sequences that stop generation; not returned."""
+    stream: bool | None = None
+    """Whether to stream the response as it is generated."""
+    metadata: MessagesMetadata | None = None
+    """Accepted and ignored."""
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """Accepted and ignored: the only tier is `standard`."""
 
 
 class CountBody(PromptBody, frozen=True, kw_only=True):

@@ -39,11 +39,6 @@ TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NAME = "custom_logit_processor"
 
 
-def doc(text: str) -> Meta:
-    """Describe a field in the OpenAPI document and the reference page."""
-    return Meta(description=text)
-
-
 class SglangSamplingFields(SamplingFields):
     """Stop conditions, output constraints and biases."""
 

@@ -14,7 +14,6 @@ from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.request_log.request_log import LoggingOptions
 from antiphon.gateway.request_log.writer import folder_of, make_folder
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
@@ -50,10 +49,10 @@ Place = Annotated[str, Meta(min_length=1, max_length=1024)]
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     """Abort the requests whose ids start with `rid`, or all requests."""
 
-    rid: Annotated[
-        Annotated[str, Meta(max_length=256)], doc("Prefix of the ids of the requests to abort.")
-    ] = ""
-    abort_all: Annotated[bool, doc("Whether to abort all requests.")] = False
+    rid: Annotated[str, Meta(max_length=256)] = ""
+    """Prefix of the ids of the requests to abort."""
+    abort_all: bool = False
+    """Whether to abort all requests."""
 
 
 class PauseBody(msgspec.Struct, frozen=True):
@@ -62,7 +61,8 @@ class PauseBody(msgspec.Struct, frozen=True):
     With `abort` running requests are aborted; otherwise they continue later.
     """
 
-    mode: Annotated[PauseMode, doc("What to do with running requests.")] = PauseMode.ABORT
+    mode: PauseMode = PauseMode.ABORT
+    """What to do with running requests."""
 
 
 class ContinueBody(msgspec.Struct, frozen=True):
@@ -72,10 +72,10 @@ class ContinueBody(msgspec.Struct, frozen=True):
 class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
     """Set the weight version. Cached prefixes of the old version are not reused."""
 
-    new_version: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=256)], doc("The new weight version.")
-    ]
-    abort_all_requests: Annotated[bool, doc("Whether to abort all running requests.")] = True
+    new_version: Annotated[str, Meta(min_length=1, max_length=256)]
+    """The new weight version."""
+    abort_all_requests: bool = True
+    """Whether to abort all running requests."""
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True):

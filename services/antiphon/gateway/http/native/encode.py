@@ -13,7 +13,7 @@ from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.sampling import Rid, doc
+from antiphon.gateway.http.core.sampling import Rid
 from antiphon.gateway.http.native.parse import prompts_of
 from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
 from antiphon.gateway.requests.pooling import pool_params
@@ -39,28 +39,20 @@ class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
     Exactly one of `text` and `input_ids` is required.
     """
 
-    text: Annotated[
-        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None,
-        doc("Text to encode, or a list of texts."),
-    ] = None
-    input_ids: Annotated[
-        Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
-        doc("Token ids to encode, or a list of token id lists. Use instead of `text`."),
-    ] = None
-    dimensions: Annotated[
-        Dimensions | None, doc("Number of leading dimensions to return, for Matryoshka models.")
-    ] = None
-    rid: Annotated[
-        Rid | None, doc("Request id chosen by the client; for several texts a prefix.")
-    ] = None
-    priority: Annotated[
-        Priority | None,
-        doc("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
-    ] = None
-    cache_salt: Annotated[
-        CacheSaltText | None, doc("Restricts prefix cache sharing to requests with the same salt.")
-    ] = None
-    extra_key: Annotated[CacheSaltText | None, doc("Like `cache_salt`; both must match.")] = None
+    text: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None = None
+    """Text to encode, or a list of texts."""
+    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
+    """Token ids to encode, or a list of token id lists. Use instead of `text`."""
+    dimensions: Dimensions | None = None
+    """Number of leading dimensions to return, for Matryoshka models."""
+    rid: Rid | None = None
+    """Request id chosen by the client; for several texts a prefix."""
+    priority: Priority | None = None
+    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
+    cache_salt: CacheSaltText | None = None
+    """Restricts prefix cache sharing to requests with the same salt."""
+    extra_key: CacheSaltText | None = None
+    """Like `cache_salt`; both must match."""
 
 
 class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.http.core.thinking import with_thinking_budget
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
@@ -45,20 +44,19 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     `capacity_of_str_len` 0 sets no limit; `timeout` is the idle timeout in seconds.
     """
 
-    capacity_of_str_len: Annotated[
-        Annotated[int, Meta(ge=0, le=2**63 - 1)],
-        doc("Maximum size of the session, in characters. 0 sets no limit."),
-    ] = 0
-    session_id: Annotated[
-        Name | None, doc("Session id chosen by the client. Defaults to a random one.")
-    ] = None
-    timeout: Annotated[Annotated[float, Meta(gt=0)] | None, doc("Idle timeout, in seconds.")] = None
+    capacity_of_str_len: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Maximum size of the session, in characters. 0 sets no limit."""
+    session_id: Name | None = None
+    """Session id chosen by the client. Defaults to a random one."""
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    """Idle timeout, in seconds."""
 
 
 class CloseSession(msgspec.Struct, frozen=True):
     """Close a session."""
 
-    session_id: Annotated[Name, doc("Session id.")]
+    session_id: Name
+    """Session id."""
 
 
 @dataclass(frozen=True)

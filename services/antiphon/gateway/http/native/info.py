@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -15,7 +15,6 @@ from antiphon.config.sglang.arguments import rows
 from antiphon.config.sglang.values import shown
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
@@ -76,28 +75,30 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
-    num_waiting_uncached_tokens: Annotated[
-        int, doc("Prompt tokens of queued requests; some may be in the prefix cache.")
-    ]
-    num_used_tokens: Annotated[int, doc("Tokens held by running requests.")]
-    num_total_tokens: Annotated[int, doc("Tokens of running and queued requests.")]
-    num_active_tokens: Annotated[
-        int, doc("Same as `num_used_tokens`: excludes tokens that only the prefix cache holds.")
-    ]
-    num_cached_tokens: Annotated[int, doc("Tokens in the prefix cache.")]
+    num_waiting_uncached_tokens: int
+    """Prompt tokens of queued requests; some may be in the prefix cache."""
+    num_used_tokens: int
+    """Tokens held by running requests."""
+    num_total_tokens: int
+    """Tokens of running and queued requests."""
+    num_active_tokens: int
+    """Same as `num_used_tokens`: excludes tokens that only the prefix cache holds."""
+    num_cached_tokens: int
+    """Tokens in the prefix cache."""
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
-    gen_throughput: Annotated[float, doc("Output tokens per second over the last ten seconds.")]
-    cache_hit_rate: Annotated[float, doc("Hit rate of prompts prefilled in the last minute.")]
+    gen_throughput: float
+    """Output tokens per second over the last ten seconds."""
+    cache_hit_rate: float
+    """Hit rate of prompts prefilled in the last minute."""
     utilization: float
     paused: bool
     weight_version: str
     memory: WorkerMemory | UnsetType = UNSET
     queues: Queues | UnsetType = UNSET
-    speculative: Annotated[
-        UnsetType | None, doc("Always null, as are `lora` and `disaggregation`.")
-    ] = UNSET
+    speculative: UnsetType | None = UNSET
+    """Always null, as are `lora` and `disaggregation`."""
     lora: UnsetType | None = UNSET
     disaggregation: UnsetType | None = UNSET
 
@@ -143,7 +144,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: ModelInfo
     settings: dict[str, dict[str, Value]]
-    metrics_ports: Annotated[dict[str, int], doc("Metrics port of each process of the model.")]
+    metrics_ports: dict[str, int]
+    """Metrics port of each process of the model."""
     internal_states: list[Load]
 
 

@@ -15,7 +15,6 @@ from antiphon.gateway.http.core.sampling import (
     Schema,
     SglangSamplingFields,
     TokensMax,
-    doc,
 )
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
@@ -49,28 +48,24 @@ class Watermark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
     """Sampling parameters. Unknown fields are rejected, as in SGLang."""
 
-    max_new_tokens: Annotated[
-        TokensMax | None,
-        doc("Maximum number of tokens to generate. Defaults to 128; 0 only processes the prompt."),
-    ] = None
-    min_tokens: Annotated[TokensMax | None, doc("Minimum number of tokens to generate.")] = (
-        msgspec.field(default=None, name="min_new_tokens")
-    )
-    seed: Annotated[Seed | None, doc("Seed for reproducible sampling.")] = msgspec.field(
-        default=None, name="sampling_seed"
-    )
-    structural_tag: Annotated[
-        Schema | None, doc("Structural tag: constrains the tagged parts of the output.")
-    ] = None
-    spaces_between_special_tokens: Annotated[bool | None, doc("Only true is supported.")] = None
-    n: Annotated[Choices | None, doc("Number of completions to generate for each prompt.")] = None
-    beam_width: Annotated[Literal[1] | None, doc("Not supported: must be 1.")] = None
-    watermark: Annotated[Watermark | None, doc("Not supported: accepted only if not enabled.")] = (
-        None
-    )
-    stream_interval: Annotated[
-        Annotated[int, Meta(ge=1)] | None, doc("Number of tokens between two events of a stream.")
-    ] = None
+    max_new_tokens: TokensMax | None = None
+    """Maximum number of tokens to generate. Defaults to 128; 0 only processes the prompt."""
+    min_tokens: TokensMax | None = msgspec.field(default=None, name="min_new_tokens")
+    """Minimum number of tokens to generate."""
+    seed: Seed | None = msgspec.field(default=None, name="sampling_seed")
+    """Seed for reproducible sampling."""
+    structural_tag: Schema | None = None
+    """Structural tag: constrains the tagged parts of the output."""
+    spaces_between_special_tokens: bool | None = None
+    """Only true is supported."""
+    n: Choices | None = None
+    """Number of completions to generate for each prompt."""
+    beam_width: Literal[1] | None = None
+    """Not supported: must be 1."""
+    watermark: Watermark | None = None
+    """Not supported: accepted only if not enabled."""
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    """Number of tokens between two events of a stream."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,79 +74,47 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     For a batch, fields that may differ between prompts take a list with one value per prompt.
     """
 
-    text: Annotated[
-        str | Annotated[list[str], Batch] | None, doc("Prompt text, or a list of prompt texts.")
-    ] = None
-    input_ids: Annotated[
-        Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
-        doc("Prompt as token ids, or a list of such prompts. Use instead of `text`."),
-    ] = None
-    sampling_params: Annotated[
-        SamplingBody | PerPrompt[SamplingBody] | None,
-        doc("Sampling parameters, or a list of them with one entry per prompt."),
-    ] = None
-    rid: Annotated[
-        Rid | PerPrompt[Rid] | None,
-        doc("Request id chosen by the client, or for a batch a prefix or one id per prompt."),
-    ] = None
-    stream: Annotated[bool | None, doc("Whether to stream the response as it is generated.")] = None
-    custom_logit_processor: Annotated[
-        str | PerPrompt[str | None] | None,
-        doc("Name of a registered logits processor. Serialized code is rejected."),
-    ] = None
-    return_logprob: Annotated[
-        bool | PerPrompt[bool] | None, doc("Whether to return the log probability of each token.")
-    ] = None
-    logprob_start_len: Annotated[
-        LogprobStart | PerPrompt[LogprobStart] | None,
-        doc(
-            "First prompt token to return logprobs for. -1 returns logprobs of output tokens only."
-        ),
-    ] = None
-    top_logprobs_num: Annotated[
-        TopLogprobs | PerPrompt[TopLogprobs] | None,
-        doc("Number of most likely tokens to return at each position."),
-    ] = None
-    token_ids_logprob: Annotated[
-        Annotated[list[TokenId | NamedIds], Meta(max_length=BATCH_MAX)] | None,
-        doc(
-            "Token ids to return logprobs for at each position. For a batch, one list per "
-            "prompt is allowed."
-        ),
-    ] = None
-    return_text_in_logprobs: Annotated[
-        bool | None, doc("Whether to include the text of each token in logprobs.")
-    ] = None
-    return_hidden_states: Annotated[
-        Hidden | PerPrompt[Hidden] | None,
-        doc("Whether to return hidden states: those of the prompt, then those of output tokens."),
-    ] = None
-    return_prompt_token_ids: Annotated[
-        bool | None, doc("Whether to return the prompt token ids.")
-    ] = None
-    session_id: Annotated[
-        str | None, doc("Label of the request. Ignored if `session_params` is set.")
-    ] = None
-    session_params: Annotated[
-        SessionParams | None, doc("Position of the request in a session.")
-    ] = None
-    max_thinking_tokens: Annotated[TokensMax | None, doc("Maximum number of reasoning tokens.")] = (
-        None
-    )
-    priority: Annotated[
-        Priority | None,
-        doc("Scheduling priority; higher runs first. Requires --enable-priority-scheduling."),
-    ] = None
-    cache_salt: Annotated[
-        CacheSaltText | PerPrompt[CacheSaltText] | None,
-        doc("Restricts prefix cache sharing to requests with the same salt."),
-    ] = None
-    extra_key: Annotated[
-        CacheSaltText | PerPrompt[CacheSaltText] | None, doc("Like `cache_salt`; both must match.")
-    ] = None
-    no_logs: Annotated[
-        bool | None, doc("Exclude the request from request logs and crash dumps.")
-    ] = None
+    text: str | Annotated[list[str], Batch] | None = None
+    """Prompt text, or a list of prompt texts."""
+    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
+    """Prompt as token ids, or a list of such prompts. Use instead of `text`."""
+    sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
+    """Sampling parameters, or a list of them with one entry per prompt."""
+    rid: Rid | PerPrompt[Rid] | None = None
+    """Request id chosen by the client, or for a batch a prefix or one id per prompt."""
+    stream: bool | None = None
+    """Whether to stream the response as it is generated."""
+    custom_logit_processor: str | PerPrompt[str | None] | None = None
+    """Name of a registered logits processor. Serialized code is rejected."""
+    return_logprob: bool | PerPrompt[bool] | None = None
+    """Whether to return the log probability of each token."""
+    logprob_start_len: LogprobStart | PerPrompt[LogprobStart] | None = None
+    """First prompt token to return logprobs for. -1 returns logprobs of output tokens only."""
+    top_logprobs_num: TopLogprobs | PerPrompt[TopLogprobs] | None = None
+    """Number of most likely tokens to return at each position."""
+    token_ids_logprob: Annotated[list[TokenId | NamedIds], Meta(max_length=BATCH_MAX)] | None = None
+    """Token ids to return logprobs for at each position. For a batch, one list per prompt is
+    allowed."""
+    return_text_in_logprobs: bool | None = None
+    """Whether to include the text of each token in logprobs."""
+    return_hidden_states: Hidden | PerPrompt[Hidden] | None = None
+    """Whether to return hidden states: those of the prompt, then those of output tokens."""
+    return_prompt_token_ids: bool | None = None
+    """Whether to return the prompt token ids."""
+    session_id: str | None = None
+    """Label of the request. Ignored if `session_params` is set."""
+    session_params: SessionParams | None = None
+    """Position of the request in a session."""
+    max_thinking_tokens: TokensMax | None = None
+    """Maximum number of reasoning tokens."""
+    priority: Priority | None = None
+    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
+    cache_salt: CacheSaltText | PerPrompt[CacheSaltText] | None = None
+    """Restricts prefix cache sharing to requests with the same salt."""
+    extra_key: CacheSaltText | PerPrompt[CacheSaltText] | None = None
+    """Like `cache_salt`; both must match."""
+    no_logs: bool | None = None
+    """Exclude the request from request logs and crash dumps."""
 
 
 _MEDIA = UnsupportedField("this model accepts text only", NOTHING)

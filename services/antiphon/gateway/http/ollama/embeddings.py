@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.sampling import Json, doc
+from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OLLAMA_EMBED_UNSUPPORTED
 from antiphon.gateway.requests.pooling import pool_params
@@ -31,32 +31,30 @@ if TYPE_CHECKING:
 
 
 class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str | None, doc("Name of the served model. Optional.")] = None
-    options: Annotated[Json | None, doc("Accepted and ignored: no tokens are sampled.")] = None
-    keep_alive: Annotated[
-        str | float | None, doc("Accepted and ignored: the model stays loaded.")
-    ] = None
+    model: str | None = None
+    """Name of the served model. Optional."""
+    options: Json | None = None
+    """Accepted and ignored: no tokens are sampled."""
+    keep_alive: str | float | None = None
+    """Accepted and ignored: the model stays loaded."""
 
 
 class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
     """Create an embedding vector for each input."""
 
-    input: Annotated[
-        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)],
-        doc("Text to embed, or a list of texts."),
-    ]
-    dimensions: Annotated[
-        Dimensions | None, doc("Number of leading dimensions to return, for Matryoshka models.")
-    ] = None
-    truncate: Annotated[
-        bool | None, doc("Whether to truncate a text that is too long. Only false is supported.")
-    ] = None
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
+    """Text to embed, or a list of texts."""
+    dimensions: Dimensions | None = None
+    """Number of leading dimensions to return, for Matryoshka models."""
+    truncate: bool | None = None
+    """Whether to truncate a text that is too long. Only false is supported."""
 
 
 class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
     """Create an embedding vector for one text."""
 
-    prompt: Annotated[str, doc("Text to embed.")]
+    prompt: str
+    """Text to embed."""
 
 
 class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -12,7 +12,6 @@ from aiohttp import web
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation, json_reply, refusal
-from antiphon.gateway.http.core.sampling import doc
 from antiphon.gateway.http.core.writer import NDJSON, line
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OllamaOptions, written
@@ -52,14 +51,17 @@ _UNSERVED = {
 
 
 class NamedBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str | None, doc("Name of the model.")] = None
-    name: Annotated[str | None, doc("Deprecated: use `model`.")] = None
+    model: str | None = None
+    """Name of the model."""
+    name: str | None = None
+    """Deprecated: use `model`."""
 
 
 class ShowBody(NamedBody, frozen=True, kw_only=True):
     """Show model information. `name` is a deprecated alias of `model`."""
 
-    verbose: Annotated[bool | None, doc("Accepted and ignored.")] = None
+    verbose: bool | None = None
+    """Accepted and ignored."""
 
 
 class PullBody(NamedBody, frozen=True, kw_only=True):

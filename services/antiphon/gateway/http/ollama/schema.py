@@ -15,7 +15,7 @@ from msgspec import Meta
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
-from antiphon.gateway.http.core.sampling import Json, Stops, doc
+from antiphon.gateway.http.core.sampling import Json, Stops
 from antiphon.gateway.requests.sampling import SamplingFields
 from antiphon.wire.sampling import RepetitionPenalty, Seed
 
@@ -34,31 +34,29 @@ TokensMost = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
 class OllamaOptions(SamplingFields):
     """Sampling parameters and stop conditions."""
 
-    num_predict: Annotated[
-        TokensMost | None,
-        doc("Maximum number of tokens to generate. Negative or unset: up to the context length."),
-    ] = None
-    top_k: Annotated[
-        int | None, doc("Number of most likely tokens to consider. 0 or less: all.")
-    ] = None
-    repetition_penalty: Annotated[
-        RepetitionPenalty | None, doc("Divides the logits of generated tokens. 1 disables it.")
-    ] = msgspec.field(default=None, name="repeat_penalty")
-    seed: Annotated[
-        Seed | None, doc("Seed for reproducible sampling. -1 selects a random seed.")
-    ] = None
-    stop: Annotated[Stops | None, doc("Sequences that stop generation; not returned.")] = None
-    repeat_last_n: Annotated[
-        int | None,
-        doc(
-            "Window of penalties. Only -1 and 64 (Ollama's default) are accepted: penalties "
-            "cover the whole output."
-        ),
-    ] = None
-    typical_p: Annotated[float | None, doc("Only 1 is supported.")] = None
-    tfs_z: Annotated[float | None, doc("Only 1 is supported.")] = None
-    mirostat: Annotated[int | None, doc("Only 0 is supported.")] = None
-    penalize_newline: Annotated[bool | None, doc("Only true is supported.")] = None
+    num_predict: TokensMost | None = None
+    """Maximum number of tokens to generate. Negative or unset: up to the context length."""
+    top_k: int | None = None
+    """Number of most likely tokens to consider. 0 or less: all."""
+    repetition_penalty: RepetitionPenalty | None = msgspec.field(
+        default=None, name="repeat_penalty"
+    )
+    """Divides the logits of generated tokens. 1 disables it."""
+    seed: Seed | None = None
+    """Seed for reproducible sampling. -1 selects a random seed."""
+    stop: Stops | None = None
+    """Sequences that stop generation; not returned."""
+    repeat_last_n: int | None = None
+    """Window of penalties. Only -1 and 64 (Ollama's default) are accepted: penalties cover the
+    whole output."""
+    typical_p: float | None = None
+    """Only 1 is supported."""
+    tfs_z: float | None = None
+    """Only 1 is supported."""
+    mirostat: int | None = None
+    """Only 0 is supported."""
+    penalize_newline: bool | None = None
+    """Only true is supported."""
 
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -91,64 +89,48 @@ class OllamaTurn(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields common to /api/chat and /api/generate."""
 
-    model: Annotated[
-        str | None, doc("Name of the served model, with or without `:latest`. Optional.")
-    ] = None
-    format: Annotated[
-        Literal["", "json"] | Json | None, doc("Output format: `json`, or a JSON schema.")
-    ] = None
-    options: Annotated[OllamaOptions | None, doc("Sampling parameters and stop conditions.")] = None
-    think: Annotated[
-        bool | Literal["low", "medium", "high"] | None,
-        doc(
-            "Whether the model reasons first, or its reasoning effort. Passed to the chat template."
-        ),
-    ] = None
-    stream: Annotated[bool | None, doc("Whether to stream the answer; true by default.")] = None
-    keep_alive: Annotated[
-        str | float | None, doc("Accepted and ignored: the model stays loaded.")
-    ] = None
-    logprobs: Annotated[
-        bool | None, doc("Whether to return the log probability of each token.")
-    ] = None
-    top_logprobs: Annotated[
-        TopLogprobs | None, doc("Number of most likely tokens to return at each position.")
-    ] = None
-    truncate: Annotated[
-        bool | None, doc("Whether to truncate a prompt that is too long. Only false is supported.")
-    ] = None
+    model: str | None = None
+    """Name of the served model, with or without `:latest`. Optional."""
+    format: Literal["", "json"] | Json | None = None
+    """Output format: `json`, or a JSON schema."""
+    options: OllamaOptions | None = None
+    """Sampling parameters and stop conditions."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+    """Whether the model reasons first, or its reasoning effort. Passed to the chat template."""
+    stream: bool | None = None
+    """Whether to stream the answer; true by default."""
+    keep_alive: str | float | None = None
+    """Accepted and ignored: the model stays loaded."""
+    logprobs: bool | None = None
+    """Whether to return the log probability of each token."""
+    top_logprobs: TopLogprobs | None = None
+    """Number of most likely tokens to return at each position."""
+    truncate: bool | None = None
+    """Whether to truncate a prompt that is too long. Only false is supported."""
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
     """Generate the assistant's reply to a conversation."""
 
-    messages: Annotated[
-        Messages[OllamaTurn] | None,
-        doc(
-            "The conversation so far. A final assistant message is continued. If empty, only "
-            "checks that the model is ready."
-        ),
-    ] = None
-    tools: Annotated[Tools[Json] | None, doc("Functions that the model may call.")] = None
+    messages: Messages[OllamaTurn] | None = None
+    """The conversation so far. A final assistant message is continued. If empty, only checks that
+    the model is ready."""
+    tools: Tools[Json] | None = None
+    """Functions that the model may call."""
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     """Generate text for a prompt."""
 
-    prompt: Annotated[
-        str | None, doc("The user's prompt. If empty, only checks that the model is ready.")
-    ] = None
-    suffix: Annotated[
-        str | None,
-        doc(
-            "Text after the insertion point, for fill-in-the-middle models. No chat template "
-            "is applied."
-        ),
-    ] = None
-    system: Annotated[str | None, doc("System message placed before the prompt.")] = None
-    raw: Annotated[
-        bool | None, doc("Whether to use the prompt as is, without a chat template.")
-    ] = None
+    prompt: str | None = None
+    """The user's prompt. If empty, only checks that the model is ready."""
+    suffix: str | None = None
+    """Text after the insertion point, for fill-in-the-middle models. No chat template is
+    applied."""
+    system: str | None = None
+    """System message placed before the prompt."""
+    raw: bool | None = None
+    """Whether to use the prompt as is, without a chat template."""
 
 
 _CUT = UnsupportedField("truncation of prompts is configured by the operator", (False,))

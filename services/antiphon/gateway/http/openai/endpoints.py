@@ -19,7 +19,6 @@ from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
 from antiphon.gateway.http.openai.write import CompletionHeader
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
-from antiphon.gateway.parsing.formats import formats_of
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
@@ -95,8 +94,7 @@ class CompletionsEndpoints:
         ]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        gateway = self.runtime.settings.gateway
-        formats = await formats_of(gateway, self.tokenizers.card, self.tokenizers.is_text)
+        formats = await self.tokenizers.formats()
         parsed = await self.response_handler.parse_body(
             request, ChatBody, lambda body: reading.parse_chat(body, formats), refused.CHAT
         )

@@ -35,7 +35,6 @@ from antiphon.gateway.http.openai.responses.store import (
 )
 from antiphon.gateway.http.openai.responses.write import ResponsesWriter, draft
 from antiphon.gateway.http.openai.unsupported import RESPONSES
-from antiphon.gateway.parsing.formats import formats_of
 from antiphon.model_card.served_model import served_names
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import id_count
@@ -145,9 +144,7 @@ class ResponsesEndpoints:
         ]
 
     async def _count(self, request: web.Request) -> web.Response:
-        formats = await formats_of(
-            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
-        )
+        formats = await self._tokenizers.formats()
         parsed = await self._read(request)
         items = [*await self._previous_items(tenant_of(request), parsed), *parsed.items]
         gen_request = (
@@ -181,9 +178,7 @@ class ResponsesEndpoints:
         return parsed
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        formats = await formats_of(
-            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
-        )
+        formats = await self._tokenizers.formats()
         tenant, parsed = tenant_of(request), await self._read(request)
         body = parsed.body
         stored = await self._records.should_store(body)
