@@ -33,6 +33,8 @@ TEXT = "".join(SCRIPT)
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
+BASE: dict[str, Body] = {CHAT: {"messages": HI}, COMPLETE: {"prompt": "x"}}
+MISSING = object()
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 Body = dict[str, object]
 
@@ -284,7 +286,7 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
     ("path", "body", "param"),
     [
         (CHAT, {"messages": []}, "messages"),
-        (CHAT, {}, "messages"),
+        (CHAT, {"messages": MISSING}, "messages"),
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
@@ -294,58 +296,50 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
         ),
-        (CHAT, {"messages": HI, "temperature": -1}, "temperature"),
-        (CHAT, {"messages": HI, "temperature": "hot"}, "temperature"),
-        (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
-        (CHAT, {"messages": HI, "top_k": 0}, "top_k"),
-        (CHAT, {"messages": HI, "max_tokens": 63}, "max_tokens"),
-        (CHAT, {"messages": HI, "stop": ["a"] * 33}, "stop"),
-        (CHAT, {"messages": HI, "stop_token_ids": [256]}, "stop_token_ids"),
-        (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
-        (CHAT, {"messages": HI, "n": 0}, "n"),
-        (CHAT, {"messages": HI, "n": 129}, "n"),
-        (CHAT, {"messages": HI, "n": True}, "n"),
-        (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
-        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json"}}, "response_format.type"),
+        (CHAT, {"temperature": -1}, "temperature"),
+        (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"top_k": 0}, "top_k"),
+        (CHAT, {"max_tokens": 63}, "max_tokens"),
+        (CHAT, {"stop": ["a"] * 33}, "stop"),
+        (CHAT, {"stop_token_ids": [256]}, "stop_token_ids"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"n": 129}, "n"),
+        (CHAT, {"n": True}, "n"),
+        (CHAT, {"max_tokens": 10**30}, "max_tokens"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"response_format": {"type": "json"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.format"),
+        (CHAT, {"regex": "a", "ebnf": "root ::= x"}, "ebnf"),
         (
             CHAT,
-            {"messages": HI, "response_format": {"type": "json_schema"}},
-            "response_format.json_schema",
-        ),
-        (
-            CHAT,
-            {"messages": HI, "response_format": {"type": "structural_tag"}},
-            "response_format.format",
-        ),
-        (CHAT, {"messages": HI, "regex": "a", "ebnf": "root ::= x"}, "ebnf"),
-        (
-            CHAT,
-            {"messages": HI, "json_schema": "{}", "response_format": {"type": "json_object"}},
+            {"json_schema": "{}", "response_format": {"type": "json_object"}},
             "response_format",
         ),
-        (CHAT, {"messages": HI, "stop_regex": "(?=a)"}, "stop_regex"),
-        (CHAT, {"messages": HI, "stop_regex": ["a*"]}, "stop_regex"),
-        (CHAT, {"messages": HI, "stop_regex": ["[a-z]{200}"] * 3}, "stop_regex"),
-        (CHAT, {"messages": HI, "stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
-        (COMPLETE, {"prompt": "x", "stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
-        (CHAT, {"messages": HI, "reasoning_effort": 1.5}, "reasoning_effort"),
-        (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty"),
-        (CHAT, {"messages": HI, "frequency_penalty": -2.5}, "frequency_penalty"),
-        (CHAT, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
-        (CHAT, {"messages": HI, "logit_bias": {"256": 2}}, "logit_bias"),
-        (CHAT, {"messages": HI, "logit_bias": {"1": 1e39}}, "logit_bias"),
-        (CHAT, {"messages": HI, "regex": "a" * 131_073}, "regex"),
-        (CHAT, {"messages": HI, "lora_path": "x"}, "lora_path"),
-        (COMPLETE, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
+        (CHAT, {"stop_regex": "(?=a)"}, "stop_regex"),
+        (CHAT, {"stop_regex": ["a*"]}, "stop_regex"),
+        (CHAT, {"stop_regex": ["[a-z]{200}"] * 3}, "stop_regex"),
+        (CHAT, {"stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
+        (COMPLETE, {"stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
+        (CHAT, {"reasoning_effort": 1.5}, "reasoning_effort"),
+        (CHAT, {"presence_penalty": 2.5}, "presence_penalty"),
+        (CHAT, {"frequency_penalty": -2.5}, "frequency_penalty"),
+        (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
+        (CHAT, {"logit_bias": {"256": 2}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"1": 1e39}}, "logit_bias"),
+        (CHAT, {"regex": "a" * 131_073}, "regex"),
+        (CHAT, {"lora_path": "x"}, "lora_path"),
+        (COMPLETE, {"best_of": 2, "n": 3}, "best_of"),
         (COMPLETE, {"prompt": [1, 2], "suffix": "y"}, "suffix"),
         (COMPLETE, {"prompt": ["x", [1]], "suffix": "y"}, "suffix"),
-        (COMPLETE, {"prompt": "x", "suffix": 3}, "suffix"),
-        (COMPLETE, {"prompt": "x", "suffix": "y", "echo": True, "logprobs": 0}, "echo"),
-        (COMPLETE, {"prompt": "x", "logprobs": 21}, "logprobs"),
+        (COMPLETE, {"suffix": 3}, "suffix"),
+        (COMPLETE, {"suffix": "y", "echo": True, "logprobs": 0}, "echo"),
+        (COMPLETE, {"logprobs": 21}, "logprobs"),
         (COMPLETE, {"prompt": ["x", 1]}, "prompt"),
         (COMPLETE, {"prompt": ["x"] * 257}, "prompt"),
         (COMPLETE, {"prompt": []}, "prompt"),
@@ -357,7 +351,9 @@ async def test_bad_request_is_400_and_names_the_field(
     at: House, path: str, body: Body, param: str
 ) -> None:
     for streamed in (False, True):
-        status, reply, _ = await post(at, path, body | {"stream": streamed})
+        said = {"stream": streamed} | BASE[path] | body
+        sent = {name: value for name, value in said.items() if value is not MISSING}
+        status, reply, _ = await post(at, path, sent)
         error = cast("dict[str, str]", reply["error"])
         assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert at.cluster.submits == []
