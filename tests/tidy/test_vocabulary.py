@@ -27,7 +27,7 @@ DECODE_FAST_PATH = {
 } | {"shared/antiphon/wire/tokens.py"}
 """Files that one decode path replaces, or that call them by their names; exempt until then."""
 QUOTED = {
-    ("services/antiphon/gateway/http/openai/responses/event_log.py", "told"),  # a stored key
+    ("services/antiphon/gateway/http/openai/responses/store.py", "told"),  # a stored key
     ("shared/antiphon/model_card/gguf_header.py", "tell"),  # of a file
 }
 

@@ -18,8 +18,8 @@ from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.gateway import gateway_liveness as owners
-from antiphon.gateway.http.openai.responses import event_log as journal
-from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
+from antiphon.gateway.http.openai.responses import store as journal
+from antiphon.gateway.http.openai.responses.store import ResponseEventLog
 from antiphon.gateway.service import GatewayService
 from antiphon.wire.errors import Unavailable, WorkerLost
 

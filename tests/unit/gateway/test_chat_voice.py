@@ -11,8 +11,7 @@ import pytest
 from antiphon.gateway.http.core.writer import event
 from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
 from antiphon.gateway.http.openai.replies import ChatChunkChoice, Delta, OpenAiChunk
-from antiphon.gateway.http.openai.write import CompletionHeader
-from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
+from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.owner.actions import TextDelta
 
 if TYPE_CHECKING:

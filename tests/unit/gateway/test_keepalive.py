@@ -18,7 +18,7 @@ from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, Body, client, post
 from antiphon.gateway.http import families as doors
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
-from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
+from antiphon.gateway.http.openai.write import ChatResponseWriter
 from antiphon.service.clock import SystemClock
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, WorkerLost
 

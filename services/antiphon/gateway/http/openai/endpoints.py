@@ -16,8 +16,7 @@ from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
 from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
-from antiphon.gateway.http.openai.write import CompletionHeader
-from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
+from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
 from antiphon.wire.codec import unpack_ids
 

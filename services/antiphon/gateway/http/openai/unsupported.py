@@ -9,20 +9,19 @@ from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, Unsupp
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
 SESSION_PARAMS = UnsupportedField(
     "not supported by chat completions, which carry the whole conversation; use /generate"
     " or /v1/completions",
     NOTHING,
 )
-_MODALITIES = UnsupportedField("this model generates text only", (["text"], []))
+
 
 CHAT: Mapping[str, UnsupportedField] = {
     **COMMON,
     "session_params": SESSION_PARAMS,
     "functions": UnsupportedField("use tools", NOTHING),
     "function_call": UnsupportedField("use tool_choice", ("none", "auto")),
-    "modalities": _MODALITIES,
+    "modalities": UnsupportedField("this model generates text only", (["text"], [])),
     "audio": UnsupportedField("this model generates text only"),
     "prediction": UnsupportedField("predicted outputs are not supported"),
     "web_search_options": UnsupportedField("web search is not supported"),
@@ -47,7 +46,6 @@ SCORE: Mapping[str, UnsupportedField] = {
 
 
 _ELSEWHERE = UnsupportedField("use /generate, /v1/chat/completions or /v1/completions", (False,))
-_NAMES = UnsupportedField("responses are identified by their id")
 
 RESPONSES: Mapping[str, UnsupportedField] = {
     **COMMON,
@@ -56,21 +54,21 @@ RESPONSES: Mapping[str, UnsupportedField] = {
         "cached tokens are reported in usage", (False,)
     ),
     "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
-    "rid": _NAMES,
-    "request_id": _NAMES,
+    **dict.fromkeys(
+        ("rid", "request_id"), UnsupportedField("responses are identified by their id")
+    ),
     "conversation": UnsupportedField("conversations are not stored; use previous_response_id"),
     "prompt": UnsupportedField("stored prompts are not supported; use input and instructions"),
     "context_management": UnsupportedField("context compaction is not supported", ([],)),
     "max_tool_calls": UnsupportedField("applies to built-in tools, which are not supported"),
-    "max_tokens": UnsupportedField("use max_output_tokens"),
-    "max_completion_tokens": UnsupportedField("use max_output_tokens"),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens"), UnsupportedField("use max_output_tokens")
+    ),
     "n": UnsupportedField("a response has exactly one output", (1,)),
     "response_format": UnsupportedField("use text.format", ({"type": "text"},)),
     "reasoning_effort": UnsupportedField("use reasoning.effort"),
-    "return_hidden_states": _ELSEWHERE,
-    "return_meta_info": _ELSEWHERE,
-    "return_input_ids_in_sglext": _ELSEWHERE,
-    "return_output_ids_in_sglext": _ELSEWHERE,
+    **dict.fromkeys(("return_hidden_states", "return_meta_info"), _ELSEWHERE),
+    **dict.fromkeys(("return_input_ids_in_sglext", "return_output_ids_in_sglext"), _ELSEWHERE),
     "moderation": UnsupportedField("moderation is not supported"),
     "image": UnsupportedField("this model does not generate images"),
     "access_programs": UnsupportedField("access programs are not supported"),

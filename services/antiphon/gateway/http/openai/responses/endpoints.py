@@ -12,7 +12,6 @@ from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.thinking import with_end_token
 from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
 from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
-from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
 from antiphon.gateway.http.openai.responses.events import stream_error
 from antiphon.gateway.http.openai.responses.parse import (
     check_include,
@@ -29,6 +28,7 @@ from antiphon.gateway.http.openai.responses.schema import ResponsesBody
 from antiphon.gateway.http.openai.responses.store import (
     PAGE_QUERY,
     ResponseCanceller,
+    ResponseEventLog,
     ResponseStore,
     StoredResponse,
     page_of,
