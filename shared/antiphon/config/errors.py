@@ -1,5 +1,3 @@
-"""The error for invalid settings."""
-
 from __future__ import annotations
 
 

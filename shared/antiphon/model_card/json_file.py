@@ -1,5 +1,3 @@
-"""JSON files, decoded to structs."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar

@@ -1,5 +1,3 @@
-"""A resolved value with its reason."""
-
 from __future__ import annotations
 
 from typing import Generic, TypeVar

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.flags import IMPLIED, Parser, TypedText, add_settings
-from antiphon.config.sglang.arguments import SglangArgument, rows
-from antiphon.config.sglang.values import TRANSLATIONS, TranslatedValue
+from antiphon.config.sglang.arguments import TRANSLATIONS, SglangArgument, TranslatedValue, rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

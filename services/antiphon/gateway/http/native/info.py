@@ -11,8 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
-from antiphon.config.sglang.arguments import rows
-from antiphon.config.sglang.values import shown
+from antiphon.config.sglang.arguments import rows, shown
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.parsing.formats import parsers_of
