@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from antiphon.model_worker.batching.page_budget import ScheduledRow
-    from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
     from antiphon.model_worker.batching.queue import QueueRules, WaitingQueue
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.running_batch import RunningBatch, StateCheckpoints
     from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.table import PageTable
