@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import next_token
+from tests.support.worker import limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.batching.token_masks import pack
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.wire.base import FinishReason
@@ -154,20 +154,17 @@ class World:
     def __init__(self, seed: int, *, overlap: bool, slow: bool = False) -> None:
         self.random = random.Random(seed)
         self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None
-        group = CacheGroup(
-            kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=32
-        )
-        limits = EngineLimits(
+        group = page_group(32)
+        sizes = limits(
             step_tokens_max=48,
             chunk_tokens=16,
             running_max=8,
             context_tokens=120,
             vocab_size=VOCAB_SIZE,
             end_ids=frozenset({EOS}),
-            weights_digest="w",
             conservativeness=0.0,
         )
-        self.batching = EngineCore(limits, CachePools([group]), matcher_executor=self.slow)
+        self.batching = EngineCore(sizes, CachePools([group]), matcher_executor=self.slow)
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
             self.batching,

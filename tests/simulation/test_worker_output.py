@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.simulation.hash_runner import HashRunner, next_token
-from tests.support.worker import DETOKENIZER, GATEWAY, LEADER, WORKER, admit
+from tests.support.worker import (
+    DETOKENIZER,
+    GATEWAY,
+    LEADER,
+    WORKER,
+    admit,
+    limits,
+    page_group,
+)
 
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.batching.state import EngineLimits
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
@@ -95,20 +101,12 @@ class World:
         self.network = Network(seed + 1, loss)
         self.seqs = SeqSender()
         self.output = WorkerOutput(WORKER, self.seqs, live_max=64)
-        group = CacheGroup(
-            kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=60
-        )
+        group = page_group(60)
         self.pools = CachePools([group])
-        limits = EngineLimits(
-            step_tokens_max=16,
-            chunk_tokens=8,
-            running_max=6,
-            context_tokens=80,
-            vocab_size=VOCAB_SIZE,
-            end_ids=frozenset({1}),
-            weights_digest="",
+        sizes = limits(
+            running_max=6, context_tokens=80, vocab_size=VOCAB_SIZE, end_ids=frozenset({1})
         )
-        self.batching = EngineCore(limits, self.pools)
+        self.batching = EngineCore(sizes, self.pools)
         self.mailbox = Mailbox(64)
         runner = HashRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(self.batching, runner, self.mailbox, self.report)

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 from tests.simulation.hash_runner import HashRunner, next_token
-from tests.support.worker import error_of
+from tests.support.worker import error_of, limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
@@ -63,19 +63,18 @@ class Stage:
 
     def __init__(self, *, overlap: bool, pages: int, window: int | None, curse: int) -> None:
         self.curse = curse
-        groups = [_group(GroupKind.FULL, pages, None)]
+        groups = [page_group(pages)]
         if window is not None:
-            groups.append(_group(GroupKind.WINDOW, pages, window))
+            groups.append(page_group(pages, GroupKind.WINDOW, window))
         self.windows = [group.window for group in groups]
         self.pools = CachePools(groups)
-        self.limits = EngineLimits(
+        self.limits = limits(
             step_tokens_max=48,
             chunk_tokens=20,
             running_max=8,
             context_tokens=min(120, self.pools.tokens_max),
             vocab_size=VOCAB_SIZE,
             end_ids=frozenset({EOS}),
-            weights_digest="w",
             conservativeness=0.1,  # so that pages run out
         )
         self.batching = EngineCore(self.limits, self.pools, RadixIndex(self.pools))
@@ -165,12 +164,6 @@ class Stage:
                 continue
             assert told.finish is not None
             assert (told.ids, told.finish.reason) == (ids, reason)
-
-
-def _group(kind: GroupKind, pages: int, window: int | None) -> CacheGroup:
-    return CacheGroup(
-        kind=kind, layers=(0,), page_bytes=1, page_tokens=4, pages_total=pages, window=window
-    )
 
 
 @contextmanager

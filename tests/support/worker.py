@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.state import RequestState
+from antiphon.model_worker.batching.state import EngineLimits, RequestState
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Admit, ChoiceOutput
@@ -63,6 +64,29 @@ def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
         "deadline_unix_ms": 0,
     }
     return RequestState(**whole | fields)
+
+
+def page_group(
+    pages: int, kind: GroupKind = GroupKind.FULL, window: int | None = None
+) -> CacheGroup:
+    """A group of so many pages of four tokens."""
+    return CacheGroup(
+        kind=kind, layers=(0,), page_bytes=1, page_tokens=4, pages_total=pages, window=window
+    )
+
+
+def limits(**changes: Any) -> EngineLimits:
+    """Four requests of at most 40 tokens, in steps of 16."""
+    whole: dict[str, Any] = {
+        "step_tokens_max": 16,
+        "chunk_tokens": 8,
+        "running_max": 4,
+        "context_tokens": 40,
+        "vocab_size": 100,
+        "end_ids": frozenset({9}),
+        "weights_digest": "w",
+    }
+    return EngineLimits(**whole | changes)
 
 
 def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fields: Any):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
-from tests.support.worker import state
+from tests.support.worker import limits, page_group, state
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Progress
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.batching.state import ChoiceKey, Progress
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
@@ -24,33 +23,15 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.queue import QueueRules
     from antiphon.model_worker.batching.request import BatchRow
 
-LIMITS = EngineLimits(
-    step_tokens_max=16,
-    chunk_tokens=8,
-    running_max=4,
-    context_tokens=40,
-    vocab_size=100,
-    end_ids=frozenset({9}),
-    weights_digest="w",
-)
+LIMITS = limits()
 PAGE_TOKENS = 4
 
 
 def pools(pages: int = 10, window: int | None = None) -> CachePools:
-    kinds = [(GroupKind.FULL, None)] + ([(GroupKind.WINDOW, window)] if window else [])
-    return CachePools(
-        [
-            CacheGroup(
-                kind=kind,
-                layers=(0,),
-                page_bytes=1,
-                page_tokens=PAGE_TOKENS,
-                pages_total=pages,
-                window=tokens,
-            )
-            for kind, tokens in kinds
-        ]
-    )
+    groups = [page_group(pages)]
+    if window:
+        groups.append(page_group(pages, GroupKind.WINDOW, window))
+    return CachePools(groups)
 
 
 class Steps:
@@ -63,12 +44,12 @@ class Steps:
         cached: bool = False,
         window: int | None = None,
         rules: QueueRules | None = None,
-        **limits: Any,
+        **changes: Any,
     ) -> None:
         self.now = 0.0
         self.pools = pools(pages, window)
         self.batching = EngineCore(
-            msgspec.structs.replace(LIMITS, **limits),
+            limits(**changes),
             self.pools,
             RadixIndex(self.pools) if cached else None,
             rules,
