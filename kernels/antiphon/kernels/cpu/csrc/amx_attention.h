@@ -99,6 +99,7 @@ INLINE void mix_amx(
         case 3: mix_squares<3>(sums, width, shares, values, steps); break;
         case 2: mix_squares<2>(sums, width, shares, values, steps); break;
         case 1: mix_squares<1>(sums, width, shares, values, steps); break;
+        default: break;
     }
     AmxTiles::written();
 }

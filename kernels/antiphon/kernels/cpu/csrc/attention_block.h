@@ -71,7 +71,7 @@ class TokenPrefetcher {
     int64_t lines(int64_t tokens) const { return tokens * ceil_div(bytes_, LINE); }
 
     // Ask for so many lines: into the first level of caches, or into the second.
-    template <_mm_hint LEVEL>
+    template <PrefetchHint LEVEL>
     __attribute__((always_inline)) void step(int64_t lines) {
         for (; lines > 0 && (at_ < end_ || next_token()); --lines, at_ += LINE)
             _mm_prefetch(at_, LEVEL);

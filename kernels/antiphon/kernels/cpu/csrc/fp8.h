@@ -51,7 +51,7 @@ template <class K> static constexpr float LEAST_NORMAL = 2.0f / (1ull << K::BIAS
 
 template <class K> INLINE bf16 widened(K kept) {
     const int size = kept.code & 0x7f, sign = (kept.code & 0x80) << 8;
-    int bits = (size << (BF16_SHIFT<K>)) + BF16_BIAS<K>;
+    int bits = BF16_BIAS<K> + (size << BF16_SHIFT<K>);
     if (size >= K::SPECIAL) bits |= K::INVALID;
     if (size < SMALL<K>) bits = K::SMALL_BYTES[8 + size] << 8 | K::SMALL_BYTES[size];
     return static_cast<bf16>(bits | sign);

@@ -14,6 +14,9 @@ namespace ISA_NS {
 
 static constexpr int LANES = 16;
 
+// GCC's is an enumeration, clang's an int.
+using PrefetchHint = decltype(_MM_HINT_T0);
+
 using bf16 = uint16_t;
 
 #if ANTIPHON_AVX512
