@@ -153,8 +153,8 @@ class Stack {
     // cache group -> normalised (T, hidden), and whether all numbers of each token are finite
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
-        at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
-        GroupMetadata rows) {
+        const at::Tensor &residual, const at::Tensor &cos, const at::Tensor &sin,
+        const Ints &positions, GroupMetadata rows) {
         can_decode_next_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
@@ -316,7 +316,7 @@ class Stack {
         compute();
         Optional finite = flags_of(call_.finite, tokens);
         Optional logits_finite = flags_of(ends_->finite, count);
-        if (argmax_only && !finite && !logits_finite) return {{}, {}, {}, {}, std::move(argmax)};
+        if (argmax_only && !finite && !logits_finite) return {{}, {}, {}, {}, argmax};
         return {
             states_.tensor(), std::move(finite), logits_.tensor(), std::move(logits_finite),
             std::move(argmax)};
