@@ -264,15 +264,15 @@ class ControlEndpoints:
     async def _check_folder(self, name: str) -> None:
         """Reject a folder that is not usable, or that the caller may not choose."""
         if name not in self.request_log.folders and not self.access.admin_guarded:
-            text = (
-                f"{_TARGET}: {name} is not in --log-requests-target; other folders are only "
-                "allowed if the server has keys (--api-key or --admin-api-key)"
+            raise Forbidden.at(
+                _TARGET,
+                f"{name} is not in --log-requests-target; other folders are only allowed if the "
+                "server has keys (--api-key or --admin-api-key)",
             )
-            raise Forbidden(text, param=_TARGET)
         try:
             await asyncio.to_thread(make_folder, folder_of(name))
         except OSError as error:
-            raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error
+            raise InvalidRequest.at(_TARGET, str(error)) from error
 
 
 def _checked(body: AbortBody) -> AbortBody:
@@ -287,8 +287,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= FLUSH_WAIT_MAX_S:
-        text = f"timeout: must be a number of seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
-        raise InvalidRequest(text, param="timeout")
+        raise InvalidRequest.at(
+            "timeout", f"must be a number of seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
+        )
     return seconds
 
 
@@ -298,4 +299,4 @@ def _places(body: ConfigureLogging) -> tuple[str, ...]:
     try:
         return targets(text)
     except ValueError as error:
-        raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error
+        raise InvalidRequest.at(_TARGET, str(error)) from error

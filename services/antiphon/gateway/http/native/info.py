@@ -279,16 +279,16 @@ class InfoEndpoints:
         query = request.query
         sections = {part for part in query.get("include", "").split(",") if part}
         if unknown := sorted(sections - _SECTIONS.keys() - {_ALL, _CORE}):
-            raise InvalidRequest(f"include: unknown section '{unknown[0]}'", param="include")
+            raise InvalidRequest.at("include", f"unknown section '{unknown[0]}'")
         form = query.get("format", _JSON)
         if form not in (_JSON, _PROMETHEUS):
-            raise InvalidRequest("format: must be json or prometheus", param="format")
+            raise InvalidRequest.at("format", "must be json or prometheus")
         loads = self._each()
         if "dp_rank" in query:
             rank = query["dp_rank"]
             loads = [load for load in loads if str(load.dp_rank) == rank]
             if not loads:
-                raise InvalidRequest("dp_rank: no worker has this index", param="dp_rank")
+                raise InvalidRequest.at("dp_rank", "no worker has this index")
         if sections and _ALL not in sections:
             hidden = {field: UNSET for name, field in _SECTIONS.items() if name not in sections}
             loads = [msgspec.structs.replace(load, **hidden) for load in loads]

@@ -63,10 +63,7 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
     samplings = _per_prompt(body.sampling_params, SamplingBody(), count, "sampling_params")
     choices = {sampling.n or 1 for sampling in samplings}
     if len(choices) > 1:
-        raise InvalidRequest(
-            "sampling_params.n: must be the same for all prompts of a batch",
-            param="sampling_params.n",
-        )
+        raise InvalidRequest.at("sampling_params.n", "must be the same for all prompts of a batch")
     named_ids = _named_ids(body, count, batch=batch)
     all_reply_options = _response_options(
         body, named_ids, [one.stream_interval or 1 for one in samplings]
@@ -76,7 +73,7 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         text = "session_id and session_params cannot be combined"
         raise InvalidRequest(text, param="session_id")
     if body.session_params is not None and (batch or choices != {1}):
-        raise InvalidRequest("session_params: only one prompt is allowed", param="session_params")
+        raise InvalidRequest.at("session_params", "only one prompt is allowed")
     salts = map(
         cache_salt,
         _per_prompt(body.cache_salt, "", count, "cache_salt"),
@@ -106,9 +103,8 @@ def prompts_of(
     if not rows:
         return [tuple(each for each in ids if isinstance(each, int))], False
     if len(rows) != len(ids):
-        raise InvalidRequest(
-            "input_ids: must be a list of token ids or a list of token id lists, not a mix",
-            param="input_ids",
+        raise InvalidRequest.at(
+            "input_ids", "must be a list of token ids or a list of token id lists, not a mix"
         )
     return list(rows), True
 
@@ -167,11 +163,11 @@ def _named_ids(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[int
     rows = [tuple(row) for row in given if isinstance(row, list)]
     field = "token_ids_logprob"
     if len(flat) > NAMED_MAX:
-        raise InvalidRequest(f"{field}: at most {NAMED_MAX} ids are allowed", param=field)
+        raise InvalidRequest.at(field, f"at most {NAMED_MAX} ids are allowed")
     if not rows:
         return [flat] * count
     if flat or not batch:
-        raise InvalidRequest(f"{field}: must be a flat list of integers", param=field)
+        raise InvalidRequest.at(field, "must be a flat list of integers")
     return _per_prompt(rows, (), count, field)
 
 
@@ -216,10 +212,10 @@ def _request(
 def _check_served(sampling: SamplingBody) -> None:
     if sampling.spaces_between_special_tokens is False:
         field = "sampling_params.spaces_between_special_tokens"
-        raise Unsupported(f"{field}: only true is supported", param=field)
+        raise Unsupported.at(field, "only true is supported")
     if sampling.watermark is not None and sampling.watermark.enabled:
         field = "sampling_params.watermark"
-        raise Unsupported(f"{field}: watermarks are not supported", param=field)
+        raise Unsupported.at(field, "watermarks are not supported")
 
 
 def _processors(

@@ -336,7 +336,7 @@ def _short(count: int) -> str:
 
 def _requested_name(body: NamedBody) -> str | None:
     if body.model and body.name and tagged(body.model) != tagged(body.name):
-        raise InvalidRequest("name: differs from model; send only one of them", param="name")
+        raise InvalidRequest.at("name", "differs from model; send only one of them")
     return body.model or body.name
 
 

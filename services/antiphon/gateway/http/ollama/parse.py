@@ -110,8 +110,7 @@ def model_of(name: str | None, served: Sequence[ModelName]) -> str | None:
 
 def _is_load_request(body: OllamaBody, served: Sequence[ModelName]) -> None:
     if model_of(body.model, served) is None and _unloads(body.keep_alive):
-        text = "keep_alive: unloading is not supported; the model stays loaded"
-        raise Unsupported(text, param="keep_alive")
+        raise Unsupported.at("keep_alive", "unloading is not supported; the model stays loaded")
 
 
 def _unloads(keep_alive: str | float | None) -> bool:
@@ -125,7 +124,7 @@ def _chat(
 ) -> ParsedOllamaRequest:
     reasoning = formats.reasoning
     if body.think and reasoning is None:
-        raise Unsupported(f"think: {FORMAT_UNKNOWN}", param="think")
+        raise Unsupported.at("think", FORMAT_UNKNOWN)
     gen_request = _with_common_fields(gen_request, body)
     offered = read_tools(cast("list[JsonValue]", to_json(tools, "tools")))
     plan = plan_tools(
@@ -160,11 +159,9 @@ def _chat(
 
 def _raw(gen_request: GenerationRequest, body: OllamaGenerateBody) -> ParsedOllamaRequest:
     if body.system:
-        raise InvalidRequest(
-            "system: cannot be combined with raw; include it in the prompt", param="system"
-        )
+        raise InvalidRequest.at("system", "cannot be combined with raw; include it in the prompt")
     if body.think:
-        raise InvalidRequest("think: cannot be combined with raw", param="think")
+        raise InvalidRequest.at("think", "cannot be combined with raw")
     return ParsedOllamaRequest(
         gen_request=_with_common_fields(gen_request, body),
         stream=body.stream is not False,
@@ -177,7 +174,7 @@ def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> Gen
     for name, why in OLLAMA_OPTIONS_UNSUPPORTED.items():
         value: object = getattr(options, name)
         if value is not None and value not in why.neutral:
-            raise Unsupported(f"options.{name}: {why.reason}", param=f"options.{name}")
+            raise Unsupported.at(f"options.{name}", why.reason)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
     outputs = TokenOutputParams(logprobs=True, top=body.top_logprobs or 0)
@@ -211,7 +208,7 @@ def _grammar(format_: str | Json | None) -> Grammar | None:
 
 def _message(turn: OllamaTurn, at: str) -> ChatMessage:
     if turn.images:
-        raise Unsupported(f"{at}.images: this model accepts text only", param=f"{at}.images")
+        raise Unsupported.at(f"{at}.images", "this model accepts text only")
     if turn.content is None and turn.role != "assistant":
         raise InvalidRequest("a message requires content", param=f"{at}.content")
     return ChatMessage(
