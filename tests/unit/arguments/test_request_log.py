@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from tests.arguments import compare_async, settings_of
@@ -15,19 +15,27 @@ from tests.unit.gateway.test_http import post
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from antiphon.config.settings import Settings
 
+T = TypeVar("T")
+
 REQUEST = {"text": "x" * 60, "rid": "mine", "sampling_params": {"top_k": 3}}
 
 
-async def serve(settings: Settings) -> None:
-    """Serve one request, and dump what is held as a crash would."""
-    async with house(request_log=settings.request_log) as at:
-        status, _, _ = await post(at, "/generate", REQUEST)
-        assert status == 200
-        at.service._request_log.dump("a test")
+def served(read: Callable[[], T]) -> Callable[[Settings], Awaitable[T]]:
+    """What `read` finds once a request was served and dumped as a crash would dump it."""
+
+    async def observe(settings: Settings) -> T:
+        async with house(request_log=settings.request_log) as at:
+            status, _, _ = await post(at, "/generate", REQUEST)
+            assert status == 200
+            at.service._request_log.dump("a test")
+        return read()
+
+    return observe
 
 
 def written(folder: Path) -> str:
@@ -41,10 +49,7 @@ def written(folder: Path) -> str:
 
 @pytest.mark.argument("--log-requests")
 async def test_log_requests_logs_them(tmp_path: Path) -> None:
-    async def events(settings: Settings) -> list[str]:
-        await serve(settings)
-        return [line.split()[1] for line in written(tmp_path).splitlines()]
-
+    events = served(lambda: [line.split()[1] for line in written(tmp_path).splitlines()])
     base = ("--log-requests-target", str(tmp_path))
     given, without = await compare_async("--log-requests", observe=events, base=base)
     assert (given, without) == (["request.received", "request.finished"], [])
@@ -52,23 +57,21 @@ async def test_log_requests_logs_them(tmp_path: Path) -> None:
 
 @pytest.mark.argument("--log-requests-level")
 async def test_log_requests_level_decides_how_much(tmp_path: Path) -> None:
-    async def text(settings: Settings) -> tuple[bool, bool]:
-        await serve(settings)
+    def parts() -> tuple[bool, bool]:
         found = written(tmp_path)
         return "top_k" in found, "xxx" in found
 
     base = ("--log-requests", "--log-requests-target", str(tmp_path))
     for level, shown in (("0", (False, False)), ("1", (True, False))):
-        given, without = await compare_async("--log-requests-level", level, observe=text, base=base)
+        given, without = await compare_async(
+            "--log-requests-level", level, observe=served(parts), base=base
+        )
         assert (given, without) == (shown, (True, True))
 
 
 @pytest.mark.argument("--log-requests-format")
 async def test_log_requests_format_writes_json(tmp_path: Path) -> None:
-    async def first(settings: Settings) -> str:
-        await serve(settings)
-        return written(tmp_path).splitlines()[0]
-
+    first = served(lambda: written(tmp_path).splitlines()[0])
     base = ("--log-requests", "--log-requests-target", str(tmp_path))
     given, without = await compare_async("--log-requests-format", "json", observe=first, base=base)
     assert json.loads(given)["rid"] == "mine"
@@ -79,10 +82,7 @@ async def test_log_requests_format_writes_json(tmp_path: Path) -> None:
 async def test_log_requests_target_is_where_they_go(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def places(settings: Settings) -> tuple[bool, bool]:
-        await serve(settings)
-        return "rid=mine" in capfd.readouterr().out, "rid=mine" in written(tmp_path)
-
+    places = served(lambda: ("rid=mine" in capfd.readouterr().out, "rid=mine" in written(tmp_path)))
     arguments = ("--log-requests-target", "stdout", str(tmp_path))
     given, without = await compare_async(*arguments, observe=places, base=("--log-requests",))
     assert (given, without) == ((True, True), (True, False))
@@ -90,10 +90,7 @@ async def test_log_requests_target_is_where_they_go(
 
 @pytest.mark.argument("--export-metrics-to-file")
 async def test_export_metrics_to_file_writes_a_record_a_request(tmp_path: Path) -> None:
-    async def records(settings: Settings) -> int:
-        await serve(settings)
-        return len(written(tmp_path).splitlines())
-
+    records = served(lambda: len(written(tmp_path).splitlines()))
     base = ("--export-metrics-to-file-dir", str(tmp_path))
     given, without = await compare_async("--export-metrics-to-file", observe=records, base=base)
     assert (given, without) == (1, 0)
@@ -102,11 +99,7 @@ async def test_export_metrics_to_file_writes_a_record_a_request(tmp_path: Path) 
 @pytest.mark.argument("--export-metrics-to-file-dir")
 async def test_export_metrics_to_file_dir_is_where_they_go(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-
-    async def records(settings: Settings) -> tuple[int, int]:
-        await serve(settings)
-        return written(one).count("\n"), written(two).count("\n")
-
+    records = served(lambda: (written(one).count("\n"), written(two).count("\n")))
     flag = "--export-metrics-to-file-dir"
     base = ("--export-metrics-to-file", flag, str(one))
     given, without = await compare_async(flag, str(two), observe=records, base=base)
@@ -115,10 +108,7 @@ async def test_export_metrics_to_file_dir_is_where_they_go(tmp_path: Path) -> No
 
 @pytest.mark.argument("--crash-dump-folder")
 async def test_crash_dump_folder_gets_the_requests_of_a_crash(tmp_path: Path) -> None:
-    async def dumped(settings: Settings) -> list[str]:
-        await serve(settings)
-        return [json.loads(line)["event"] for line in written(tmp_path).splitlines()]
-
+    dumped = served(lambda: [json.loads(line)["event"] for line in written(tmp_path).splitlines()])
     arguments = ("--crash-dump-folder", str(tmp_path))
     given, without = await compare_async(*arguments, observe=dumped)
     assert (given, without) == (["crash_dump", "request.finished"], [])
