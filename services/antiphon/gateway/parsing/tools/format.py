@@ -100,6 +100,29 @@ def framed_format(
     )
 
 
+def repeated(begin: str, end: str, call: Body) -> Body:
+    """Create a reader of calls that each start with a delimiter, up to the end delimiter."""
+
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+        outcome = CallOutcome.NOTHING
+        while True:
+            yield from reader.space()
+            mark = yield from reader.starts(begin, end)
+            if mark == end and outcome is CallOutcome.DONE:
+                return CallOutcome.ENDED
+            if mark != begin:
+                return outcome
+            match (yield from call(reader, out)):
+                case CallOutcome.NOTHING:
+                    return outcome
+                case CallOutcome.BROKEN:
+                    return CallOutcome.BROKEN
+                case done:
+                    outcome = done
+
+    return body
+
+
 def framed(
     begin: str,
     end: str | None,

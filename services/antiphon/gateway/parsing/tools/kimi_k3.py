@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import CallOutcome, framed_format
+from antiphon.gateway.parsing.tools.format import CallOutcome, framed_format, repeated
 from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 _BEGIN, _END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
-_CALL, _CALL_END = '<|open|>call tool="', "<|close|>call<|sep|>"
+_CALL_END = "<|close|>call<|sep|>"
 _ARGUMENT = '<|open|>argument key="'
 _SEP = '"<|sep|>'
 AROUND = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
@@ -25,23 +25,13 @@ _QUOTED = re.compile(r'[^"<]*')
 _VALUE_END = Marks("<|close|>argument<|sep|>")
 
 
-def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    outcome = CallOutcome.NOTHING
-    while True:
-        yield from reader.space()
-        mark = yield from reader.starts(_CALL, _END)
-        if mark == _END and outcome is CallOutcome.DONE:
-            return CallOutcome.ENDED
-        if mark != _CALL:
-            return outcome
-        name = yield from reader.word(_QUOTED, NAME_MAX)
-        if not name or not (yield from _attribute(reader, '" index="')):
-            return outcome
-        complete = yield from _arguments(reader, out.begin(reader, name), out.schema(name))
-        out.end(reader, complete=complete)
-        if not complete:
-            return CallOutcome.BROKEN
-        outcome = CallOutcome.DONE
+def _call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    name = yield from reader.word(_QUOTED, NAME_MAX)
+    if not name or not (yield from _attribute(reader, '" index="')):
+        return CallOutcome.NOTHING
+    complete = yield from _arguments(reader, out.begin(reader, name), out.schema(name))
+    out.end(reader, complete=complete)
+    return CallOutcome.DONE if complete else CallOutcome.BROKEN
 
 
 def _attribute(reader: Reader, before: str) -> Steps[str]:
@@ -72,7 +62,7 @@ KIMI_K3 = framed_format(
     ("kimi_k3",),
     _BEGIN,
     _END,
-    _body,
+    repeated('<|open|>call tool="', _END, _call),
     example=(
         '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
         '<|open|>argument key="a" type="integer"<|sep|>1<|close|>argument<|sep|>'

@@ -17,6 +17,7 @@ from antiphon.gateway.parsing.tools.format import (
     CallOutcome,
     ToolFormat,
     framed_format,
+    repeated,
 )
 from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Tags:
     """How calls are written between their start and end delimiters."""
 
-    call: tuple[str, str]  # around a name; the first is empty if the delimiter implies a name
+    call: tuple[str, str]  # around a name; without an `end`, what is before it has been read
     call_end: str
     argument_begin: str  # before the name of an argument
     # After its name, in all variants, each with whether the value is a string, JSON, or depends on
@@ -45,29 +46,15 @@ class Tags:
 def _tagged(tags: Tags) -> Body:
     stops = re.escape(tags.call[1][0] + ">\n")
     name_letters = re.compile(f"[^{stops}]*")
-    ends = (tags.end,) if tags.end else ()
     values = Marks(*[f"\n{tags.argument_end}"] * tags.lines, tags.argument_end)
 
-    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-        outcome = CallOutcome.NOTHING
-        while True:
-            if tags.call[0]:
-                yield from reader.space()
-                mark = yield from reader.starts(tags.call[0], *ends)
-                if mark in ends and outcome is CallOutcome.DONE:
-                    return CallOutcome.ENDED
-                if mark != tags.call[0]:
-                    return outcome
-            name = yield from reader.word(name_letters, NAME_MAX)
-            if not name or not (yield from reader.starts(tags.call[1])):
-                return outcome
-            complete = yield from arguments(reader, out.begin(reader, name), out.schema(name))
-            out.end(reader, complete=complete)
-            if not complete:
-                return CallOutcome.BROKEN
-            outcome = CallOutcome.DONE
-            if not ends:
-                return outcome
+    def call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+        name = yield from reader.word(name_letters, NAME_MAX)
+        if not name or not (yield from reader.starts(tags.call[1])):
+            return CallOutcome.NOTHING
+        complete = yield from arguments(reader, out.begin(reader, name), out.schema(name))
+        out.end(reader, complete=complete)
+        return CallOutcome.DONE if complete else CallOutcome.BROKEN
 
     def arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
         yield from reader.space()
@@ -92,7 +79,7 @@ def _tagged(tags: Tags) -> Body:
             if not (yield from written.value(reader, name, values, text=text)):
                 return False
 
-    return body
+    return repeated(tags.call[0], tags.end, call) if tags.end else call
 
 
 def _invocations(
