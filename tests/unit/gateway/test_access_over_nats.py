@@ -7,19 +7,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
 import pytest
 from tests.support.nats import NatsServer
-from tests.support.services import client_bus
 from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.keyed import key_of, keyed
+from tests.unit.gateway.test_generate import request, visiting
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.access import AccessConfig
 from antiphon.config.process import BusConfig
-from antiphon.wire.codec import decode, encode_json
 from antiphon.wire.errors import (
     EngineError,
     ErrorReply,
@@ -28,20 +26,13 @@ from antiphon.wire.errors import (
     RateLimited,
     Unauthorized,
 )
-from antiphon.wire.generate import GenerateAccepted, GenerateEnd, GenerateRequest, GenerateText
-from antiphon.wire.ids import ClientKey
-from antiphon.wire.routes import CLIENT_TEXT, GENERATE
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.generate import GenerateAccepted, GenerateEnd, GenerateText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from antiphon.bus.bus import Delivery
-    from antiphon.wire.base import Message
-
 TEXT = "".join(SCRIPT)
 API = "sk-api"
-PREFIX = "test.v1."
 
 
 @pytest.fixture
@@ -160,37 +151,17 @@ async def test_a_bare_client_says_its_key_in_json_and_a_retry_costs_nothing(
 ) -> None:
     limits = {"requests_per_minute": 1}
     access = keyed(tmp_path_factory.mktemp("keys"), {"acme": limits})
-    heard: list[Message] = []
-
-    async def hear(delivery: Delivery) -> None:
-        heard.append(decode(delivery.data, CLIENT_TEXT.carries))
-
-    def count(kind: type[Message]) -> int:
-        return sum(isinstance(message, kind) for message in heard)
-
-    request = GenerateRequest(
-        key=ClientKey("k"), model=MODEL, messages=(ChatMessage(role="user", content="hi"),)
-    )
-    async with (
-        at_nats(nats, access) as at,
-        client_bus(at.transport(), "bare") as bus,
-    ):
-        await bus.listen(CLIENT_TEXT, hear, tenant="acme", inbox="mine")
-
-        async def ask(**fields: object) -> None:
-            data = encode_json(msgspec.structs.replace(request, **fields))
-            subject = PREFIX + GENERATE.subject_for(model=MODEL)
-            bus.transport.publish(subject, data, f"{PREFIX}client.acme.mine")
-
-        await ask(api_key=key_of("acme"))
-        await until(lambda: count(GenerateEnd) == 1)
-        await ask(api_key=key_of("acme"))
-        await until(lambda: count(GenerateEnd) == 2)
-        assert (count(GenerateAccepted), len(at.cluster.submits)) == (2, 1)
-        assert count(GenerateText) > 0
-        await ask()
-        await until(lambda: count(ErrorReply) == 1)
-        await ask(key="other", api_key=key_of("acme"))
-        await until(lambda: count(ErrorReply) == 2)
-    codes = [message.code for message in heard if isinstance(message, ErrorReply)]
+    key = key_of("acme")
+    async with at_nats(nats, access) as at, visiting(at, "acme") as bare:
+        await bare.ask(request(api_key=key), json=True)
+        await bare.first(GenerateEnd)
+        await bare.ask(request(api_key=key), json=True)
+        await bare.first(GenerateEnd, 2)
+        assert (len(bare.all(GenerateAccepted)), len(at.cluster.submits)) == (2, 1)
+        assert bare.all(GenerateText)
+        await bare.ask(request(), json=True)
+        await bare.first(ErrorReply)
+        await bare.ask(request("other", api_key=key), json=True)
+        await bare.first(ErrorReply, 2)
+    codes = [error.code for error in bare.all(ErrorReply)]
     assert codes == ["invalid_api_key", "rate_limit_exceeded"]

@@ -94,35 +94,7 @@ async def test_a_pair_is_read_together_and_judged(at: House, client: Client) -> 
     assert sorted(pool.second_from or 0 for pool in pools if pool is not None) == [1, 2]
 
 
-@pytest.mark.parametrize("json_", [False, True])
-async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
-    at.cluster.pooling = CLASSIFIER
-    heard: list[bytes] = []
-
-    async def hear(packet: Packet) -> None:
-        heard.append(packet.data)
-
-    async with client_bus(at.transport(), "c") as bus:
-        await bus.transport.subscribe(f"{PREFIX}client.default.mine", hear)
-        request = EmbedRequest(model=MODEL, prompt_ids=((97, 98), (99,)))
-        data = encode_json(request) if json_ else encode(request)
-        subject = PREFIX + EMBED.subject_for(model=MODEL)
-        bus.transport.publish(subject, data, f"{PREFIX}client.default.mine")
-        await until(lambda: bool(heard))
-    reply = decode(heard[0], EMBED.replies)
-    assert [list(unpack_floats(vector)) for vector in reply.vectors] == [[2.0, 0.5], [1.0, 0.5]]
-    assert reply.labels == ("bad", "good")
-    asked = [list(unpack_ids(each.prompt_ids)) for each in at.cluster.submits]
-    assert sorted(asked) == [[97, 98], [99]]
-    if json_:
-        told = json.loads(heard[0])
-        assert base64.b64decode(told["vectors"][0]) == pack_floats((2.0, 0.5))
-
-
-async def refused(
-    at: House, reply_to: str = "client.default.mine", /, **said: object
-) -> ErrorReply:
-    """Send what is wrong, as JSON; return what comes back."""
+async def answered(at: House, request: bytes, reply_to: str = "client.default.mine") -> bytes:
     heard: list[bytes] = []
 
     async def hear(packet: Packet) -> None:
@@ -130,10 +102,32 @@ async def refused(
 
     async with client_bus(at.transport(), "c") as bus:
         await bus.transport.subscribe(PREFIX + reply_to, hear)
-        body = json.dumps({"type": "EmbedRequest", "model": MODEL} | said).encode()
-        bus.transport.publish(PREFIX + EMBED.subject_for(model=MODEL), body, PREFIX + reply_to)
+        bus.transport.publish(PREFIX + EMBED.subject_for(model=MODEL), request, PREFIX + reply_to)
         await until(lambda: bool(heard))
-    return decode(heard[0], (ErrorReply,))
+    return heard[0]
+
+
+@pytest.mark.parametrize("json_", [False, True])
+async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
+    at.cluster.pooling = CLASSIFIER
+    request = EmbedRequest(model=MODEL, prompt_ids=((97, 98), (99,)))
+    data = await answered(at, encode_json(request) if json_ else encode(request))
+    reply = decode(data, EMBED.replies)
+    assert [list(unpack_floats(vector)) for vector in reply.vectors] == [[2.0, 0.5], [1.0, 0.5]]
+    assert reply.labels == ("bad", "good")
+    asked = [list(unpack_ids(each.prompt_ids)) for each in at.cluster.submits]
+    assert sorted(asked) == [[97, 98], [99]]
+    if json_:
+        told = json.loads(data)
+        assert base64.b64decode(told["vectors"][0]) == pack_floats((2.0, 0.5))
+
+
+async def refused(
+    at: House, reply_to: str = "client.default.mine", /, **said: object
+) -> ErrorReply:
+    """Send what is wrong, as JSON; return what comes back."""
+    body = json.dumps({"type": "EmbedRequest", "model": MODEL} | said).encode()
+    return decode(await answered(at, body, reply_to), (ErrorReply,))
 
 
 @pytest.mark.parametrize(

@@ -46,28 +46,29 @@ M = TypeVar("M", bound=Message)
 
 TEXT = "".join(SCRIPT)
 PREFIX = "test.v1."
-INBOX = f"{PREFIX}client.default.mine"
 GATEWAY = "gateway-0"
 
 
 class Client:
     """A NATS client that keeps all it hears on its one inbox."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, tenant: str = "default") -> None:
         self.bus = bus
+        self.tenant = tenant
         self.heard: list[Message] = []
         self.as_json: list[bool] = []
         self.subscription: Subscription
 
     async def listen(self) -> None:
         self.subscription = await self.bus.listen(
-            CLIENT_TEXT, self._hear, tenant="default", inbox="mine"
+            CLIENT_TEXT, self._hear, tenant=self.tenant, inbox="mine"
         )
 
     async def ask(
-        self, request: GenerateRequest, *, json: bool = False, inbox: str | None = INBOX
+        self, request: GenerateRequest, *, json: bool = False, inbox: str | None = None
     ) -> None:
         data = encode_json(request) if json else encode(request)
+        inbox = inbox or f"{PREFIX}client.{self.tenant}.mine"
         self.bus.transport.publish(PREFIX + GENERATE.subject_for(model=MODEL), data, inbox)
 
     async def first(self, kind: type[M], count: int = 1) -> M:
@@ -96,9 +97,9 @@ class Client:
 
 
 @asynccontextmanager
-async def visiting(at: House) -> AsyncGenerator[Client]:
+async def visiting(at: House, tenant: str = "default") -> AsyncGenerator[Client]:
     async with client_bus(at.transport(), "c") as bus:
-        client = Client(bus)
+        client = Client(bus, tenant)
         await client.listen()
         yield client
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -103,31 +104,26 @@ class Collector:
         )
 
 
+@dataclass
 class EventSink:
     """Collects the events of one output, and applies the rules of which calls count."""
 
-    def __init__(
-        self,
-        offer: OfferedTools,
-        call_id: Callable[[str, int], str],
-        *,
-        separate_reasoning: bool = True,
-    ) -> None:
-        self._offer = offer
-        self._call_id = call_id
-        self._separate_reasoning = separate_reasoning
-        self._events: list[Event] = []
-        self._calls = 0
-        self._open = False
-        self._offered: bool | None = None  # of the last call of this frame
-        self._shows_frame = True
+    offer: OfferedTools
+    call_id: Callable[[str, int], str]
+    _: KW_ONLY
+    separate_reasoning: bool = True
+    _events: list[Event] = field(default_factory=list[Event])
+    _calls: int = 0
+    _open: bool = False
+    _offered: bool | None = None  # of the last call of this frame
+    _shows_frame: bool = True
 
     def knows(self, name: str) -> bool:
-        return self._offer.schema(name) is not None
+        return self.offer.schema(name) is not None
 
     def schema(self, name: str) -> Json:
         """The schema of a tool's arguments; empty if it is unknown."""
-        return self._offer.schema(name) or {}
+        return self.offer.schema(name) or {}
 
     def content(self, text: str) -> None:
         if text:
@@ -135,7 +131,7 @@ class EventSink:
 
     def reasoning(self, text: str) -> None:
         if text:
-            self._events.append(Reasoning(text) if self._separate_reasoning else Content(text))
+            self._events.append(Reasoning(text) if self.separate_reasoning else Content(text))
 
     def begin(self, reader: Reader, name: str) -> Emit:
         """Begin a call after its name; return the function that receives its arguments.
@@ -144,7 +140,7 @@ class EventSink:
         it reads until the call ends. A call beyond the limit is dropped.
         """
         assert not self._open, "one call at a time"
-        offer = self._offer
+        offer = self.offer
         offered = self.knows(name)
         after_offered, self._offered = self._offered, offered
         if after_offered is None:
@@ -157,7 +153,7 @@ class EventSink:
         reader.forget()
         if self._calls == offer.calls_max:
             return drop
-        call_id = self._call_id(name, offer.calls_before + self._calls)
+        call_id = self.call_id(name, offer.calls_before + self._calls)
         self._events.append(CallBegin(self._calls, call_id, name))
         self._calls += 1
         self._open = True
