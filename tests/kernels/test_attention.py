@@ -15,6 +15,8 @@ from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attenti
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.kernels.kv import KvScales
+
 PAGES, PAGE_TOKENS = 300, 4
 BACKENDS = rows_of(paged_attention)
 INVARIANT = [row for row in BACKENDS if row.invariant]
@@ -248,14 +250,18 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
     attention: Row, dtype: torch.dtype, page_tokens: int, window: int | None
 ) -> None:
     case = Case(5, *ROWS["all at once"], a_shape(2, 3, 32, dtype, window, page_tokens))
-    together = attention(*case.arguments())
+    assert_same_bits_in_any_chunk(attention, case)
+
+
+def assert_same_bits_in_any_chunk(attention: Row, case: Case, *scales: KvScales) -> None:
+    together = attention(*case.arguments(), *scales)
     for row, length in enumerate(case.rows.query_len):
         for size in (1, 5, 64, 200):
             for first in range(0, int(length), size):
                 count = min(size, int(length) - first)
                 q, where = case.piece(row, first, count)
                 chunk = case.chunk(row, first, count)
-                apart = attention(q, case.keys, case.values, chunk, case.scale)
+                apart = attention(q, case.keys, case.values, chunk, case.scale, *scales)
                 assert torch.equal(apart, together[where]), (row, first, count)
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS, Row, rows_of, using
-from tests.kernels.test_attention import ROWS, Case, a_shape, ints, named, one_by_one
+from tests.kernels.test_attention import (
+    ROWS,
+    Case,
+    a_shape,
+    assert_same_bits_in_any_chunk,
+    ints,
+    named,
+    one_by_one,
+)
 from tests.kernels.test_stack import PASSES, a_world, fused
 from tests.kernels.test_stack import one_by_one as layer_by_layer
 from torch import Tensor
@@ -19,11 +27,10 @@ from antiphon.kernels.attention import (
     paged_attention,
     softcap_sink_attention,
 )
-from antiphon.kernels.fp8 import FP8_MAX, as_bytes, quantize_fp8, upcast
-from antiphon.kernels.kv import KvScales, LayerKvCache
+from antiphon.kernels.kv import FP8_MAX, KvScales, LayerKvCache, as_bytes, quantize_fp8, upcast
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.qk_norm_rope import qk_norm_rope_store
+from antiphon.kernels.rotary import qk_norm_rope_store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = KvScales(0.37, 1.9)
@@ -233,15 +240,7 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
     attention: Row, format_: torch.dtype, dtype: torch.dtype
 ) -> None:
     case = in_eight_bits(Case(5, *ROWS["all at once"], a_shape(2, 3, 16, dtype)), format_)
-    together = attention(*case.arguments(), SCALES)
-    for row, length in enumerate(case.rows.query_len):
-        for size in (1, 5, 64, 200):
-            for first in range(0, int(length), size):
-                count = min(size, int(length) - first)
-                q, where = case.piece(row, first, count)
-                chunk = case.chunk(row, first, count)
-                apart = attention(q, case.keys, case.values, chunk, case.scale, SCALES)
-                assert torch.equal(apart, together[where]), (row, first, count)
+    assert_same_bits_in_any_chunk(attention, case, SCALES)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -12,15 +12,16 @@ from tests.kernels.rows import Row, rows_of
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.kv import store_kv
 from antiphon.kernels.norm import add_rmsnorm, rmsnorm
-from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.rotary import (
     CosSinCache,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    QkNormWeights,
     RotarySpec,
     apply_rotary,
     cos_sin,
+    qk_norm_rope_store,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -117,35 +118,18 @@ class HeadsCase:
         return row(self.heads[part], cos, sin, keys, values, places, self.norms)
 
 
-@each_row(qk_norm_rope_store)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("size", [6, 16, 32, 40, 64, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_rotated_and_kept(
-    row: Row, dtype: torch.dtype, size: int, normed: bool
-) -> None:
-    case = HeadsCase(5, size, dtype, normed=normed)
-    q, k, v = case.heads.split((6, 2, 2), dim=1)
-    if case.norms:
-        q = rmsnorm.reference(q, case.norms.query, 1e-3)
-        k = rmsnorm.reference(k, case.norms.key, 1e-3)
-    kept = case.cache.clone()
-    store_kv(apply_rotary(k, case.cos, case.sin), v, kept[0], kept[1], case.places)
-    step = 0.02 if dtype is torch.bfloat16 else 1e-5
-    torch.testing.assert_close(
-        case.run(row), apply_rotary(q, case.cos, case.sin), atol=step, rtol=step
-    )
-    torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
+WHOLE = [(size, size) for size in (6, 16, 32, 40, 64, 256)]
+PARTS = [(40, rotated) for rotated in (0, 2, 16, 34)]
 
 
 @each_row(qk_norm_rope_store)
-@pytest.mark.parametrize("rotated", [0, 2, 16, 34])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("size", "rotated"), WHOLE + PARTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_rotated_stays(
-    row: Row, dtype: torch.dtype, rotated: int, normed: bool
+def test_heads_are_normed_rotated_and_kept_and_what_is_not_rotated_stays(
+    row: Row, dtype: torch.dtype, size: int, rotated: int, normed: bool
 ) -> None:
-    case = HeadsCase(5, 40, dtype, normed=normed, rotated=rotated)
+    case = HeadsCase(5, size, dtype, normed=normed, rotated=rotated)
     q, k, v = case.heads.split((6, 2, 2), dim=1)
     if case.norms:
         q = rmsnorm.reference(q, case.norms.query, 1e-3)

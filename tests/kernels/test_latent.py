@@ -11,8 +11,7 @@ from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels import latent
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
-from antiphon.kernels.fp8 import quantize_fp8
-from antiphon.kernels.kv import KvScales, LayerKvCache
+from antiphon.kernels.kv import KvScales, LayerKvCache, quantize_fp8
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.memory import huge_zeros
+from antiphon.kernels.cpu.extension import huge_zeros
 
 pytestmark = pytest.mark.skipif(
     bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason())

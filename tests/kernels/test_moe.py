@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.kernels.activation import clamped_swish_mul, sigmoid
-from antiphon.kernels.experts import combine, sort_by_expert
-from antiphon.kernels.routing import RoutingSpec, route
+from antiphon.kernels.routing import RoutingSpec, combine, route, sort_by_expert
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
-from antiphon.kernels.ops import REGISTRY, select
+from antiphon.kernels.op import (
+    REGISTRY,
+    Backend,
+    DeviceCapability,
+    KernelUnavailable,
+    kernel,
+    table,
+)
+from antiphon.kernels.ops import select
 
 CPU = DeviceCapability("cpu")
 GPU = DeviceCapability("cuda", 90)
@@ -47,8 +54,8 @@ def test_a_forced_op_that_does_not_exist_is_refused() -> None:
 
 def test_every_registered_op_is_chosen_and_printed() -> None:
     choices = select(CPU).choices
-    assert {choice.op for choice in choices} == set(REGISTRY)
-    assert table(choices).count("\n") == len(REGISTRY) - 1
+    assert {choice.op for choice in choices} == set(REGISTRY) - {"test.double"}
+    assert table(choices).count("\n") == len(choices) - 1
 
 
 def test_the_table_says_why_a_backend_does_not_run() -> None:

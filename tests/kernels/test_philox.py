@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from antiphon.kernels.philox import Purpose, philox4x32, uniform
+from antiphon.kernels.sampling import Purpose, philox4x32, uniform
 
 # kat_vectors of the authors' Random123 library: counter, key, result.
 KNOWN = [

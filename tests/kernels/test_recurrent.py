@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.kernels.causal_conv import causal_conv
-from antiphon.kernels.gated_delta import NORM_EPS, gated_delta
 from antiphon.kernels.norm import gated_rmsnorm
-from antiphon.kernels.ssd import ssd
+from antiphon.kernels.recurrent import NORM_EPS, causal_conv, gated_delta, ssd
 from antiphon.kernels.states import CHUNK_TOKENS, SPAN_TOKENS, StateMetadata
 
 Compute = Callable[[StateMetadata, Tensor, Tensor], Tensor]

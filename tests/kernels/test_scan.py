@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.kernels.rows import Row, rows_of
 
-from antiphon.kernels.finite import finite_rows
+from antiphon.kernels.norm import finite_rows
 from antiphon.kernels.sampling import argmax
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -21,8 +21,7 @@ from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.kv import LayerKvCache
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
-from antiphon.kernels.qk_norm_rope import QkNormWeights
-from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin
+from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, TokenCosSin
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 

@@ -22,8 +22,7 @@ from tests.models.parity import Saved, error, logits_of, opened, save, texts
 from tests.models.stepper import Stepper, spy_on_logits
 from torch import Tensor
 
-from antiphon.kernels.fp8 import quantize_fp8
-from antiphon.kernels.kv import KvScales
+from antiphon.kernels.kv import KvScales, quantize_fp8
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.cache_scales import scales_digest

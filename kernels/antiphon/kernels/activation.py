@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
-from antiphon.kernels.cpu.backend import cpu
+from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
 }
 
 
-@kernel("activation.silu_mul", cpu("antiphon.kernels.cpu.elementwise:silu_mul"))
+@kernel("activation.silu_mul", cpu("silu_mul"))
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for the two halves of the last dimension.
 

@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.backend import cpu
-from antiphon.kernels.fp8 import as_bytes, is_fp8, upcast
-from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.cpu.extension import cpu
+from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, is_fp8, upcast
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from antiphon.kernels.cpu.attention import CompiledMetadata
+    from antiphon.kernels.cpu.extension import CompiledMetadata
 
 QUERIES_MAX = 256
 """Queries of one row in a block: longer chunks are split; their first pieces gather fewer keys."""
@@ -42,46 +41,33 @@ _SEEN, _UNSEEN = np.float32(0), np.float32(-np.inf)
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The attention parameters of a cache group, the same in every forward pass.
+    """The attention parameters of a cache group, the same in every forward pass."""
 
-    Attributes:
-        page_tokens: S.
-        heads: H, kv heads on this rank.
-        queries_per_head: G.
-        head_size: D.
-        dtype: Of queries, and of keys and values unless the KV cache is 8-bit.
-        window: A query attends to itself and the window - 1 tokens before it; None: to all before
-            it.
-        chunk: Chunked attention: texts are split into chunks of so many tokens, whole pages, and a
-            query attends only within its chunk; None: no chunks.
-    """
-
-    page_tokens: int
-    heads: int
-    queries_per_head: int
-    head_size: int
-    dtype: torch.dtype
+    page_tokens: int  # S
+    heads: int  # H, kv heads on this rank
+    queries_per_head: int  # G
+    head_size: int  # D
+    dtype: torch.dtype  # of queries, and of keys and values unless the KV cache is 8-bit
+    # A query attends to itself and the window - 1 tokens before it; None: to all before it.
     window: int | None = None
+    # Chunked attention: texts are split into chunks of so many tokens, whole pages, and a query
+    # attends only within its chunk; None: no chunks.
     chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Rows with the same number of queries and a similar number of keys, run as one batch.
-
-    Attributes:
-        queries: (B * Q,) indices into the pass's tokens; None when they are all of them, in order.
-        places: (B * K,) slots of the keys, page * S + offset. The tail of a short row repeats its
-            own
-            last key, masked: nothing beyond a row's kv_len is ever read.
-        mask: (B, 1, G * Q or 1, K), 0 or -inf; None when every query attends to every key.
-    """
+    """Rows with the same number of queries and a similar number of keys, run as one batch."""
 
     rows: int
     queries_per_row: int
     keys_per_row: int
+    # (B * Q,) indices into the pass's tokens; None when they are all of them, in order.
     queries: Tensor | None
+    # (B * K,) slots of the keys, page * S + offset. The tail of a short row repeats its own last
+    # key, masked: nothing beyond a row's kv_len is ever read.
     places: Tensor
+    # (B, 1, G * Q or 1, K), 0 or -inf; None when every query attends to every key.
     mask: Tensor | None
 
 
@@ -91,26 +77,19 @@ class AttentionMetadata:
 
     Row r's tokens follow those of row r - 1. Token p of row r is in page
     `page_table[r, p // S]` at `p % S`.
-
-    Attributes:
-        page_table: (R, N), -1 where a row has no page.
-        query_len: (R,) tokens of a row in this pass.
-        kv_len: (R,) tokens that the row's last query may attend to, including itself.
     """
 
     shape: KvShape
-    page_table: Ints
-    query_len: Ints
-    kv_len: Ints
+    page_table: Ints  # (R, N), -1 where a row has no page
+    query_len: Ints  # (R,) tokens of a row in this pass
+    kv_len: Ints  # (R,) tokens that the row's last query may attend to, including itself
 
     @classmethod
     def of(
         cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints
     ) -> AttentionMetadata:
-        """The rows of a pass. With chunked attention, a row's tokens in each chunk become a row.
-
-        Kernels need no support for chunks that way: a query attends to all of its row before it.
-        """
+        """The rows of a pass. With chunked attention, a row's tokens in each chunk become a row."""
+        # Kernels need no support for chunks that way: a query attends to all of its row before it.
         if shape.chunk is None:
             return cls(shape, page_table, query_len, kv_len)
         start, chunk = kv_len - query_len, shape.chunk
@@ -129,7 +108,6 @@ class AttentionMetadata:
 
     @cached_property
     def compiled(self) -> CompiledMetadata:
-        """The rows in the form of the C++ kernels, made once."""
         return self.compile()
 
     def compile(self) -> CompiledMetadata:
@@ -165,11 +143,9 @@ class AttentionMetadata:
 
     @cached_property
     def scratch(self) -> Tensor:
-        """Scratch memory for the gathered keys and values of any block, (2, max B * K, H, D).
-
-        One a pass, not one a layer: fresh pages from the kernel cost more than the copy (measured:
-        15 ms against 1 ms for 32 MiB).
-        """
+        """Scratch memory for the gathered keys and values of any block, (2, max B * K, H, D)."""
+        # One a pass, not one a layer: fresh pages from the kernel cost more than the copy
+        # (measured: 15 ms against 1 ms for 32 MiB).
         keys = max(block.rows * block.keys_per_row for block in self.blocks)
         size = (2, keys, self.shape.heads, self.shape.head_size)
         return torch.empty(size, dtype=self.shape.dtype)
@@ -211,7 +187,7 @@ class AttentionMetadata:
         return mask.repeat(1, copies, 1).unsqueeze(1)  # (B, 1, G * Q, K)
 
 
-@kernel("attention.paged", cpu("antiphon.kernels.cpu.attention:paged_attention"))
+@kernel("attention.paged", cpu("paged_attention"))
 def paged_attention(
     q: Tensor,
     keys: Tensor,
@@ -228,20 +204,13 @@ def paged_attention(
     A block is one SDPA call with the query heads of a kv head as its query axis, (B, H, G * Q, D):
     on CPU, SDPA with `enable_gqa` or repeated keys is 9 to 19 times slower in bfloat16.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for block in rows.blocks:
-        k, v = _gather(keys, values, rows, block)
-        picked = q if block.queries is None else q.index_select(0, block.queries)
-        grouped = _heads_first(picked, block, rows.shape)  # (B, H, G * Q, D)
-        mixed = F.scaled_dot_product_attention(
-            grouped, k, v, attn_mask=block.mask, scale=scale * scales.key
+
+    def attend(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=block.mask, scale=scale * scales.key
         )
-        mixed = _multiples(mixed, scales.value)
-        result = _tokens_first(mixed, block, rows.shape)  # (B * Q, G * H, D)
-        if block.queries is None:
-            return result
-        out.index_copy_(0, block.queries, result)
-    return out
+
+    return _by_block(q, keys, values, rows, attend, scales.value)
 
 
 @kernel("attention.shaped")
@@ -257,32 +226,40 @@ def softcap_sink_attention(
 ) -> Tensor:
     """`paged_attention` with soft-capped scores, attention sinks, or both.
 
-    Args:
-        q: (T, G * H, D).
-        keys: (P, S, H, D), which already contain those of this pass.
-        values: As keys.
-        rows: Of the cache group.
-        scale: Of the scores.
-        softcap: Scores become softcap * tanh(score / softcap).
-        sinks: (G * H,) a score in the softmax of every query of a head that takes probability and
-            has no value. Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2.
-        scales: Scales of keys and values.
+    Scores become softcap * tanh(score / softcap). sinks (G * H,) are a score in the softmax of
+    every query of a head that takes probability and has no value. Scores and softmax are float32.
 
-    Returns:
-        (T, G * H, D). Scores and softmax are float32.
+    Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2 (sinks).
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for block in rows.blocks:
-        k, v = _gather(keys, values, rows, block)
-        picked = q if block.queries is None else q.index_select(0, block.queries)
-        grouped = _heads_first(picked, block, rows.shape)  # (B, H, G * Q, D)
-        scores = (grouped @ k.transpose(-1, -2)).float() * (scale * scales.key)  # (B, H, G * Q, K)
+
+    def attend(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)).float() * (scale * scales.key)  # (B, H, G * Q, K)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if block.mask is not None:
             scores = scores + block.mask
-        weights = _softmax(scores, sinks, block).to(v.dtype)
-        result = _tokens_first(_multiples(weights @ v, scales.value), block, rows.shape)
+        return _softmax(scores, sinks, block).to(v.dtype) @ v
+
+    return _by_block(q, keys, values, rows, attend, scales.value)
+
+
+def _by_block(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionMetadata,
+    attend: Callable[[AttentionBlock, Tensor, Tensor, Tensor], Tensor],
+    value_scale: float,
+) -> Tensor:
+    """Attend block by block: queries (B, H, G * Q, D) over keys and values (B, H, K, D)."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for block in rows.blocks:
+        k, v = _gather(keys, values, rows, block)
+        picked = q if block.queries is None else q.index_select(0, block.queries)
+        mixed = attend(block, _heads_first(picked, block, rows.shape), k, v)
+        if value_scale != 1.0:
+            mixed = mixed * value_scale
+        result = _tokens_first(mixed, block, rows.shape)  # (B * Q, G * H, D)
         if block.queries is None:
             return result
         out.index_copy_(0, block.queries, result)
@@ -302,7 +279,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None, block: AttentionBlock) -> Ten
 def _gather(
     keys: Tensor, values: Tensor, rows: AttentionMetadata, block: AttentionBlock
 ) -> tuple[Tensor, Tensor]:
-    """The block's keys and values, each (B, H, K, D)."""
     count = len(block.places)
     shape = (block.rows, block.keys_per_row, rows.shape.heads, rows.shape.head_size)
     k, v = rows.scratch[0, :count], rows.scratch[1, :count]
@@ -314,10 +290,6 @@ def _gather(
         else:
             torch.index_select(tokens, 0, block.places, out=room)
     return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
-
-
-def _multiples(mixed: Tensor, scale: float) -> Tensor:
-    return mixed if scale == 1.0 else mixed * scale
 
 
 def _heads_first(q: Tensor, block: AttentionBlock, shape: KvShape) -> Tensor:

@@ -33,16 +33,10 @@ def bidirectional_attention(
 ) -> Tensor:
     """Softmax attention of each token over all tokens of its row, or those in its window.
 
-    Args:
-        q: (T, Q, D).
-        k: (T, H, D).
-        v: (T, H, D).
-        lengths: (R,) tokens of each row; rows follow each other.
-        scale: Of the scores.
-        window: A token attends to itself and window - 1 tokens on each side; None: its whole row.
+    q (T, Q, D); k, v (T, H, D); lengths (R,) tokens of each row; rows follow each other; window: a
+    token attends to itself and window - 1 tokens on each side  ->  (T, Q, D)
 
-    Returns:
-        (T, Q, D). Each row runs alone: padding short ones to long ones would cost more than calls.
+    Each row runs alone: padding short ones to long ones would cost more than calls.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
@@ -68,7 +62,6 @@ def _pieces(length: int, window: int | None) -> Iterator[tuple[slice, slice, Ten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One piece: (N, Q, D) over (M, H, D)  ->  (N, Q, D)."""
     count, heads, size = len(q), k.shape[1], q.shape[2]
     shared = q.shape[1] // heads
     grouped = q.view(count, heads, shared, size).permute(1, 2, 0, 3).reshape(1, heads, -1, size)

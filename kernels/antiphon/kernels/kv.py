@@ -1,14 +1,20 @@
-"""The paged KV cache of a layer, and writing into it."""
+"""The paged KV cache of a layer, and writing into it.
+
+An 8-bit cache has torch's float8 dtypes, which define the format; torch gathers and copies them as
+bytes only. A scale belongs to each tensor: what is stored is the value divided by it.
+Source: Micikevicius et al. 2022, arXiv:2209.05433.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from antiphon.kernels.fp8 import as_bytes, quantize_fp8
+import torch
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
@@ -24,33 +30,23 @@ UNSCALED = KvScales()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec:
-    """The KV cache of an attention layer: keys and values of each token.
+    """The KV cache of an attention layer: keys and values of each token."""
 
-    Attributes:
-        heads: Key-value heads.
-        head_size: Elements of a head.
-        window: A query attends to itself and the window - 1 tokens before it; None: to all before
-            it.
-        chunked: Texts are split into chunks of `window` tokens, and a query attends only to earlier
-            tokens of its own chunk.
-    """
-
-    heads: int
-    head_size: int
+    heads: int  # key-value heads
+    head_size: int  # elements of a head
+    # A query attends to itself and the window - 1 tokens before it; None: to all before it.
     window: int | None = None
+    # Texts are split into chunks of `window` tokens, and a query attends only to earlier tokens of
+    # its own chunk.
     chunked: bool = False
 
-    @property
-    def tensors(self) -> int:
-        """Tensors a layer: keys and values."""
-        return 2
+    tensors = 2  # a layer: keys and values
 
     def heads_of(self, ranks: int) -> int:
         """Heads on one of `ranks` ranks; replicated if there are fewer heads than ranks."""
         return max(1, self.heads // ranks)
 
     def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes of one token in one layer, on one rank."""
         return 2 * self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
@@ -59,25 +55,16 @@ class LayerKvCache:
     """The KV cache of one layer, keys and values each (P, S, H, D).
 
     A layer with a latent cache has the latents in both fields.
-
-    Attributes:
-        group: Index of its cache group, which selects the rows' metadata.
-        scales: Both 1, unless the KV cache is 8-bit.
     """
 
-    group: int
+    group: int  # index of its cache group, which selects the rows' metadata
     keys: Tensor
     values: Tensor
-    scales: KvScales = UNSCALED
+    scales: KvScales = UNSCALED  # both 1, unless the KV cache is 8-bit
 
 
 def store_kv(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places: Tensor,
-    scales: KvScales = UNSCALED,
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor, scales: KvScales = UNSCALED
 ) -> None:
     """Write this pass's keys and values to their slots in the cache, in place.
 
@@ -92,3 +79,33 @@ def store_tensor(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> No
     """Write new (T, H, D), divided by the scale if the cache is 8-bit, into (P, S, H, D)."""
     kept = quantize_fp8(new, cache.dtype, scale)
     as_bytes(cache).flatten(0, 1).index_copy_(0, places, as_bytes(kept))
+
+
+FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest finite value of each format."""
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of the FP8 formats of a cache."""
+    return dtype in FP8_MAX
+
+
+def as_bytes(stored: Tensor) -> Tensor:
+    """A view that torch can gather and write: bytes, for FP8."""
+    return stored.view(torch.uint8) if is_fp8(stored.dtype) else stored
+
+
+def quantize_fp8(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Quantize to FP8 after dividing by the scale, rounding to nearest, ties to even.
+
+    Values beyond the largest finite value, infinities included, saturate; a NaN stays a NaN.
+    """
+    if not is_fp8(dtype):
+        return values
+    divided = values.float() / torch.tensor(scale, device=values.device)
+    return divided.clamp_(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
+def upcast(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert stored values to the dtype of the model, exactly; the scale is not applied."""
+    return stored.to(dtype)

@@ -1,11 +1,10 @@
 """Multi-head latent attention (MLA), with a cache of latents that heads expand to keys and values.
 
 It has two forms with the same result. *Expanded*, the keys and values of all heads are computed
-from
-the latents, for ordinary attention: cheaper where many queries attend to few keys, as in prefill.
-*Absorbed*, the key projection is applied to the queries instead, so that attention runs over the
-latents themselves, one kv head for all query heads: cheaper where few queries attend to many keys,
-as in decode.
+from the latents, for ordinary attention: cheaper where many queries attend to few keys, as in
+prefill. *Absorbed*, the key projection is applied to the queries instead, so that attention runs
+over the latents themselves, one kv head for all query heads: cheaper where few queries attend to
+many keys, as in decode.
 
 Axes: T tokens, Q query heads, N cached tokens of the selected rows, P pages, S tokens a page,
 R latent size, C content size and O position size of a head's keys, V value size.
@@ -24,8 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.fp8 import as_bytes, upcast
-from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, upcast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,31 +41,16 @@ EXPANDED_BYTES_MAX = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """The sizes of a latent attention layer: the cache of a token, and what heads expand it to.
+    """The sizes of a latent attention layer: the cache of a token, and what heads expand it to."""
 
-    Attributes:
-        heads: Q, of all ranks together; each rank has the whole cache.
-        latent: R.
-        content: C, the part of a key that is computed from the latent.
-        position: O, the part of a key that is rotated and shared by all heads.
-        value: V.
-    """
+    heads: int  # Q, of all ranks together; each rank has the whole cache
+    latent: int  # R
+    content: int  # C, the part of a key that is computed from the latent
+    position: int  # O, the part of a key that is rotated and shared by all heads
+    value: int  # V
 
-    heads: int
-    latent: int
-    content: int
-    position: int
-    value: int
-
-    @property
-    def window(self) -> None:
-        """No window: a query attends to all tokens before it."""
-        return
-
-    @property
-    def tensors(self) -> int:
-        """Tensors a layer: keys and values are the same."""
-        return 1
+    window = None  # a query attends to all tokens before it
+    tensors = 1  # a layer: keys and values are the same
 
     @property
     def head_size(self) -> int:
@@ -80,12 +63,9 @@ class LatentSizes:
         return max(self.content + self.position, self.value)
 
     def heads_of(self, ranks: int) -> int:
-        """Heads of the cache on each rank."""
-        del ranks
         return 1
 
     def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes of one token in one layer, on each rank."""
         return self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
@@ -107,17 +87,11 @@ class LatentHeads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatentPart:
-    """Rows of a pass that attend together.
+    """Rows of a pass that attend together."""
 
-    Attributes:
-        rows: Over the cache, or over the keys expanded for these rows alone.
-        tokens: (T',) indices into the pass's tokens; None: all, in order.
-        places: (N,) slots of the latents to expand, page * S + offset; None: absorbed.
-    """
-
-    rows: AttentionMetadata
-    tokens: Tensor | None
-    places: Tensor | None
+    rows: AttentionMetadata  # over the cache, or over the keys expanded for these rows alone
+    tokens: Tensor | None  # (T',) indices into the pass's tokens; None: all, in order
+    places: Tensor | None  # (N,) slots of the latents to expand, page * S + offset; None: absorbed
 
 
 @dataclass(frozen=True)
@@ -134,7 +108,6 @@ class LatentMetadata:
 
     @cached_property
     def parts(self) -> tuple[LatentPart, ...]:
-        """The rows by form."""
         expanded = self._expanded()
         if not expanded.any():
             return (LatentPart(self.rows, None, None),)
@@ -165,7 +138,6 @@ class LatentMetadata:
         return EXPANDED_BYTES_MAX // per_key
 
     def _batches(self, chosen: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Rows that are expanded together."""
         first, keys = 0, 0
         for index, row in enumerate(chosen):
             keys += int(self.rows.kv_len[row])
@@ -258,7 +230,6 @@ def _mix(
 
 
 def _gathered(cache: LayerKvCache, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cached latents in the dtype of the model."""
     latents = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
     numbers = upcast(latents, dtype)
     return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key

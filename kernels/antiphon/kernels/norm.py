@@ -1,12 +1,14 @@
-"""Normalisation of rows."""
+"""Normalisation of rows, and which of them are finite."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
-from antiphon.kernels.cpu.backend import cpu
+from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
 
 
@@ -16,36 +18,25 @@ def _scale_to_unit(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
 
-@kernel("norm.rmsnorm", cpu("antiphon.kernels.cpu.elementwise:rmsnorm"))
+@kernel("norm.rmsnorm", cpu("rmsnorm"))
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root-mean-square.
+    """Scale each row to unit root-mean-square; `eps` is added inside the root.
 
-    Args:
-        x: (tokens, hidden).
-        weight: (hidden,), same dtype as x.
-        eps: Added to the mean square, inside the root.
-
-    Returns:
-        (tokens, hidden), dtype of x. The sum of squares is taken in float32, and the row is
-        rounded to the dtype of x before the weight multiplies it, as checkpoints were trained.
+    x (tokens, hidden); weight (hidden,), same dtype  ->  (tokens, hidden). The sum of squares is
+    taken in float32, and the row is rounded to the dtype of x before the weight multiplies it, as
+    checkpoints were trained.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
     return _scale_to_unit(x, weight, eps)
 
 
-@kernel("norm.add_rmsnorm", cpu("antiphon.kernels.cpu.elementwise:add_rmsnorm"))
+@kernel("norm.add_rmsnorm", cpu("add_rmsnorm"))
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a block's output to the residual stream, and normalise the sum for the next block.
 
-    Args:
-        x: (tokens, hidden), what the block produced.
-        residual: (tokens, hidden), same dtype.
-        weight: (hidden,), same dtype.
-        eps: Added to the mean square, inside the root.
-
-    Returns:
-        The normalised sum and the sum itself, which is the residual from here on.
+    x, residual (tokens, hidden); weight (hidden,), same dtype  ->  the normalised sum, and the sum
+    itself, which is the residual from here on
     """
     total = x + residual
     return _scale_to_unit(total, weight, eps), total
@@ -88,16 +79,10 @@ def gated_rmsnorm(
 ) -> Tensor:
     """Scale each group of a row to unit root-mean-square, and multiply by silu(gate).
 
-    Args:
-        x: (tokens, width).
-        gate: (tokens, width).
-        weight: (width,).
-        eps: Added to the mean square, inside the root.
-        groups: Equal parts of a row that are scaled separately.
-        gate_first: Whether the gate multiplies the input of the norm, not its result.
-
-    Returns:
-        (tokens, width), dtype of gate; intermediate values are float32.
+    `groups` equal parts of a row are scaled separately; with `gate_first`, the gate multiplies the
+    input of the norm, not its result.
+    x, gate (tokens, width); weight (width,)  ->  (tokens, width), dtype of gate; intermediate
+    values are float32
     """
     wide, opening = x.float(), F.silu(gate.float())
     if gate_first:
@@ -106,3 +91,12 @@ def gated_rmsnorm(
     scaled = parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps)
     normed = scaled.flatten(1) * weight.float()
     return (normed if gate_first else normed * opening).to(gate.dtype)
+
+
+@kernel("rows.finite", cpu("finite_rows"), invariant=True)
+def finite_rows(values: Tensor) -> Tensor | None:
+    """Which rows contain only finite values. values (R, N)  ->  (R,) bool; None: all do."""
+    # One sum is an order cheaper than checking each element, and nearly always finite.
+    if math.isfinite(float(values.sum(dtype=torch.float32))):
+        return None
+    return torch.isfinite(values).all(dim=-1)

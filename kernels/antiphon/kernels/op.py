@@ -27,21 +27,14 @@ class KernelUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapability:
-    """The facts about a device that determine which backends can run.
+    """The facts about a device that determine which backends can run."""
 
-    Attributes:
-        kind: `cpu` or `cuda`.
-        sm: Compute capability as major * 10 + minor; None without one.
-        dtype: Dtype of the model that it runs.
-    """
-
-    kind: str
-    sm: int | None = None
+    kind: str  # cpu or cuda
+    sm: int | None = None  # compute capability as major * 10 + minor
     dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> DeviceCapability:
-        """The capability of a torch device for a model of this dtype."""
         if device.type != "cuda":
             return cls(device.type, dtype=dtype)
         major, minor = torch.cuda.get_device_capability(device)
@@ -50,19 +43,13 @@ class DeviceCapability:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation of an op.
-
-    Attributes:
-        name: Its name in `forced` and in the printed table.
-        target: `module:function`, imported only when chosen.
-        needs: The requirement that a device lacks, or None.
-        invariant: Whether it is batch-invariant: a row's bits depend on that row alone.
-    """
+    """One implementation of an op."""
 
     name: str
-    target: str
+    target: str  # `module:function`, imported only when chosen
+    # Returns the requirement that a device lacks, or None.
     needs: Callable[[DeviceCapability], str | None]
-    invariant: bool = False
+    invariant: bool = False  # whether it is batch-invariant: a row's bits depend on that row alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +63,14 @@ class BackendChoice(Generic[P, R_co]):
     invariant: bool
 
 
+@dataclass(frozen=True, slots=True)
 class Op(Generic[P, R_co]):
     """An operation: the torch reference that defines its result, and faster backends."""
 
-    def __init__(
-        self,
-        name: str,
-        reference: Callable[P, R_co],
-        backends: tuple[Backend, ...],
-        *,
-        invariant: bool = False,
-    ) -> None:
-        self.name = name
-        self.reference = reference
-        self.backends = backends
-        self._invariant = invariant
+    name: str
+    reference: Callable[P, R_co]
+    backends: tuple[Backend, ...]
+    invariant: bool  # whether the reference is batch-invariant
 
     def select(self, device: DeviceCapability, forced: str | None = None) -> BackendChoice[P, R_co]:
         """The first backend, in order, that this device can run; the reference is the last.
@@ -105,30 +85,33 @@ class Op(Generic[P, R_co]):
             elif (lacks := backend.needs(device)) is not None:
                 refused.append((backend.name, lacks))
             else:
-                call = self._load(backend.target)
+                module, _, name = backend.target.partition(":")
+                call = cast("Callable[P, R_co]", getattr(importlib.import_module(module), name))
                 return BackendChoice(
                     self.name, call, backend.name, tuple(refused), backend.invariant
                 )
         if forced not in (None, REFERENCE):
             reason = dict(refused).get(forced, f"{self.name} has no such backend")
             raise KernelUnavailable(f"{self.name}: backend {forced!r} cannot run here: {reason}")
-        return BackendChoice(self.name, self.reference, REFERENCE, tuple(refused), self._invariant)
+        return BackendChoice(self.name, self.reference, REFERENCE, tuple(refused), self.invariant)
 
-    def _load(self, target: str) -> Callable[P, R_co]:
-        module, _, name = target.partition(":")
-        return cast("Callable[P, R_co]", getattr(importlib.import_module(module), name))
+
+REGISTRY: dict[str, Op[..., object]] = {}
+"""Every op by its name."""
 
 
 def kernel(
     name: str, *backends: Backend, invariant: bool = False
 ) -> Callable[[Callable[P, R_co]], Op[P, R_co]]:
-    """Make a torch function the reference of the op `name`.
+    """Make a torch function the reference of the op `name`, and register it.
 
     `invariant`: the reference is batch-invariant, too.
     """
 
     def wrap(reference: Callable[P, R_co]) -> Op[P, R_co]:
-        return Op(name, reference, backends, invariant=invariant)
+        op = Op(name, reference, backends, invariant)
+        REGISTRY[name] = op
+        return op
 
     return wrap
 

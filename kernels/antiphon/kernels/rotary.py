@@ -1,5 +1,7 @@
 """Rotary position embedding (RoPE) in the layout of halves, with its frequencies.
 
+Also the operation between the QKV projection and attention: QK norm, RoPE and the KV cache store.
+
 Source: Su et al. 2021, arXiv:2104.09864. Pairs are (i, i + D / 2), not interleaved.
 """
 
@@ -8,10 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from antiphon.kernels.cpu.extension import cpu
+from antiphon.kernels.kv import UNSCALED, KvScales, store_kv
+from antiphon.kernels.norm import rmsnorm
+from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,33 +49,26 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: low frequencies divided by a factor, high ones unchanged, with a ramp between them.
 
-    Attributes:
-        beta_fast: Pairs that make more turns than this in the trained context are unchanged.
-        beta_slow: Pairs that make fewer turns are divided by the whole `factor`.
-        amplitude: Cosine and sine are multiplied by this.
-        truncate: Whether the ends of the ramp are whole pairs.
-
     Source: Peng et al. 2023, arXiv:2309.00071, section 3.
     """
 
     factor: float
     trained_tokens: int
+    # Pairs that make more turns than this in the trained context are unchanged.
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    amplitude: float = 1.0
-    truncate: bool = True
+    beta_slow: float = 1.0  # pairs that make fewer turns are divided by the whole `factor`
+    amplitude: float = 1.0  # cosine and sine are multiplied by this
+    truncate: bool = True  # whether the ends of the ramp are whole pairs
 
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
     """LongRoPE: each pair divided by its own factor. Source: Ding et al. 2024, arXiv:2402.13753.
 
-    Attributes:
-        factors: One a pair.
-        amplitude: Cosine and sine are multiplied by this.
+    Cosine and sine are multiplied by `amplitude`.
     """
 
-    factors: tuple[float, ...]
+    factors: tuple[float, ...]  # one a pair
     amplitude: float = 1.0
 
 
@@ -79,13 +79,10 @@ class DynamicScaling:
     Each token is rotated as if it were the last of its text, whatever follows it, so that a key is
     the same in all texts with a common prefix.
 
-    Attributes:
-        factor: Maximum length of a text, relative to the trained context.
-
     Source: the NTK-aware base of Peng et al. 2023, arXiv:2309.00071, section 3.1 and appendix A.
     """
 
-    factor: float
+    factor: float  # maximum length of a text, relative to the trained context
     trained_tokens: int
 
 
@@ -107,7 +104,6 @@ class RotarySpec:
 
     @property
     def amplitude(self) -> float:
-        """Cosine and sine are multiplied by this."""
         match self.scaling:
             case YarnScaling() | LongScaling():
                 return self.scaling.amplitude
@@ -115,11 +111,7 @@ class RotarySpec:
                 return 1.0
 
     def frequencies_at(self, positions: Tensor) -> Tensor:
-        """Radians per position for each of `positions` (T,).
-
-        Returns:
-            (R / 2,) float32; with dynamic scaling (T, R / 2).
-        """
+        """Radians per position: (R / 2,) float32; with dynamic scaling (T, R / 2)."""
         if not isinstance(self.scaling, DynamicScaling):
             return self.frequencies().to(positions.device)
         exponent = torch.arange(0, self.size, 2, device=positions.device).float() / self.size
@@ -165,21 +157,14 @@ def cos_sin(
 
 @dataclass(frozen=True)
 class TokenCosSin:
-    """Cosine and sine for the tokens of a pass.
+    """Cosine and sine for the tokens of a pass."""
 
-    Attributes:
-        cos: For every position up to the last, (P, 1, R).
-        sin: Likewise, signed as in `cos_sin`.
-        positions: (T,) int32.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    positions: NDArray[np.int32]
+    cos: Tensor  # for every position up to the last, (P, 1, R)
+    sin: Tensor  # likewise, signed as in `cos_sin`
+    positions: NDArray[np.int32]  # (T,) int32
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of each token, (T, 1, R) both."""
         positions = torch.as_tensor(self.positions)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
@@ -200,7 +185,6 @@ class CosSinCache:
         self._cos, self._sin = self._computed(self._known)
 
     def at_positions(self, positions: NDArray[np.int32]) -> TokenCosSin:
-        """Cosine and sine of tokens at these positions, (T,)."""
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
         last = max(positions.tolist())
         if last >= self._known:
@@ -224,7 +208,6 @@ class StepCosSin:
         self._by_variant: dict[RotarySpec | None, TokenCosSin] = {}
 
     def of(self, rotary: RotarySpec | None) -> TokenCosSin:
-        """Cosine and sine for a RoPE variant; None: identity rotation."""
         if rotary not in self._by_variant:
             self._by_variant[rotary] = self._tables.of(rotary).at_positions(self._positions)
         return self._by_variant[rotary]
@@ -238,7 +221,6 @@ class CosSinCaches:
         self._tables: dict[RotarySpec | None, CosSinCache] = {}
 
     def of(self, rotary: RotarySpec | None) -> CosSinCache:
-        """The cache of one variant, made on first use; None: identity rotation."""
         if rotary not in self._tables:
             self._tables[rotary] = CosSinCache(
                 rotary or RotarySpec(0, 1.0), self._dtype, self._device
@@ -258,6 +240,43 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((second, first), dim=-1) * sin
     return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
+
+
+class QkNormWeights(NamedTuple):
+    """Weights of QK norms, which normalise each query and key head separately, (D,) both."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@kernel("attention.heads", cpu("qk_norm_rope_store"))
+def qk_norm_rope_store(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    norms: QkNormWeights | None,
+    scales: KvScales = UNSCALED,
+) -> Tensor:
+    """Apply QK norm and RoPE to queries and keys, and write keys and values to the cache.
+
+    Axes: T tokens, Q query heads, P pages, S tokens a page, H kv heads, D head size.
+    heads (T, Q + 2 H, D), queries before keys before values; cos, sin (T, 1, D) from `cos_sin`;
+    keys, values (P, S, H, D), mutated, and their scales; places (T,) int64, page * S + offset
+    ->  the queries (T, Q, D)
+    """
+    kv_heads = keys.shape[2]
+    queries = heads.shape[1] - 2 * kv_heads
+    q, k = heads[:, :queries], heads[:, queries : queries + kv_heads]
+    if norms is not None:
+        q = rmsnorm.reference(q, norms.query, norms.eps)
+        k = rmsnorm.reference(k, norms.key, norms.eps)
+    rotated = apply_rotary(torch.cat((q, k), dim=1), cos, sin)
+    store_kv(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places, scales)
+    return rotated[:, :queries]
 
 
 def _stretch_long_waves(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

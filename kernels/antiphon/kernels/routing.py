@@ -1,12 +1,12 @@
-"""Top-k routing of tokens to experts, with the weight of each.
+"""Top-k routing of tokens to experts: selecting them, sorting by expert, and combining results.
 
-Axes: T tokens, E experts, K experts selected for a token.
+Axes: T tokens, E experts, K experts selected for a token, N = T * K or fewer rows, D hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,30 +14,25 @@ from torch import Tensor
 from antiphon.kernels.activation import sigmoid
 from antiphon.kernels.op import kernel
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSpec:
-    """How router logits select experts.
+    """How router logits select experts."""
 
-    Attributes:
-        top_k: K.
-        scoring: Score of a logit: softmax over all experts, or sigmoid.
-        renormalised: The weights of the selected experts are normalised to sum to one. For a
-            softmax that equals the softmax over the selected alone, taken before or after the
-            selection.
-        factor: All weights are multiplied by this.
-        groups: Number of groups of adjacent experts, of equal size.
-        groups_kept: Number of groups from which a token's experts are selected.
-        group_best: The score of a group is the sum of so many of its best experts.
-    """
-
-    top_k: int
+    top_k: int  # K
+    # Score of a logit: softmax over all experts, or sigmoid.
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    # The weights of the selected experts are normalised to sum to one. For a softmax that equals
+    # the softmax over the selected alone, taken before or after the selection.
     renormalised: bool = False
-    factor: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 1
+    factor: float = 1.0  # all weights are multiplied by this
+    groups: int = 1  # number of groups of adjacent experts, of equal size
+    groups_kept: int = 1  # number of groups from which a token's experts are selected
+    group_best: int = 1  # the score of a group is the sum of so many of its best experts
 
 
 _NOTHING = 1e-20
@@ -48,14 +43,8 @@ _NOTHING = 1e-20
 def route(logits: Tensor, correction: Tensor | None, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
     """Select each token's experts, the best first.
 
-    Args:
-        logits: (T, E) float32.
-        correction: (E,) float32, the load-balancing bias: it affects the selection, not the
-            weights. None where a model has none.
-        routing: Of the model.
-
-    Returns:
-        The experts (T, K) int64, and the weight of each (T, K) float32.
+    logits (T, E) float32; correction (E,) float32, the load-balancing bias: it affects the
+    selection, not the weights  ->  the experts (T, K) int64, and the weight of each, float32
 
     Source: Shazeer et al. 2017, arXiv:1701.06538 (top-k gating); DeepSeek-AI 2024,
     arXiv:2405.04434, section 2.2 (groups) and arXiv:2412.19437, section 2.1.2 (correction).
@@ -80,3 +69,43 @@ def _in_best_groups(ranking: Tensor, routing: RoutingSpec) -> Tensor:
     best = group_scores.topk(routing.groups_kept, dim=-1).indices
     selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, value=True)
     return selected.repeat_interleave(grouped.shape[2], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SortedByExpert:
+    """Rows sorted by expert."""
+
+    # (N,) the pair (token, choice) of a row: token * K + choice. Rows of one expert keep the order
+    # of their tokens.
+    pair: Tensor
+    bounds: list[int]  # expert e of the range has rows bounds[e] up to bounds[e + 1]
+
+
+def sort_by_expert(experts: Tensor, first: int, count: int) -> SortedByExpert:
+    """Sort the (token, expert) pairs whose expert is one of `count` from `first` on.
+
+    experts (T, K) int64
+    """
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    borders = torch.arange(first, first + count + 1, device=flat.device)
+    bounds: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
+    return SortedByExpert(order[int(bounds[0]) : int(bounds[-1])], (bounds - bounds[0]).tolist())
+
+
+@kernel("moe.combine", invariant=True)
+def combine(rows: Tensor, pair: Tensor, shares: Tensor) -> Tensor:
+    """Sum the outputs of each token's experts, weighted.
+
+    A pair without a row is skipped: another rank has its expert. The sum is taken in float32, in
+    the order of a token's choices, so it does not depend on the rest of the batch.
+
+    rows (N, D); pair (N,) int64; shares (T, K) float32  ->  (T, D), dtype of rows
+    """
+    tokens, choices = shares.shape
+    spread = rows.new_zeros(tokens * choices, rows.shape[1])
+    spread = spread.index_copy_(0, pair, rows).view(tokens, choices, -1)
+    total = spread[:, 0].float() * shares[:, :1]
+    for choice in range(1, choices):
+        total += spread[:, choice].float() * shares[:, choice : choice + 1]
+    return total.to(rows.dtype)

@@ -7,23 +7,39 @@ Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, 
 
 Gumbel noise would need a random number for each vocabulary entry (17 times slower, measured); here
 the noise is one number and the sum runs in the fixed order of the vocabulary. A row's result
-depends on that row alone.
+depends on that row alone. Its number comes from a counter-based generator, which has no state: the
+number for (seed, choice, position, purpose) is the same whatever else is in the batch, on every
+worker, before and after a migration.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", Philox 4x32 with ten
+rounds; the tests contain its published vectors.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.kernels.cpu.backend import cpu
+from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
 
 BLOCK = 256
 CANDIDATES = 256
 """Enough for almost every row's top-k and top-p; the other rows are sorted in full."""
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_ROUNDS = 10
+
+Words = NDArray[np.uint64]
 
 
 @kernel("sampling.penalize", invariant=True)
@@ -38,14 +54,10 @@ def penalize(
 ) -> None:
     """Penalise tokens that were sampled before, in place: frequency and presence, then repetition.
 
-    Args:
-        logits: (L, V) float32.
-        rows: (E,) int64.
-        token_ids: (E,) int64; each pair of row and token occurs once.
-        counts: (E,) float32, how often each was sampled, at least once.
-        frequency: (E,) float32, subtracted for each time.
-        presence: (E,) float32, subtracted once.
-        repetition: (E,) float32, divides logits that are positive then, and multiplies the others.
+    logits (L, V) float32; rows, token_ids (E,) int64, each pair once; the others (E,) float32:
+    counts, how often each was sampled, at least once; frequency, subtracted for each time;
+    presence, subtracted once; repetition, which divides logits that are positive then, and
+    multiplies the others
 
     Source: the first two as the OpenAI API defines them; Keskar et al. 2019, arXiv:1909.05858,
     section 4.1, in the form that covers negative logits, too.
@@ -58,10 +70,8 @@ def penalize(
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set the logits of tokens whose bit is not set to -inf, in place.
 
-    Args:
-        logits: (L, V) float32.
-        rows: (G,) int64, at least one, each once.
-        words: (G, ceil(V / 32)) int32; token i is bit i % 32 of word i // 32.
+    logits (L, V) float32; rows (G,) int64, at least one, each once; words (G, ceil(V / 32)) int32:
+    token i is bit i % 32 of word i // 32
     """
     # A table lookup for eight tokens at once, and a sum: a masked fill mispredicts the branch of
     # each token and took twenty times as long (64 rows of 49,152).
@@ -90,7 +100,7 @@ def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
     return peak[:, 0] / temperature + mass.log().float()
 
 
-@kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:argmax"), invariant=True)
+@kernel("sampling.greedy", cpu("argmax"), invariant=True)
 def argmax(logits: Tensor) -> Tensor:
     """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
     return logits.argmax(dim=-1)
@@ -111,16 +121,9 @@ def sample(
     descending order, exceeds p of all mass; min-p when it is less likely than p times the most
     likely. Tokens as likely as the last one kept are kept too.
 
-    Args:
-        logits: (L, V) float32.
-        uniform: (L,) float64 in [0, 1).
-        temperature: (L,) float32, above 0.
-        top_k: (L,) int64; 0 keeps all.
-        top_p: (L,) float32 in (0, 1]; 1 keeps all.
-        min_p: (L,) float32 in [0, 1]; 0 keeps all.
-
-    Returns:
-        (L,) int64 token ids.
+    logits (L, V) float32; uniform (L,) float64 in [0, 1); temperature (L,) float32, above 0;
+    top_k (L,) int64, 0 keeps all; top_p (L,) float32 in (0, 1], 1 keeps all; min_p (L,) float32 in
+    [0, 1], 0 keeps all  ->  (L,) int64 token ids
     """
     weights = _weights(logits, logits.amax(dim=-1, keepdim=True), temperature)
     floor = min_p.clone()  # weights are relative to the most likely token, so this is min-p
@@ -194,3 +197,49 @@ def _block_sums(weights: Tensor) -> Tensor:
 def _blocks(weights: Tensor) -> Tensor:
     spare = -weights.shape[-1] % BLOCK
     return F.pad(weights, (0, spare)).view(len(weights), -1, BLOCK)
+
+
+class Purpose(IntEnum):
+    """What a number is used for. Two uses at one position never share a number."""
+
+    SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def uniform(
+    seed: NDArray[np.int64],
+    choice: NDArray[np.int32],
+    position: NDArray[np.int64],
+    purpose: Purpose,
+) -> NDArray[np.float64]:
+    """One number in [0, 1) a row, with 52 random bits.
+
+    seed, choice, position (L,): position is the index in its sequence of the token being sampled.
+    52 bits, not 53: then the product with any sum is below that sum, after rounding too.
+    """
+    bits = seed.view(np.uint64)
+    zeros = np.zeros_like(bits)
+    counter = (
+        position.astype(np.uint64) & _LOW,
+        choice.astype(np.uint64) & _LOW,
+        zeros + np.uint64(purpose),
+        zeros,
+    )
+    first, second, _, _ = philox4x32(counter, (bits & _LOW, bits >> _HALF))
+    mantissa = ((first >> np.uint64(6)) << np.uint64(26)) | (second >> np.uint64(6))
+    return mantissa.astype(np.float64) * 2.0**-52
+
+
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, Words, Words, Words]:
+    """Ten rounds of Philox over 32-bit words, each held in the low half of a uint64."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (right >> _HALF) ^ b ^ k0, right & _LOW, (left >> _HALF) ^ d ^ k1, left & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return a, b, c, d

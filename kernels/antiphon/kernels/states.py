@@ -35,24 +35,14 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """The state that a recurrent layer stores for a whole sequence.
+    """The state that a recurrent layer stores for a whole sequence."""
 
-    Attributes:
-        channels: Inputs of its convolution that are sharded over ranks.
-        shared: Inputs of it that are sharded by `groups`; replicated if there are fewer groups than
-            ranks.
-        groups: Of the heads.
-        taps: Of the convolution: it stores one token fewer.
-        heads: Matrices of the recurrence, sharded over ranks.
-        rows, columns: Of one matrix.
-    """
-
-    channels: int
-    shared: int = 0
-    groups: int = 1
-    taps: int
-    heads: int
-    rows: int
+    channels: int  # inputs of its convolution that are sharded over ranks
+    shared: int = 0  # its inputs that are sharded by `groups`, or replicated over more ranks
+    groups: int = 1  # of the heads
+    taps: int  # of the convolution: it stores one token fewer
+    heads: int  # matrices of the recurrence, sharded over ranks
+    rows: int  # of one matrix
     columns: int
 
     def convolved(self, ranks: int) -> tuple[int, int]:
@@ -60,46 +50,32 @@ class StateSpec:
         return self.taps - 1, self.channels // ranks + self.shared // min(ranks, self.groups)
 
     def matrices(self, ranks: int) -> tuple[int, int, int]:
-        """The shape of the recurrent state, on one of `ranks` ranks."""
         return self.heads // ranks, self.rows, self.columns
 
     def state_bytes(self, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes of one state in one layer, on one rank; the recurrent state is float32."""
         kept = math.prod(self.convolved(ranks)) * dtype.itemsize
         return kept + math.prod(self.matrices(ranks)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of one layer.
+    """The states of one layer."""
 
-    Attributes:
-        group: Index of its group of recurrent states, which selects the rows' metadata.
-        conv_states: (S, K - 1, C) the last inputs of the convolution.
-        recurrent_states: (S, H, I, J) float32, the state of the recurrence.
-    """
-
-    group: int
-    conv_states: Tensor
-    recurrent_states: Tensor
+    group: int  # index of its group of recurrent states, which selects the rows' metadata
+    conv_states: Tensor  # (S, K - 1, C) the last inputs of the convolution
+    recurrent_states: Tensor  # (S, H, I, J) float32, the state of the recurrence
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of one token, which each take one step of the recurrence.
+    """The rows of one token, which each take one step of the recurrence."""
 
-    Attributes:
-        tokens: (B,) indices into the pass's tokens; None when they are all of them, in order.
-        reads: (B,) state indices; 0 for rows without earlier tokens.
-        writes: (B,) state indices.
-        fresh: (B,) bool, rows that start from a zero state; None: no row does.
-        pairs: The state indices to read (negative: none) and to write, as in the plan.
-    """
-
+    # (B,) indices into the pass's tokens; None when they are all of them, in order.
     tokens: Tensor | None
-    reads: Tensor
-    writes: Tensor
-    fresh: Tensor | None
+    reads: Tensor  # (B,) state indices; 0 for rows without earlier tokens
+    writes: Tensor  # (B,) state indices
+    fresh: Tensor | None  # (B,) bool, rows that start from a zero state; None: no row does
+    # The state indices to read (negative: none) and to write, as in the plan.
     pairs: tuple[tuple[int, int], ...]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -115,15 +91,13 @@ class DecodeRows:
         return found
 
     def write_states(self, states: Tensor, after: Tensor) -> None:
-        """Write the states after the step: after (B, ...), states (S, ...), mutated."""
         states.index_copy_(0, self.writes, after.to(states.dtype))
 
     def decayed_states(self, states: Tensor, factors: Tensor) -> Iterator[Tensor]:
         """The state of each row in turn, copied to its new index and multiplied by its decay.
 
-        One row after the other, because a state is large: the caller's update finds it in the CPU
-            cache.
-        Doing all rows in parallel took three times as long with states of 786 KB.
+        One row after the other: a state is large, and the caller's update finds it in the CPU
+        cache. Doing all rows in parallel took three times as long with states of 786 KB.
 
         states (S, ...), mutated; factors (B, ...)  ->  B times (...), to be updated in place
         """
@@ -136,7 +110,6 @@ class DecodeRows:
             yield after
 
     def scatter(self, out: Tensor, y: Tensor) -> None:
-        """Write the results of these rows: y (B, ...), out (T, ...), mutated."""
         if self.tokens is None:
             out.copy_(y)
         else:
@@ -147,29 +120,22 @@ class DecodeRows:
 class ScanSpan:
     """A row of several tokens, or a span of it that starts at a multiple of `SPAN_TOKENS`.
 
-    Attributes:
-        begin: Index of its first token in the pass's tokens.
-        end: Index after its last one.
-        read: Index of the state before it; negative: it is zero.
-        write: Index of the state after it.
-        offset: Tokens of its first chunk that come before it.
+    It is the pass's tokens from `begin` to `end`.
     """
 
     begin: int
     end: int
-    read: int
-    write: int
-    offset: int
+    read: int  # index of the state before it; negative: it is zero
+    write: int  # index of the state after it
+    offset: int  # tokens of its first chunk that come before it
 
     def initial_state(self, states: Tensor) -> Tensor:
         """The state that it continues from: states (S, ...)  ->  (...)."""
         return torch.zeros_like(states[self.write]) if self.read < 0 else states[self.read]
 
     def chunked(self, x: Tensor) -> Tensor:
-        """Split its entries into chunks: x (T, ...)  ->  (chunks, tokens of a chunk, ...).
-
-        Padding is zero. A span within one chunk is not padded.
-        """
+        """Split its entries into chunks: x (T, ...)  ->  (chunks, tokens of a chunk, ...)."""
+        # Padding is zero. A span within one chunk is not padded.
         own = x[self.begin : self.end]
         end = self.offset + len(own)
         if end <= CHUNK_TOKENS:
@@ -191,22 +157,16 @@ class StateMetadata:
     """The rows of one forward pass. Made once a pass, used by each layer.
 
     Row r's tokens follow those of row r - 1.
-
-    Attributes:
-        reads: (R,) index of the state after the tokens before the row; negative: there are none.
-        writes: (R,) index for the state after the row's last token; no row of this pass reads it.
-        query_len: (R,) tokens of a row in this pass.
-        kv_len: (R,) tokens of its sequence up to the end of the row.
     """
 
-    reads: Ints
+    reads: Ints  # (R,) index of the state after the tokens before the row; negative: there are none
+    # (R,) index for the state after the row's last token; no row of this pass reads it.
     writes: Ints
-    query_len: Ints
-    kv_len: Ints
+    query_len: Ints  # (R,) tokens of a row in this pass
+    kv_len: Ints  # (R,) tokens of its sequence up to the end of the row
 
     @cached_property
     def decode_rows(self) -> DecodeRows | None:
-        """The rows of one token, if there are any."""
         rows = np.flatnonzero(self.query_len == 1)
         if not len(rows):
             return None
@@ -223,7 +183,6 @@ class StateMetadata:
 
     @cached_property
     def scan_spans(self) -> tuple[ScanSpan, ...]:
-        """The rows of several tokens, split into consecutive spans."""
         runs: list[ScanSpan] = []
         begin = 0
         for row, length in enumerate(self.query_len.tolist()):

@@ -1,4 +1,4 @@
-"""The attention block: QKV projection, attention through the context, output projection."""
+"""The attention block: QKV projection, QK norms, attention in the context, output projection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 from antiphon.kernels.bidirectional import NoCache
 from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.rotary import QkNormWeights
 from antiphon.layers.context import AttentionParams
-from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
-from antiphon.layers.qk_norm import build_qk_norm
-from antiphon.layers.weights import WeightSource, void
+from antiphon.layers.linear import CheckpointLayout, LinearPart
+from antiphon.layers.norm import RmsNorm, build_norm
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
+from antiphon.layers.weights import Module, WeightSource, void
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +25,13 @@ if TYPE_CHECKING:
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.norm import NormSpec
-    from antiphon.layers.sublayer import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
     """Names of a layer's tensors in the checkpoint, relative to the layer.
 
-    Attributes:
-        query, key, value: One name for all three means a fused tensor.
-        by_head: Whether a fused tensor has the query, key and value of each head together, instead
-            of all queries before all keys before all values.
-        transposed: Whether weights are (inputs, outputs).
+    One name for query, key and value means a fused tensor.
     """
 
     query: str = "self_attn.q_proj"
@@ -44,60 +41,50 @@ class AttentionNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
-    by_head: bool = False
-    transposed: bool = False
+    by_head: bool = False  # query, key and value of each head together in a fused tensor
+    transposed: bool = False  # whether weights are (inputs, outputs)
 
     @property
     def fused(self) -> bool:
-        """Whether queries, keys and values are one tensor."""
         return self.query == self.key == self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention over a KV cache, or bidirectional attention over complete texts.
-
-    Attributes:
-        causal: Whether a query attends only to earlier tokens. If not, attention is bidirectional:
-            nothing is cached, and a text is computed in one forward pass.
-        scale: Of scores, `head_size ** -0.5` in most models.
-        rotary: RoPE of queries and keys; None: no RoPE (NoPE).
-        interleaved_rope: Whether the checkpoint has interleaved RoPE: pairs are adjacent elements.
-        window: A query attends to itself and the window - 1 tokens before it, and to as many after
-            it if bidirectional; None: to all.
-        chunked: Chunked attention: texts are split into chunks of `window` tokens, and a query
-            attends only within its chunk.
-        temperature: Scale of the scores of late queries; None: none.
-        qk_norm: Of queries and keys, before RoPE.
-        qk_norm_over: What is normalised together: each head, or all heads of a token.
-        softcap: Scores become softcap * tanh(score / softcap).
-        sinks: Whether each query head has an attention sink: a learned score without a value.
-        gated: Whether the output of each head is multiplied by the sigmoid of its own gate, which
-            follows the head's query in the checkpoint's tensor.
-    """
+    """Grouped-query attention over a KV cache, or bidirectional attention over complete texts."""
 
     query_heads: int
     kv_heads: int
     head_size: int
-    scale: float
-    rotary: RotarySpec | None
+    scale: float  # of scores, `head_size ** -0.5` in most models
+    rotary: RotarySpec | None  # RoPE of queries and keys; None: no RoPE (NoPE)
+    # Whether a query attends only to earlier tokens. If not, attention is bidirectional: nothing is
+    # cached, and a text is computed in one forward pass.
     causal: bool = True
+    # Whether the checkpoint has interleaved RoPE: pairs are adjacent elements.
     interleaved_rope: bool = False
+    # A query attends to itself and the window - 1 tokens before it, and to as many after it if
+    # bidirectional; None: to all.
     window: int | None = None
+    # Chunked attention: texts are split into chunks of `window` tokens, and a query attends only
+    # within its chunk.
     chunked: bool = False
-    temperature: Temperature | None = None
+    temperature: Temperature | None = None  # scale of the scores of late queries; None: none
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: NormSpec | None = None
+    qk_norm: NormSpec | None = None  # of queries and keys, before RoPE
+    # What is normalised together: each head, or all heads of a token.
     qk_norm_over: Literal["head", "token"] = "head"
-    softcap: float | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    # Whether each query head has an attention sink: a learned score without a value.
     sinks: bool = False
+    # Whether the output of each head is multiplied by the sigmoid of its own gate, which follows
+    # the head's query in the checkpoint's tensor.
     gated: bool = False
     names: AttentionNames = field(default_factory=AttentionNames)
 
     @property
     def cache(self) -> KvSpec | NoCache:
-        """The cache of each token."""
         if not self.causal:
             return NoCache()
         chunked = self.chunked and self.window is not None
@@ -117,68 +104,52 @@ class Temperature:
     scale: float
 
     def of(self, positions: Tensor) -> Tensor:
-        """The factor of each query: (T,) int32  ->  (T,) float32."""
         passed = torch.div(positions + 1, self.floor, rounding_mode="floor")
         return torch.log1p(passed.float()) * self.scale + 1.0
 
 
-class Attention:
+class Attention(Sublayer):
     """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
     def __init__(self, site: LayerBuildContext, spec: AttentionSpec) -> None:
-        name, build, names = f"{site.name}.attention", site.build, spec.names
+        build, names = site.build, spec.names
         self._layer = site.layer
         self._head_size = spec.head_size
         self._gated = spec.gated
-        query_heads = build.share(spec.query_heads, name)
-        self._qkv = ColumnLinear(
-            f"{name}.qkv",
-            site.hidden,
-            _parts(site, spec),
-            bias=spec.qkv_bias,
-            build=build,
-            method=site.method,
-        )
-        self._out = RowLinear(
-            site.tensor_name(names.out),
+        query_heads = build.share(spec.query_heads, f"{site.name}.attention")
+        self._qkv = site.column("attention.qkv", _parts(site, spec), bias=spec.qkv_bias)
+        self._out = site.row(
+            names.out,
             spec.query_heads * spec.head_size,
-            site.hidden,
             bias=spec.out_bias,
-            build=build,
-            method=site.method,
             stored=CheckpointLayout(transposed=names.transposed),
         )
         self._causal, self._chunked = spec.causal, spec.chunked
         self._temperature = spec.temperature
         self._norms = None if spec.qk_norm is None else build_qk_norm(site, spec, spec.qk_norm)
+        self.children = (self._qkv, self._out, *([] if self._norms is None else [self._norms]))
         first = build.tp.rank * query_heads
         self._share = slice(first, first + query_heads)
         self._sinks_name, self._query_heads = site.tensor_name(names.sinks), spec.query_heads
         self.params = AttentionParams(
             scale=spec.scale,
             rotary=spec.rotary,
-            norms=None if self._norms is None else self._norms.kernel,
+            norms=None if self._norms is None else self._norms.weights,
             softcap=spec.softcap,
             sinks=build.empty(query_heads) if spec.sinks else None,
             kv_heads=max(1, spec.kv_heads // build.tp.ranks),
             window=spec.window,
         )
         """The attention parameters, independent of the forward pass."""
-        shaped = spec.softcap is not None or spec.sinks or self.params.norms is not None
-        assert spec.causal or not shaped, "no kernel has it"
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """The kernels of attention and of its norms."""
-        params = self.params
-        if not self._causal:
-            return frozenset({"attention.whole"})
-        shaped = params.softcap is not None or params.sinks is not None
-        own = frozenset({"attention.heads", "attention.shaped" if shaped else "attention.paged"})
-        return own if self._norms is None else own | self._norms.operations
+        shaped = spec.softcap is not None or spec.sinks
+        assert spec.causal or not (shaped or self.params.norms is not None), "no kernel has it"
+        self.kernels = frozenset({"attention.whole"})
+        if spec.causal:
+            self.kernels = frozenset(
+                {"attention.heads", "attention.shaped" if shaped else "attention.paged"}
+            )
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Apply attention: x (T, hidden)  ->  (T, hidden)."""
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
         gate = None
         if self._gated:
@@ -194,7 +165,6 @@ class Attention:
         return self._out(ctx, mixed.flatten(1))
 
     def _tempered(self, ctx: ForwardContext, heads: Tensor, temperature: Temperature) -> Tensor:
-        """Heads (T, Q + 2 H, D) with their queries scaled by the temperature."""
         assert ctx.positions is not None, "a temperature by position"
         queries = self._share.stop - self._share.start
         factor = temperature.of(ctx.positions)[:, None, None]
@@ -203,25 +173,19 @@ class Attention:
 
     @property
     def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
-        """Both projections in packed form for the CPU kernels, if they are packed."""
         qkv, out = self._qkv.packed, self._out.packed
         return None if qkv is None or out is None else (qkv, out)
 
     @property
     def fusable(self) -> bool:
-        """Whether the fused decoder supports it: neither soft cap, sinks nor further operations."""
         params = self.params
-        own_norms = self._norms is not None and self._norms.kernel is None
+        own_norms = self._norms is not None and self._norms.weights is None
         shaped = params.softcap is not None or params.sinks is not None
         other = self._gated or self._chunked or self._temperature is not None
         return self._causal and not (shaped or own_norms or other)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The tensors of the four linears, of norms and sinks."""
-        yield from self._qkv.sources()
-        yield from self._out.sources()
-        if self._norms is not None:
-            yield from self._norms.sources()
+        yield from super().sources()
         if (sinks := self.params.sinks) is not None:
             yield WeightSource(
                 self._sinks_name,
@@ -229,14 +193,8 @@ class Attention:
                 lambda tensor: void(sinks.copy_(tensor[self._share])),
             )
 
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        self._qkv.pack()
-        self._out.pack()
-
 
 def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ...]:
-    """Queries, keys, values and gates: their names, sizes and layouts in the checkpoint."""
     names, ranks = spec.names, site.build.tp.ranks
     # With fewer kv heads than ranks, adjacent ranks have copies of the same head.
     shards = min(ranks, spec.kv_heads)
@@ -261,7 +219,6 @@ def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ..
 
 
 def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]:
-    """Layout of queries (0), keys (1), values (2) or gates (3) in a tensor: run, first and runs."""
     size = spec.head_size
     if spec.gated and place in (0, 3):
         assert not spec.names.fused, "a gate lies beside its query alone"
@@ -273,3 +230,111 @@ def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]
         return 3 * size, place * size, spec.kv_heads
     first = (0, spec.query_heads, spec.query_heads + spec.kv_heads)[place]
     return (spec.query_heads + 2 * spec.kv_heads) * size, first * size, 1
+
+
+class QkNorm(Module):
+    """Norms of queries and keys. Axes: T tokens, Q query heads, H kv heads, D head size."""
+
+    # For the fused QK norm and RoPE kernel; None: this module normalises.
+    weights: QkNormWeights | None = None
+
+    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> QkNorm:
+    if spec.qk_norm_over == "token":
+        return PerTokenQkNorm(site, spec, norm)
+    if norm.kind == "rms":
+        return FusedQkNorm(site, spec, norm)
+    return PerHeadQkNorm(site, spec, norm)
+
+
+class FusedQkNorm(QkNorm):
+    """RMSNorm of each head, applied by the fused kernel."""
+
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
+        self._norms = tuple(
+            RmsNorm(norm, site.tensor_name(name), spec.head_size, site.build)
+            for name in (spec.names.query_norm, spec.names.key_norm)
+        )
+        query, key = self._norms
+        self.weights = QkNormWeights(query.weight, key.weight, norm.eps)
+
+    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        return heads
+
+    def sources(self) -> Iterator[WeightSource]:
+        for norm in self._norms:
+            yield from norm.sources()
+
+
+class PerHeadQkNorm(QkNorm):
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
+        self._query, self._key = (
+            build_norm(norm, site.tensor_name(name), spec.head_size, site.build)
+            for name in (spec.names.query_norm, spec.names.key_norm)
+        )
+        self.children = (self._query, self._key)
+        self._groups = spec.query_heads // spec.kv_heads
+
+    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        q, k, v = _parted(heads, self._groups)
+        return torch.cat((self._query(ctx, q), self._key(ctx, k), v), dim=1)
+
+
+class PerTokenQkNorm(QkNorm):
+    """RMSNorm over all queries of a token, and over all its keys.
+
+    Heads are sharded over ranks, so the mean square is summed over ranks.
+    """
+
+    kernels = frozenset({"norm.squares"})
+
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
+        assert norm.kind in ("rms", "rms_wide"), "no other kind is cut over ranks"
+        build, ranks = site.build, site.build.tp.ranks
+        if spec.kv_heads % ranks:
+            # Replicated heads would be counted twice.
+            raise ValueError(f"{site.name}: {spec.kv_heads} normalised key heads on {ranks} ranks")
+        self._eps = norm.eps
+        self._wide = norm.kind == "rms_wide"
+        self._groups = spec.query_heads // spec.kv_heads
+        sizes = (spec.query_heads * spec.head_size, spec.kv_heads * spec.head_size)
+        self._names = (
+            site.tensor_name(spec.names.query_norm),
+            site.tensor_name(spec.names.key_norm),
+        )
+        self._sizes, self._rank, self._ranks = sizes, build.tp.rank, ranks
+        self._weights = tuple(build.empty(size // ranks) for size in sizes)
+
+    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        q, k, v = _parted(heads, self._groups)
+        parts = [
+            self._normalised(ctx, part, weight)
+            for part, weight in zip((q, k), self._weights, strict=True)
+        ]
+        return torch.cat((*parts, v), dim=1)
+
+    def sources(self) -> Iterator[WeightSource]:
+        for name, size, weight in zip(self._names, self._sizes, self._weights, strict=True):
+            yield WeightSource(
+                f"{name}.weight", (size,), lambda tensor, weight=weight: self._load(weight, tensor)
+            )
+
+    def _load(self, weight: Tensor, tensor: Tensor) -> None:
+        void(weight.copy_(tensor.chunk(self._ranks)[self._rank]))
+
+    def _normalised(self, ctx: ForwardContext, heads: Tensor, weight: Tensor) -> Tensor:
+        rows = heads.flatten(1)
+        mean = ctx.tp.all_reduce(ctx.ops.squares(rows)) / (rows.shape[1] * self._ranks)
+        unit = rows.float() * torch.rsqrt(mean + self._eps)
+        if self._wide:
+            return (unit * weight.float()).to(heads.dtype).view(heads.shape)
+        return (unit.to(heads.dtype) * weight).view(heads.shape)
+
+
+def _parted(heads: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    kv = heads.shape[1] // (groups + 2)
+    queries = groups * kv
+    return heads[:, :queries], heads[:, queries : queries + kv], heads[:, queries + kv :]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import LinearPart, weight_sources
 from antiphon.layers.methods import LinearShape, RankSlice
-from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
+from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
 
 
-class VocabParallelEmbedding:
+class VocabParallelEmbedding(Module):
     """A vector for each token: the input embedding, the output head, or both when they are tied.
 
     Each rank has an equal range of the vocabulary; the last range may be padded, and the logits of
@@ -41,55 +41,47 @@ class VocabParallelEmbedding:
         self._share = -(-vocabulary // build.tp.ranks)
         self._first = build.tp.rank * self._share
         self._build = build
-        self._method = build.method((name,), method).for_table()
-        self._weights = self._method.create(LinearShape(hidden, self._share, bias), build)
+        shape = LinearShape(hidden, self._share, bias)
+        method = build.method((name,), method).for_table()
+        self._weights = method.create(shape, build.dtype, build.device)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """Look up tokens (T,) int64  ->  (T, hidden)."""
         if ctx.tp.ranks == 1:
-            return self._method.rows(self._weights, tokens)
+            return self._weights.rows(tokens)
         local = tokens - self._first
         foreign = (local < 0) | (local >= self._share)
-        rows = self._method.rows(self._weights, local.masked_fill(foreign, 0))
+        rows = self._weights.rows(local.masked_fill(foreign, 0))
         return ctx.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Logits of hidden states (L, hidden)  ->  (L, V) float32, on every rank."""
-        local = self._method.apply_wide(self._weights, hidden)
+        local = self._weights.apply_wide(hidden)
         if ctx.tp.ranks == 1:
             return local
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
 
     @property
     def packed(self) -> CompiledLinear | None:
-        """The linear that computes logits, if it is packed and on a single rank."""
-        if self._weights.packed is None or self._build.tp.ranks > 1:
-            return None
-        return self._weights.packed.linear
+        return self._weights.packed if self._build.tp.ranks == 1 else None
 
     @property
     def table(self) -> Tensor | None:
-        """The unpacked table, one row a token, if on a single rank."""
-        return self._weights.tensors.get("weight") if self._build.tp.ranks == 1 else None
+        return self._weights.table if self._build.tp.ranks == 1 else None
 
     def sources(self) -> Iterator[WeightSource]:
-        """The weight, and the bias of a head that has one."""
         part = LinearPart(self.name, self._vocabulary, shards=1)
         cut = RankSlice(slice(self._first, self._first + self._share), slice(None), into=0)
-        yield from weight_sources(part, self._hidden, cut, self._build, self._method, self._weights)
+        yield from weight_sources(part, self._hidden, cut, self._build, self._weights)
         if self._bias:
             yield WeightSource(
                 f"{self.name}.bias",
                 (self._vocabulary,),
-                lambda tensor: self._method.load(self._weights, "bias", tensor, cut),
+                lambda tensor: self._weights.load("bias", tensor, cut),
             )
 
-    def pack(self) -> None:
-        """Prepare the weight for computing; called once it is loaded."""
-        self._method.pack(self._weights)
 
-
-class LearnedPositions:
+class LearnedPositions(Module):
     """Learned position embeddings, added to those of tokens; replicated on every rank.
 
     The first token of a text has row `first` of the table.
@@ -102,16 +94,14 @@ class LearnedPositions:
         self._weight = build.empty(first + positions, hidden)
 
     def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        """Add position embeddings: (T, hidden)  ->  (T, hidden)."""
         assert ctx.positions is not None, "a model with learned positions"
         return embedded + self._weight[self._first :].index_select(0, ctx.positions)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The weight."""
         return replicated_source(f"{self._name}.weight", self._weight)
 
 
-class TokenTypes:
+class TokenTypes(Module):
     """Token-type embeddings, such as for the first and second text; replicated on every rank."""
 
     def __init__(self, name: str, types: int, hidden: int, build: BuildContext) -> None:
@@ -119,11 +109,9 @@ class TokenTypes:
         self._weight = build.empty(types, hidden)
 
     def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        """Add token-type embeddings: (T, hidden)  ->  (T, hidden)."""
         if ctx.token_types is None:
             return embedded + self._weight[0]
         return embedded + self._weight.index_select(0, ctx.token_types)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The weight."""
         return replicated_source(f"{self._name}.weight", self._weight)

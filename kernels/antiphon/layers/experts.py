@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.kernels.experts import sort_by_expert
+from antiphon.kernels.routing import sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
 from antiphon.layers.methods import LinearShape, RankSlice
 from antiphon.layers.quantization.storage import dequantized
-from antiphon.layers.weights import WeightSource, void
+from antiphon.layers.weights import Module, WeightSource, void
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod, LinearWeights
+    from antiphon.layers.methods import LinearWeights
     from antiphon.layers.quantization.storage import StorageLayout, WeightField
     from antiphon.layers.sublayer import LayerBuildContext
-    from antiphon.layers.weights import BuildContext
 
     Take = Callable[["_Expert", Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateExperts:
-    """A checkpoint with three linears for each expert; `{}` in their names is its index."""
-
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
@@ -44,76 +41,43 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedExperts:
-    """A checkpoint with all experts in one tensor, inputs before outputs.
+    """A checkpoint with all experts in one tensor, inputs before outputs."""
 
-    Attributes:
-        gate_up: (E, D, 2 W).
-        down: (E, W, D).
-        interleaved: Whether outputs of gate and up alternate; else the gate's come first.
-        bias: Suffix of the names of their biases, (E, 2 W) and (E, D).
-    """
-
-    gate_up: str = "mlp.experts.gate_up_proj"
-    down: str = "mlp.experts.down_proj"
+    gate_up: str = "mlp.experts.gate_up_proj"  # (E, D, 2 W)
+    down: str = "mlp.experts.down_proj"  # (E, W, D)
+    # Whether outputs of gate and up alternate; else the gate's come first.
     interleaved: bool = False
-    bias: str = "_bias"
+    bias: str = "_bias"  # suffix of the names of their biases, (E, 2 W) and (E, D)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwish:
-    """The gate of `activation.clamped_swish_mul`."""
-
     alpha: float
     limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The experts of a layer; names of tensors are relative to the layer.
-
-    Attributes:
-        bias: Of all three linears.
-        apply_router_weight_on_input: The router weight multiplies the input of an expert, not its
-            output.
-        sharded_axis: What is sharded over ranks: every expert's `width`, or whole `experts`.
-    """
+    """The experts of a layer; names of tensors are relative to the layer."""
 
     count: int
     width: int
     names: SeparateExperts | StackedExperts = SeparateExperts()
     activation: ActivationKind | ClampedSwish = "silu"
-    bias: bool = False
+    bias: bool = False  # of all three linears
+    # The router weight multiplies the input of an expert, not its output.
     apply_router_weight_on_input: bool = False
+    # What is sharded over ranks: every expert's `width`, or whole `experts`.
     sharded_axis: Literal["width", "experts"] = "width"
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpertLinear:
-    """A linear of an expert: its method and weights."""
-
-    method: LinearMethod
-    weights: LinearWeights
-
-    @classmethod
-    def of(cls, method: LinearMethod, shape: LinearShape, build: BuildContext) -> _ExpertLinear:
-        return cls(method, method.create(shape, build))
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return self.method.apply(self.weights, x)
-
-    def load(self, tensor: Tensor, cut: RankSlice) -> None:
-        """Load a part of a weight (O, I) or of a bias (O,)."""
-        field = "weight" if tensor.dim() > 1 else "bias"
-        self.method.load(self.weights, field, tensor, cut)
-
-
-@dataclass(frozen=True, slots=True)
 class _Expert:
-    gate_up: _ExpertLinear
-    down: _ExpertLinear
+    gate_up: LinearWeights
+    down: LinearWeights
 
 
-class Experts:
+class Experts(Module):
     """The experts, or parts of experts, of this rank; each is two linears of its own."""
 
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
@@ -128,15 +92,10 @@ class Experts:
         # The outputs are summed over ranks, so only one rank adds the bias.
         self._down_bias = spec.bias and (spec.sharded_axis == "experts" or build.tp.rank == 0)
         self._experts = [self._expert(self._first + index) for index in range(count)]
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """The kernels of the gate and of the weighted sum."""
-        activation = self._spec.activation
-        if isinstance(activation, ClampedSwish):
-            return frozenset({"activation.clamped_swish_mul", "moe.combine"})
-        gate = "activation.silu_mul" if activation == "silu" else "activation.gate"
-        return frozenset({gate, "moe.combine"})
+        gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
+        if isinstance(spec.activation, ClampedSwish):
+            gate = "activation.clamped_swish_mul"
+        self.kernels = frozenset({gate, "moe.combine"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """This rank's part of the experts' output: x (T, D)  ->  (T, D), to be summed over ranks.
@@ -158,18 +117,11 @@ class Experts:
         return ctx.ops.combine(torch.cat(made) if made else rows, found.pair, shares)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The tensors of all experts."""
         names = self._spec.names
         if isinstance(names, SeparateExperts):
             yield from self._separate(names)
         else:
             yield from self._stacked(names)
-
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        for expert in self._experts:
-            for linear in (expert.gate_up, expert.down):
-                linear.method.pack(linear.weights)
 
     def _expert(self, number: int) -> _Expert:
         build, method, names = self._site.build, self._site.method, self._spec.names
@@ -183,13 +135,15 @@ class Experts:
         gate_up = build.method(map(self._site.tensor_name, wide), method)
         down = build.method(map(self._site.tensor_name, back), method)
         hidden, width, bias = self._site.hidden, self._width, self._spec.bias
+        wide_shape = LinearShape(hidden, 2 * width, bias, halves=True)
+        down_shape = LinearShape(width, hidden, self._down_bias)
         return _Expert(
-            _ExpertLinear.of(gate_up, LinearShape(hidden, 2 * width, bias, halves=True), build),
-            _ExpertLinear.of(down, LinearShape(width, hidden, self._down_bias), build),
+            gate_up.create(wide_shape, build.dtype, build.device),
+            down.create(down_shape, build.dtype, build.device),
         )
 
     def _block(self, ctx: ForwardContext, expert: _Expert, rows: Tensor) -> Tensor:
-        return expert.down.multiply(self._gated(ctx, expert.gate_up.multiply(rows)))
+        return expert.down.apply(self._gated(ctx, expert.gate_up.apply(rows)))
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
         activation = self._spec.activation
@@ -200,7 +154,6 @@ class Experts:
         return ctx.ops.gate(gate_up, activation)
 
     def _cut(self, into: int) -> RankSlice:
-        """The slice of a gate or an up (W, D): the rows of this rank."""
         return RankSlice(slice(self._start, self._start + self._width), slice(None), into)
 
     @property
@@ -228,15 +181,14 @@ class Experts:
                     yield WeightSource(f"{part.name}.bias", shape[:1], _into(biased, cut))
 
     def _weight(
-        self, part: LinearPart, inputs: int, cut: RankSlice, kept: _ExpertLinear | None
+        self, part: LinearPart, inputs: int, cut: RankSlice, kept: LinearWeights | None
     ) -> Iterator[WeightSource]:
         """The sources of a weight in any storage layout; None: not loaded on this rank."""
         into = kept or self._experts[0].down
-        found = weight_sources(part, inputs, cut, self._site.build, into.method, into.weights)
-        for source in found:
+        for source in weight_sources(part, inputs, cut, self._site.build, into):
             yield source if kept is not None else replace(source, load=void)
 
-    def _with_bias(self, down: _ExpertLinear | None) -> _ExpertLinear | None:
+    def _with_bias(self, down: LinearWeights | None) -> LinearWeights | None:
         return down if self._down_bias else None
 
     def _stacked(self, names: StackedExperts) -> Iterator[WeightSource]:
@@ -259,10 +211,8 @@ class Experts:
     def _stored(
         self, name: str, storage: StorageLayout, shape: tuple[int, int], take: Take
     ) -> Iterator[WeightSource]:
-        """Quantized tensors with the weights of all experts, outputs before inputs.
-
-        The largest is loaded last; the others are kept until then.
-        """
+        """Quantized tensors with the weights of all experts, outputs before inputs."""
+        # The largest is loaded last; the others are kept until then.
         fields = storage.fields(*shape)
         held: dict[str, Tensor] = {}
 
@@ -283,8 +233,6 @@ class Experts:
             )
 
     def _each(self, take: Take) -> Callable[[Tensor], None]:
-        """Pass each expert its part of weights (E, I, O) or biases (E, O)."""
-
         def load(tensor: Tensor) -> None:
             for number, expert in enumerate(self._experts, self._first):
                 take(expert, tensor[number].t())
@@ -299,14 +247,16 @@ class Experts:
         if names.interleaved:
             halves = (both[::2], both[1::2])
         for index, half in enumerate(halves):
-            expert.gate_up.load(half.contiguous(), self._cut(index * self._width))
+            field = "weight" if half.dim() > 1 else "bias"
+            expert.gate_up.load(field, half.contiguous(), self._cut(index * self._width))
 
     def _take_down(self, expert: _Expert, one: Tensor) -> None:
         """A weight (D, W) or a bias (D,)."""
-        if one.dim() > 1 or self._down_bias:
-            expert.down.load(one.contiguous(), self._down_cut)
+        if one.dim() > 1:
+            expert.down.load("weight", one.contiguous(), self._down_cut)
+        elif self._down_bias:
+            expert.down.load("bias", one, self._down_cut)
 
 
-def _into(kept: _ExpertLinear | None, cut: RankSlice) -> Callable[[Tensor], None]:
-    """Loads a tensor, or ignores it."""
-    return void if kept is None else lambda tensor: kept.load(tensor, cut)
+def _into(kept: LinearWeights | None, cut: RankSlice) -> Callable[[Tensor], None]:
+    return void if kept is None else lambda tensor: kept.load("bias", tensor, cut)

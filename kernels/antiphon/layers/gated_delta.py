@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.states import StateSpec
-from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
+from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.recurrent import HeadVector, ShortConv
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import replicated_source
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.weights import WeightSource
 
 
@@ -42,25 +42,18 @@ class GatedDeltaNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
-    """A gated delta net, as in Qwen3-Next (arXiv:2412.06464).
+    """A gated delta net, as in Qwen3-Next (arXiv:2412.06464)."""
 
-    Attributes:
-        key_heads: Each serves the same number of adjacent value heads.
-        taps: Of the convolution.
-        norm_eps: Of the norm of each value head.
-    """
-
-    key_heads: int
+    key_heads: int  # each serves the same number of adjacent value heads
     value_heads: int
     key_size: int
     value_size: int
-    taps: int
-    norm_eps: float
+    taps: int  # of the convolution
+    norm_eps: float  # of the norm of each value head
     names: GatedDeltaNames = field(default_factory=GatedDeltaNames)
 
     @property
     def cache(self) -> StateSpec:
-        """The state of each sequence."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         return StateSpec(
             channels=2 * keys + values,
@@ -71,11 +64,13 @@ class GatedDeltaSpec:
         )
 
 
-class GatedDelta:
+class GatedDelta(Sublayer):
     """One layer. Axes: T tokens, Y key heads, H value heads, K key size, V value size.
 
     Key heads are sharded over ranks, each with the value heads that it serves.
     """
+
+    kernels = frozenset({"recurrent.conv", "recurrent.gated_delta", "norm.gated_rmsnorm"})
 
     def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
         build, names = site.build, spec.names
@@ -84,32 +79,16 @@ class GatedDelta:
         self._key_heads = build.share(spec.key_heads, f"{site.name}.linear_attn")
         self._value_heads = build.share(spec.value_heads, f"{site.name}.linear_attn")
         parts = _parts(site, spec)
-        self._inputs = ColumnLinear(
-            f"{site.name}.linear_attn.inputs",
-            site.hidden,
-            parts,
-            bias=False,
-            build=build,
-            method=site.method,
-        )
+        self._inputs = site.column("linear_attn.inputs", parts, bias=False)
         self._conv = ShortConv(site, names.conv, spec.taps, parts[:3], bias=False)
         self._decay = HeadVector(site, names.decay, spec.value_heads)
         self._step_bias = HeadVector(site, names.step_bias, spec.value_heads)
         self._norm_name = site.tensor_name(names.norm)
         self._norm = build.empty(spec.value_size)
-        self._out = RowLinear(
-            site.tensor_name(names.out),
-            spec.value_heads * spec.value_size,
-            site.hidden,
-            bias=False,
-            build=build,
-            method=site.method,
-        )
-
-    operations = frozenset({"recurrent.conv", "recurrent.gated_delta", "norm.gated_rmsnorm"})
+        self._out = site.row(names.out, spec.value_heads * spec.value_size, bias=False)
+        self.children = (self._inputs, self._conv, self._decay, self._step_bias, self._out)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Apply the layer: x (T, hidden)  ->  (T, hidden)."""
         assert ctx.states_of is not None, "a pass without states"
         states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
@@ -130,20 +109,12 @@ class GatedDelta:
         return self._out(ctx, normed.view(len(x), -1))
 
     def sources(self) -> Iterator[WeightSource]:
-        """The tensors of the projections, the convolution, the recurrence and the norm."""
-        for part in (self._inputs, self._conv, self._decay, self._step_bias, self._out):
-            yield from part.sources()
+        yield from super().sources()
         yield from replicated_source(f"{self._norm_name}.weight", self._norm)
-
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        self._inputs.pack()
-        self._out.pack()
 
     def _recurrence(
         self, mixed: Tensor, rates: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The inputs of the recurrence: q, k, v, decay, beta."""
         keys = self._key_heads * self._spec.key_size
         q, k = mixed[:, :keys], mixed[:, keys : 2 * keys]
         heads = (len(mixed), self._key_heads, -1)
@@ -154,7 +125,6 @@ class GatedDelta:
 
 
 def _parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:
-    """Queries, keys, values, gates, and both rates: their layouts in two tensors, by key head."""
     ranks, shared = site.build.tp.ranks, spec.value_heads // spec.key_heads
     values = shared * spec.value_size
     tensors = (

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.states import StateSpec
-from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
+from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.recurrent import HeadVector, ShortConv
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.sublayer import LayerBuildContext
 
 Scales = tuple[float, float, float, float, float]
 
@@ -42,42 +42,29 @@ class Mamba2Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
-    """Mamba 2, as by Dao and Gu (arXiv:2405.21060).
+    """Mamba 2, as by Dao and Gu (arXiv:2405.21060)."""
 
-    Attributes:
-        heads: Each with its own decay and `head_size` channels.
-        groups: Of heads that share B and C.
-        state_size: State elements of a channel.
-        taps: Of the convolution.
-        input_bias: Of the projection to gate, x, B, C and step.
-        norm_eps: Of the norm after the recurrence; None: no norm, only the gate.
-        gate_first: Whether the gate multiplies the input of the norm, not its result.
-        step_limits: Step sizes are clamped to these.
-        scales: Multipliers of the projected gate, x, B, C and step.
-    """
-
-    heads: int
+    heads: int  # each with its own decay and `head_size` channels
     head_size: int
-    groups: int
-    state_size: int
-    taps: int
+    groups: int  # of heads that share B and C
+    state_size: int  # state elements of a channel
+    taps: int  # of the convolution
     conv_bias: bool = True
-    input_bias: bool = False
+    input_bias: bool = False  # of the projection to gate, x, B, C and step
     out_bias: bool = False
-    norm_eps: float | None = None
-    gate_first: bool = True
-    step_limits: tuple[float, float] = (0.0, float("inf"))
+    norm_eps: float | None = None  # of the norm after the recurrence; None: no norm, only the gate
+    gate_first: bool = True  # whether the gate multiplies the input of the norm, not its result
+    step_limits: tuple[float, float] = (0.0, float("inf"))  # step sizes are clamped to these
+    # Multipliers of the projected gate, x, B, C and step.
     scales: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
     names: Mamba2Names = field(default_factory=Mamba2Names)
 
     @property
     def width(self) -> int:
-        """Channels of all heads."""
         return self.heads * self.head_size
 
     @property
     def cache(self) -> StateSpec:
-        """The state of each sequence."""
         return StateSpec(
             channels=self.width,
             shared=2 * self.groups * self.state_size,
@@ -89,7 +76,7 @@ class Mamba2Spec:
         )
 
 
-class Mamba2:
+class Mamba2(Sublayer):
     """One layer. Axes: T tokens, H heads, P channels of a head, G groups, N state size.
 
     Heads are sharded over ranks; B and C of a group are on each rank with heads of the group.
@@ -103,40 +90,24 @@ class Mamba2:
         self._groups = spec.groups // min(ranks, spec.groups)
         if spec.norm_eps is not None:
             build.share(spec.groups, f"{site.name}.mamba: groups that are normalised")
-        self._parts = _parts(site, spec)
-        self._inputs = ColumnLinear(
-            f"{site.name}.mamba.inputs",
-            site.hidden,
-            self._parts,
-            bias=spec.input_bias,
-            build=build,
-            method=site.method,
-        )
-        self._conv = ShortConv(site, names.conv, spec.taps, self._parts[1:4], bias=spec.conv_bias)
+        parts = _parts(site, spec)
+        self._inputs = site.column("mamba.inputs", parts, bias=spec.input_bias)
+        self._conv = ShortConv(site, names.conv, spec.taps, parts[1:4], bias=spec.conv_bias)
         self._decay = HeadVector(site, names.decay, spec.heads)
         self._skip = HeadVector(site, names.skip, spec.heads)
         self._step_bias = HeadVector(site, names.step_bias, spec.heads)
         self._norm = None if spec.norm_eps is None else build.empty(spec.width // ranks)
         self._norm_name = site.tensor_name(names.norm)
         self._first = build.tp.rank * (spec.width // ranks)
-        self._out = RowLinear(
-            site.tensor_name(names.out),
-            spec.width,
-            site.hidden,
-            bias=spec.out_bias,
-            build=build,
-            method=site.method,
-        )
-        self._scales = _scales(self._parts, spec.scales, build.dtype, build.device)
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """The kernels of the convolution, the recurrence, and the norm if there is one."""
-        own = frozenset({"recurrent.conv", "recurrent.ssd"})
-        return own if self._norm is None else own | {"norm.gated_rmsnorm"}
+        self._out = site.row(names.out, spec.width, bias=spec.out_bias)
+        self._scales = _scales(parts, spec.scales, build.dtype, build.device)
+        vectors = (self._decay, self._skip, self._step_bias)
+        self.children = (self._inputs, self._conv, *vectors, self._out)
+        self.kernels = frozenset({"recurrent.conv", "recurrent.ssd"})
+        if self._norm is not None:
+            self.kernels |= {"norm.gated_rmsnorm"}
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Apply the layer: x (T, hidden)  ->  (T, hidden)."""
         assert ctx.states_of is not None, "a pass without states"
         states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
@@ -155,10 +126,7 @@ class Mamba2:
         return self._out(ctx, self._leave(ctx, y, gate))
 
     def sources(self) -> Iterator[WeightSource]:
-        """The tensors of the projections, the convolution, the recurrence and the norm."""
-        parts = (self._inputs, self._conv, self._decay, self._skip, self._step_bias, self._out)
-        for part in parts:
-            yield from part.sources()
+        yield from super().sources()
         if (norm := self._norm) is not None:
             own = slice(self._first, self._first + len(norm))
             yield WeightSource(
@@ -167,15 +135,9 @@ class Mamba2:
                 lambda tensor: void(norm.copy_(tensor[own])),
             )
 
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        self._inputs.pack()
-        self._out.pack()
-
     def _recurrence(
         self, mixed: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The inputs of the recurrence: x, dt, a, b, c, d."""
         tokens, width = len(mixed), self._heads * self._spec.head_size
         shared = self._groups * self._spec.state_size
         x = mixed[:, :width].view(tokens, self._heads, -1)
@@ -195,7 +157,6 @@ class Mamba2:
 
 
 def _parts(site: LayerBuildContext, spec: Mamba2Spec) -> tuple[LinearPart, ...]:
-    """Gate, x, B, C and step: their sizes and offsets in the checkpoint's tensor."""
     ranks, name = site.build.tp.ranks, site.tensor_name(spec.names.inputs)
     shared = spec.groups * spec.state_size
     sizes = (spec.width, spec.width, shared, shared, spec.heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.cpu import extension
@@ -18,20 +19,12 @@ from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, dequa
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch import Tensor
-
-    from antiphon.layers.weights import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """One rank's linear.
-
-    Attributes:
-        bias: Whether it has one.
-        halves: Its outputs are a gate and an up projection of equal width.
-    """
+    """One rank's linear; with `halves`, its outputs are a gate and an up projection, as wide."""
 
     inputs: int
     outputs: int
@@ -41,31 +34,49 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """A slice of a checkpoint tensor and its target on this rank.
+    """A slice of a checkpoint tensor and its target on this rank."""
 
-    Attributes:
-        outputs: Rows of the whole tensor that this rank has.
-        inputs: Columns of it; a bias has none.
-        into: First row of this rank's weight that they fill.
-    """
-
-    outputs: slice
-    inputs: slice
-    into: int
+    outputs: slice  # rows of the whole tensor that this rank has
+    inputs: slice  # columns of it; a bias has none
+    into: int  # first row of this rank's weight that they fill
 
     def of(self, field: str, tensor: LoadedWeight) -> LoadedWeight:
-        """The slice of a `weight` or a `bias`."""
         if field == "weight":
             return slice_weight(tensor, self.outputs, self.inputs)
         return dequantized(tensor)[self.outputs]
 
 
-@dataclass(slots=True)
-class LinearWeights:
-    """The weights of one linear: tensors as its method names them, or a packed copy."""
+WHOLE_SLICE = RankSlice(slice(None), slice(None), into=0)
 
-    tensors: dict[str, Tensor]
-    packed: PackedWeight | None = None
+
+class LinearWeights(Protocol):
+    """The weights of one linear in memory."""
+
+    @property
+    def packed(self) -> CompiledLinear | None:
+        """The linear in packed form for the CPU kernels, if it is packed."""
+        ...
+
+    @property
+    def table(self) -> Tensor | None:
+        """The weight (O, I), if it is a tensor."""
+        ...
+
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        """Load a slice of the checkpoint's `weight` or `bias`."""
+        ...
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply: x (T, I)  ->  (T, O), bias added."""
+        ...
+
+    def apply_wide(self, x: Tensor) -> Tensor:
+        """Multiply: x (T, I)  ->  (T, O) float32."""
+        ...
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Look up the weights of outputs (N,) int64  ->  (N, I)."""
+        ...
 
 
 class LinearMethod(Protocol):
@@ -76,31 +87,9 @@ class LinearMethod(Protocol):
         """Whether multiplication is batch-invariant: a row's bits depend on that row alone."""
         ...
 
-    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
-        """Allocate the weights of a linear."""
-        ...
-
-    def load(
-        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
-    ) -> None:
-        """Load a slice of the checkpoint's `weight` or `bias`."""
-        ...
-
-    def pack(self, weights: LinearWeights) -> None:
-        """Convert loaded weights to the form that `apply` reads; called once, after loading."""
-        ...
-
-    def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O), bias added."""
-        ...
-
-    def apply_wide(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O) float32."""
-        ...
-
-    def rows(self, weights: LinearWeights, outputs: Tensor) -> Tensor:
-        """Look up the weights of outputs (N,) int64  ->  (N, I)."""
-        ...
+    def create(
+        self, shape: LinearShape, dtype: torch.dtype, device: torch.device
+    ) -> LinearWeights: ...
 
     def for_table(self) -> LinearMethod:
         """The method of an embedding table that is multiplied, too."""
@@ -111,54 +100,84 @@ class LinearMethod(Protocol):
         ...
 
 
-class PlainLinearMethod:
-    """Weights in the model's dtype, multiplied by torch."""
+class PlainWeights:
+    """Weights as tensors, multiplied by torch."""
 
-    invariant = False
-    """Measured: in float32, bits depend on the number of rows: 1, 2 and 3, or 4 and more."""
+    packed = None
 
-    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
-        """A weight (O, I), and a bias (O,) if there is one."""
-        tensors = {"weight": build.empty(shape.outputs, shape.inputs)}
-        if shape.bias:
-            tensors["bias"] = build.empty(shape.outputs)
-        return LinearWeights(tensors)
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.table = torch.empty((shape.outputs, shape.inputs), dtype=dtype, device=device)
+        self._bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
 
-    def load(
-        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
-    ) -> None:
-        """Copy the slice, converted to the model's dtype."""
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        into = self.table if field == "weight" else self._bias
+        assert into is not None, "a linear without bias"
         part = dequantized(cut.of(field, tensor))
-        weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
+        into[cut.into : cut.into + len(part)].copy_(part)
 
-    def pack(self, weights: LinearWeights) -> None:
-        """Do nothing: weights are multiplied as they are."""
+    def apply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.table, self._bias)
 
-    def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O)."""
-        return F.linear(x, weights.tensors["weight"], weights.tensors.get("bias"))
+    def apply_wide(self, x: Tensor) -> Tensor:
+        """Multiply, with an intermediate rounding to the dtype of the weights."""
+        return self.apply(x).float()
 
-    def apply_wide(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply, with an intermediate rounding to the model's dtype."""
-        return self.apply(weights, x).float()
+    def rows(self, outputs: Tensor) -> Tensor:
+        return F.embedding(outputs, self.table)
 
-    def rows(self, weights: LinearWeights, outputs: Tensor) -> Tensor:
-        """Look up the weights of outputs (N,)  ->  (N, I)."""
-        return F.embedding(outputs, weights.tensors["weight"])
+
+class PackedWeights:
+    """Weights packed for the CPU kernels while they are loaded, so that there is no second copy."""
+
+    table = None
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, format_: Format) -> None:
+        self._quantized = format_ != "packed"
+        self._panels = PackedWeight(
+            shape.inputs,
+            shape.outputs,
+            bias=shape.bias,
+            dtype=dtype,
+            format_=format_,
+            halves=shape.halves,
+        )
+        self.packed = self._panels.linear
+
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        part = cut.of(field, tensor)
+        if field != "weight":
+            self._panels.write_bias(cut.into, dequantized(part))
+        elif isinstance(part, Int8Weight) and self._quantized:
+            self._panels.write_int8(cut.into, part.steps, part.scales)
+        else:
+            self._panels.write(cut.into, dequantized(part))
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x)
+
+    def apply_wide(self, x: Tensor) -> Tensor:
+        return self.packed.multiply_wide(x)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        return self.packed.rows(outputs)
+
+
+class PlainLinearMethod:
+    # Measured: in float32, bits depend on the number of rows: 1, 2 and 3, or 4 and more.
+    invariant = False
+
+    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> PlainWeights:
+        return PlainWeights(shape, dtype, device)
 
     def for_table(self) -> PlainLinearMethod:
-        """The same method."""
         return self
 
     def exact(self) -> PlainLinearMethod:
-        """The same method."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearMethod:
-    """Weights packed for the CPU kernels, in one of their formats."""
-
     format: Format
 
     @property
@@ -166,52 +185,14 @@ class PackedLinearMethod:
         """True: the sum of an output runs in one order."""
         return True
 
-    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
-        """Allocate zero panels; weights are packed while loading, so there is no second copy."""
-        packed = PackedWeight(
-            shape.inputs,
-            shape.outputs,
-            bias=shape.bias,
-            dtype=build.dtype,
-            format_=self.format,
-            halves=shape.halves,
-        )
-        return LinearWeights({}, packed)
-
-    def load(
-        self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice
-    ) -> None:
-        """Write the slice into the panels, in the model's dtype or quantized."""
-        assert weights.packed is not None, "created by this method"
-        part = cut.of(field, tensor)
-        if field != "weight":
-            weights.packed.write_bias(cut.into, dequantized(part))
-        elif isinstance(part, Int8Weight) and self.format != "packed":
-            weights.packed.write_int8(cut.into, part.steps, part.scales)
-        else:
-            weights.packed.write(cut.into, dequantized(part))
-
-    def pack(self, weights: LinearWeights) -> None:
-        """Do nothing: weights are packed while loading."""
-
-    def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O)."""
-        return _linear(weights).multiply(x)
-
-    def apply_wide(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O) float32, the unrounded sums."""
-        return _linear(weights).multiply_wide(x)
-
-    def rows(self, weights: LinearWeights, outputs: Tensor) -> Tensor:
-        """Look up the weights of outputs (N,)  ->  (N, I)."""
-        return _linear(weights).rows(outputs)
+    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> PackedWeights:
+        return PackedWeights(shape, dtype, self.format)
 
     def for_table(self) -> PackedLinearMethod:
         """Activations are not quantized when computing logits: only the table is."""
         return PackedLinearMethod("int8") if self.format == "int8_dynamic" else self
 
     def exact(self) -> PackedLinearMethod:
-        """Packed, without quantization."""
         return PackedLinearMethod("packed")
 
 
@@ -225,7 +206,6 @@ METHODS: Mapping[str, LinearMethod] = {
 
 
 def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a method of `METHODS` is not supported there, or None."""
     if name == "plain":
         return None
     if device.type != "cpu":
@@ -233,8 +213,3 @@ def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> s
     if dtype not in DTYPE_NAMES:
         return f"the CPU's own kernels do not compute in {str(dtype).removeprefix('torch.')}"
     return extension.unavailable_reason()
-
-
-def _linear(weights: LinearWeights) -> CompiledLinear:
-    assert weights.packed is not None, "created by this method"
-    return weights.packed.linear

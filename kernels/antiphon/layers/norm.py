@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
+from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,39 +23,21 @@ NormKind = Literal["rms", "rms_wide", "rms_one_plus", "layer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """A normalisation.
-
-    Attributes:
-        eps: Added inside the root.
-        bias: Whether a `layer` norm has a bias.
-        affine: Whether it has a weight at all.
-    """
-
     kind: NormKind = "rms"
-    eps: float
-    bias: bool = False
-    affine: bool = True
+    eps: float  # added inside the root
+    bias: bool = False  # whether a `layer` norm has a bias
+    affine: bool = True  # whether it has a weight at all
 
 
-class Norm(Protocol):
-    """A normalisation of rows, replicated on every rank."""
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """Names of the kernels that it calls through `ctx.ops`."""
-        ...
-
+class Norm(Module):
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
-        ...
+        raise NotImplementedError
 
     def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of both, and the sum: the residual stream from here on."""
-        ...
-
-    def sources(self) -> Iterator[WeightSource]:
-        """The checkpoint's tensors that it loads."""
-        ...
+        total = x + residual
+        return self(ctx, total), total
 
 
 def build_norm(spec: NormSpec, name: str, size: int, build: BuildContext) -> Norm:
@@ -69,40 +51,30 @@ def build_norm(spec: NormSpec, name: str, size: int, build: BuildContext) -> Nor
             return LayerNorm(spec, name, size, build)
 
 
-class RmsNorm:
-    """RMSNorm, rounded before multiplying by the weight."""
-
-    operations = frozenset({"norm.rmsnorm", "norm.add_rmsnorm"})
+class RmsNorm(Norm):
+    kernels = frozenset({"norm.rmsnorm", "norm.add_rmsnorm"})
 
     def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
         self.eps = spec.eps
         self._affine = spec.affine
-        self._weight = build.empty(size).fill_(1.0)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight, (size,)."""
-        return self._weight
+        self.weight = build.empty(size).fill_(1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Transform x (T, hidden)  ->  (T, hidden)."""
-        return ctx.ops.rmsnorm(x, self._weight, self.eps)
+        return ctx.ops.rmsnorm(x, self.weight, self.eps)
 
     def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of both, and the sum."""
-        return ctx.ops.add_rmsnorm(x, residual, self._weight, self.eps)
+        return ctx.ops.add_rmsnorm(x, residual, self.weight, self.eps)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The weight."""
         if self._affine:
-            yield from replicated_source(f"{self.name}.weight", self._weight)
+            yield from replicated_source(f"{self.name}.weight", self.weight)
 
 
-class WideRmsNorm:
+class WideRmsNorm(Norm):
     """RMSNorm, rounded once, after multiplying by the weight."""
 
-    operations = frozenset({"norm.rmsnorm_wide"})
+    kernels = frozenset({"norm.rmsnorm_wide"})
 
     def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
@@ -113,16 +85,9 @@ class WideRmsNorm:
         self._affine = spec.affine
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
         return ctx.ops.rmsnorm_wide(x, self._weight, self._eps)
 
-    def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of both, and the sum."""
-        total = x + residual
-        return self(ctx, total), total
-
     def sources(self) -> Iterator[WeightSource]:
-        """The weight."""
         if self._affine:
             yield WeightSource(f"{self.name}.weight", tuple(self._weight.shape), self._load)
 
@@ -130,10 +95,8 @@ class WideRmsNorm:
         self._weight.copy_(tensor).add_(self._plus)
 
 
-class LayerNorm:
-    """LayerNorm over mean and variance."""
-
-    operations = frozenset({"norm.layernorm"})
+class LayerNorm(Norm):
+    kernels = frozenset({"norm.layernorm"})
 
     def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
@@ -142,16 +105,9 @@ class LayerNorm:
         self._bias = build.empty(size) if spec.bias else None
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
         return ctx.ops.layernorm(x, self._weight, self._bias, self._eps)
 
-    def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of both, and the sum."""
-        total = x + residual
-        return self(ctx, total), total
-
     def sources(self) -> Iterator[WeightSource]:
-        """The weight and the bias."""
         for field, tensor in (("weight", self._weight), ("bias", self._bias)):
             if tensor is not None:
                 yield from replicated_source(f"{self.name}.{field}", tensor)

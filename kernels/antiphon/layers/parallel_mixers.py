@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.sublayer import LayerBuildContext, Sublayer
-    from antiphon.layers.weights import WeightSource
 
 BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
 """A mixer that may be a branch."""
@@ -24,8 +23,6 @@ BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerBranch:
-    """A mixer with multipliers of its input and output."""
-
     mixer: BranchSpec
     scale_in: float = 1.0
     scale_out: float = 1.0
@@ -33,14 +30,10 @@ class MixerBranch:
 
 @dataclass(frozen=True, slots=True)
 class ParallelMixersSpec:
-    """Parallel mixers, each with its own kind of cache."""
-
     branches: tuple[MixerBranch, ...]
 
 
-class ParallelMixers:
-    """The sum of branches, each built by `build`."""
-
+class ParallelMixers(Sublayer):
     def __init__(
         self,
         site: LayerBuildContext,
@@ -48,14 +41,9 @@ class ParallelMixers:
         build: Callable[[LayerBuildContext, BranchSpec], Sublayer],
     ) -> None:
         self._branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """The kernels of all branches."""
-        return frozenset[str]().union(*(block.operations for _, block in self._branches))
+        self.children = tuple(block for _, block in self._branches)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        """Apply all branches: x (T, hidden)  ->  (T, hidden)."""
         total: Tensor | None = None
         for branch, block in self._branches:
             y = block(ctx, x if branch.scale_in == 1.0 else x * branch.scale_in)
@@ -63,13 +51,3 @@ class ParallelMixers:
             total = y if total is None else total + y
         assert total is not None, "no branches"
         return total
-
-    def sources(self) -> Iterator[WeightSource]:
-        """The tensors of all branches."""
-        for _, block in self._branches:
-            yield from block.sources()
-
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        for _, block in self._branches:
-            block.pack()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.weights import WeightSource
+from antiphon.layers.weights import Module, WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.layers.sublayer import LayerBuildContext
 
 
-class HeadVector:
+class HeadVector(Module):
     """A float32 scalar for each head of this rank."""
 
     def __init__(self, site: LayerBuildContext, tensor: str, heads: int) -> None:
@@ -28,14 +28,13 @@ class HeadVector:
         self._own = slice(tp.rank * share, (tp.rank + 1) * share)
 
     def sources(self) -> Iterator[WeightSource]:
-        """The whole vector."""
         yield WeightSource(self._name, (self._heads,), self._load)
 
     def _load(self, tensor: Tensor) -> None:
         self.value.copy_(tensor[self._own])
 
 
-class ShortConv:
+class ShortConv(Module):
     """The weight of a causal convolution whose channels are concatenated outputs of linears."""
 
     def __init__(
@@ -61,7 +60,6 @@ class ShortConv:
         ]
 
     def sources(self) -> Iterator[WeightSource]:
-        """The whole weight, (channels, 1, taps), and the bias if there is one."""
         shape = (self._channels, 1, self.weight.shape[1])
         yield WeightSource(f"{self._name}.weight", shape, self._load)
         if self.bias is not None:

@@ -7,56 +7,77 @@ A kind of sublayer is a frozen spec beside the class that computes it; the class
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from antiphon.layers.linear import WHOLE_TENSOR, ColumnLinear, LinearPart, RowLinear, replicated
+from antiphon.layers.weights import Module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.linear import CheckpointLayout
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import BuildContext, WeightSource
+    from antiphon.layers.weights import BuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBuildContext:
-    """The position of a part in the model that is being built.
+    """The position of a part in the model that is being built."""
 
-    Attributes:
-        layer: Index of its layer.
-        name: Of its layer in the checkpoint; names in specs are relative to it.
-        hidden: Width of the residual stream.
-        method: Weight format of its linears.
-    """
-
-    layer: int
-    name: str
-    hidden: int
+    layer: int  # index of its layer
+    name: str  # of its layer in the checkpoint; names in specs are relative to it
+    hidden: int  # width of the residual stream
     build: BuildContext
-    method: LinearMethod
+    method: LinearMethod  # weight format of its linears
 
     def tensor_name(self, tensor: str) -> str:
-        """The full name in the checkpoint of one of the layer's tensors."""
         return f"{self.name}.{tensor}"
 
+    def column(
+        self, name: str, parts: tuple[LinearPart, ...], *, bias: bool, halves: bool = False
+    ) -> ColumnLinear:
+        """A linear from the residual stream to this rank's share of each part."""
+        return ColumnLinear(
+            f"{self.name}.{name}",
+            self.hidden,
+            parts,
+            bias=bias,
+            build=self.build,
+            method=self.method,
+            halves=halves,
+        )
 
-class Sublayer(Protocol):
+    def row(
+        self, tensor: str, inputs: int, *, bias: bool, stored: CheckpointLayout = WHOLE_TENSOR
+    ) -> RowLinear:
+        """A linear from this rank's share of the inputs back to the residual stream."""
+        return RowLinear(
+            self.tensor_name(tensor),
+            inputs,
+            self.hidden,
+            bias=bias,
+            build=self.build,
+            method=self.method,
+            stored=stored,
+        )
+
+    def replicated(
+        self, tensor: str, outputs: int, *, bias: bool, method: LinearMethod | None = None
+    ) -> ColumnLinear:
+        return replicated(
+            self.tensor_name(tensor),
+            self.hidden,
+            outputs,
+            bias=bias,
+            build=self.build,
+            method=method or self.method,
+        )
+
+
+class Sublayer(Module):
     """A mixer or a feed-forward block, whose output is added to the residual stream."""
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """Names of the kernels that it calls through `ctx.ops`."""
-        ...
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Apply the block: x (T, hidden)  ->  (T, hidden), the same on every rank."""
-        ...
-
-    def sources(self) -> Iterator[WeightSource]:
-        """The checkpoint's tensors that it loads."""
-        ...
-
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        ...
+        raise NotImplementedError

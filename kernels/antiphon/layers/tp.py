@@ -12,39 +12,27 @@ if TYPE_CHECKING:
 
 
 class Tp(Protocol):
-    """The tensor-parallel group that shards a layer."""
+    @property
+    def rank(self) -> int: ...
 
     @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        ...
+    def ranks(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks; `x` may be overwritten."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, concatenated along the last dimension."""
-        ...
+    def all_gather(self, x: Tensor) -> Tensor: ...
 
 
 class SingleRank:
-    """One rank: both collectives are the identity."""
-
     rank = 0
     ranks = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """`x` itself."""
         return x
 
 
@@ -57,12 +45,10 @@ class GroupRank:
         self.ranks = group.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
         self._group.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, concatenated along the last dimension."""
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         self._group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=-1)

@@ -1,11 +1,13 @@
-"""The checkpoint tensors that a layer loads, declared before anything is read."""
+"""Modules with weights, and the checkpoint tensors that they load, declared before any is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from antiphon.layers.quantization.storage import ANY, FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -13,36 +15,57 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.quantization.storage import CheckpointQuantization, StorageLayout
+    from antiphon.layers.quantization.storage import StorageLayout
     from antiphon.layers.tp import Tp
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are not quantized."""
-ANY = -1
-"""A length that is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """One tensor of a checkpoint and the layer that loads it.
-
-    Attributes:
-        name: In the checkpoint.
-        shape: Of the whole tensor, whatever part of it this rank has; a length may be `ANY`.
-        load: Copies this rank's part of the whole tensor.
-        dtypes: Allowed dtypes.
-    """
-
     name: str
+    # Of the whole tensor, whatever part of it this rank has; a length may be `ANY`.
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
-    dtypes: tuple[torch.dtype, ...] = FLOATS
+    load: Callable[[Tensor], None]  # copies this rank's part of the whole tensor
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # allowed dtypes
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape matches; a scalar may have no axis."""
         found = shape or (1,)
         pairs = zip(found, self.shape, strict=False)
         return len(found) == len(self.shape) and all(want in (have, ANY) for have, want in pairs)
+
+
+class Module:
+    """Something that has weights, or consists of modules that have."""
+
+    # Names of the kernels that it calls itself through `ctx.ops`.
+    kernels: frozenset[str] = frozenset()
+    children: tuple[Module, ...] = ()  # its modules, in the order in which their tensors are loaded
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the kernels that it and its modules call."""
+        return self.kernels.union(*(child.operations for child in self.children))
+
+    def sources(self) -> Iterator[WeightSource]:
+        """The checkpoint's tensors that it loads."""
+        for child in self.children:
+            yield from child.sources()
+
+    def pack(self) -> None:
+        """Prepare weights for computing; called once all sources are loaded."""
+        for child in self.children:
+            child.pack()
+
+
+class CheckpointQuantization(Protocol):
+    """Which linears of a checkpoint are quantized, and their method in memory."""
+
+    @property
+    def method(self) -> LinearMethod:
+        """The method of linears all of whose parts are quantized."""
+        ...
+
+    def storage(self, name: str) -> StorageLayout | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +84,17 @@ class BuildContext:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Dtype of keys and values in the cache."""
         return self.cache_dtype or self.dtype
 
     def storage(self, name: str) -> StorageLayout | None:
-        """The storage layout of a linear of the checkpoint; None: not quantized."""
         return None if self.quantization is None else self.quantization.storage(name)
 
     def method(self, names: Iterable[str], plain: LinearMethod) -> LinearMethod:
-        """The method of a linear made of these: `plain`, unless all of them are quantized."""
         if self.quantization is None or any(self.storage(name) is None for name in names):
             return plain
         return self.quantization.method
 
     def empty(self, *size: int) -> Tensor:
-        """Allocate a weight, uninitialised."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def share(self, size: int, what: str) -> int:
@@ -90,7 +109,6 @@ class BuildContext:
 
 
 def replicated_source(name: str, weight: Tensor) -> Iterator[WeightSource]:
-    """The source of a weight that is replicated on every rank."""
     yield WeightSource(name, tuple(weight.shape), lambda tensor: void(weight.copy_(tensor)))
 
 

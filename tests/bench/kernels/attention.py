@@ -25,9 +25,8 @@ from tests.bench.summary import Measurement, Summary, of_figure, single, write_r
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.attention import paged_attention
-from antiphon.kernels.cpu.elementwise import qk_norm_rope_store
-from antiphon.kernels.cpu.memory import huge_zeros
+from antiphon.kernels.cpu.extension import huge_zeros
+from antiphon.kernels.cpu.ops import paged_attention, qk_norm_rope_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,8 +26,8 @@ from tests.bench.models import SHAPES, Shape
 from tests.bench.summary import Summary, of_figure, single, write_results
 
 from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.extension import huge_zeros
 from antiphon.kernels.cpu.linear import Format, PackedWeight
-from antiphon.kernels.cpu.memory import huge_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

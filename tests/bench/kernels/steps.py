@@ -26,7 +26,7 @@ from tests.bench.models import SHAPES, VOCABULARY, Shape, made
 from tests.bench.summary import write_results
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.ops import REGISTRY
+from antiphon.kernels.op import REGISTRY
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.memory import cache_groups

@@ -37,7 +37,7 @@ def test_inputs_need_not_be_whole_blocks(
     for rows, columns in ((slice(0, outputs), slice(0, inputs)), half):
         into = torch.full((rows.stop - rows.start, columns.stop - columns.start), float("nan"))
 
-        def take(_: int, row: int, piece: LoadedWeight, into: torch.Tensor = into) -> None:
+        def take(row: int, piece: LoadedWeight, into: torch.Tensor = into) -> None:
             into[row : row + len(piece)] = dequantized(piece)
 
         storage = BitsAndBytesStorage(kind, nested)

@@ -118,7 +118,7 @@ def read(
         cut = parts.WeightSlice(_within(cut.outputs, outputs), _within(cut.inputs, inputs))
         into = torch.full((_length(cut.outputs), _length(cut.inputs)), float("nan"))
 
-        def take(_: int, row: int, piece: parts.LoadedWeight, into: Tensor = into) -> None:
+        def take(row: int, piece: parts.LoadedWeight, into: Tensor = into) -> None:
             numbers = parts.dequantized(piece)
             into[row : row + len(numbers)] = numbers
 
@@ -270,7 +270,7 @@ def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor
             if not hasattr(block, "__dict__"):
                 continue
             linears = [one for one in vars(block).values() if hasattr(one, "_weights")]
-            weights += [linear._weights.tensors["weight"] for linear in linears]
+            weights += [linear._weights.table for linear in linears]
     assert len(weights) == 4 * 2
     return weights
 
@@ -322,26 +322,6 @@ def test_what_the_plan_says_is_what_is_loaded(row: Row, written) -> None:
     assert bool(logits_of(model, prompts()[3], 16).isfinite().all())
 
 
-def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
-    """The layout of gpt-oss: all experts in one tensor."""
-    row = next(row for row in ROWS if row.name == "mxfp4")
-    weights = torch.randn(3, 96, 64)
-    made = [row.make(weight) for weight in weights]
-    stack = {s: torch.stack([one.stored[s] for one in made]) for s in ("_scales", "_blocks")}
-    into = torch.full((3, 48, 32), float("nan"))
-
-    def take(expert: int, at: int, piece: parts.LoadedWeight) -> None:
-        numbers = parts.dequantized(piece)
-        into[expert, at : at + len(numbers)] = numbers
-
-    part = parts.WeightSlice(slice(48, 96), slice(32, 64))
-    storage = storage_of(MXFP4)
-    for source in quantized_sources("experts.up", storage, (96, 64), part, take, experts=3):
-        source.load(stack[source.name.removeprefix("experts.up")])
-    expected = torch.stack([one.whole[48:, 32:] for one in made])
-    assert torch.equal(into, expected)
-
-
 @dataclass(frozen=True)
 class Everywhere:
     """Every linear is stored so."""
@@ -378,7 +358,8 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
         tensor = made.stored.get(suffix)
         source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
     expected = stored.extract("weight", outputs, made.whole)
-    assert torch.equal(linear._weights.tensors["weight"], expected)
+    assert linear._weights.table is not None
+    assert torch.equal(linear._weights.table, expected)
 
 
 def test_transposed_tensors_are_not_quantized() -> None:

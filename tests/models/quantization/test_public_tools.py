@@ -66,7 +66,7 @@ def read(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
     assert scheme is not None, name
     into = torch.full(shape, float("nan"))
 
-    def take(_: int, row: int, piece: LoadedWeight) -> None:
+    def take(row: int, piece: LoadedWeight) -> None:
         into[row : row + len(piece)] = dequantized(piece)
 
     checkpoint = Checkpoint.open(folder)

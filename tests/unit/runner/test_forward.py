@@ -41,9 +41,10 @@ def sample_warmly(line: Line, seed: int) -> None:
 def poisoned(llama: Path) -> OpenModel:
     """A model in which one token's embedding is NaN: its row fails, and only its own."""
     model = opened(llama)
-    table = model.runner._model.own_decoder._embedding
-    assert table is not None
-    table._weights.tensors["weight"][POISON] = torch.nan
+    embedding = model.runner._model.own_decoder._embedding
+    assert embedding is not None
+    assert embedding.table is not None
+    embedding.table[POISON] = torch.nan
     return model
 
 

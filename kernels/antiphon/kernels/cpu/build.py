@@ -55,7 +55,6 @@ class CannotBuild(Exception):
 
 
 def library() -> Path:
-    """The path of the library of these sources, once it is built."""
     name = f"kernels-{_digest(*map(_object_key, _units()))}.so"
     packaged = PACKAGE / name
     return packaged if packaged.exists() else CACHE_FOLDER / name
@@ -87,7 +86,6 @@ def build() -> Path:
 
 
 def main() -> int:
-    """Build, or print in one line why not. Returns the exit status."""
     try:
         built = build()
     except CannotBuild as error:
@@ -102,7 +100,6 @@ def _units() -> list[Path]:
 
 
 def _object_key(unit: Path) -> str:
-    """A hash of everything that an object depends on, except for the compiler."""
     about = (TORCH_MINOR, sysconfig.get_config_var("SOABI"), *FLAGS)
     return _digest(*about, *(path.read_text("utf-8") for path in sorted(_closure(unit))))
 
@@ -148,7 +145,6 @@ def _compile(compiler: str, unit: Path) -> Path:
 
 
 def _produce(command: list[str], target: Path) -> None:
-    """Run a command that writes one file."""
     with tempfile.TemporaryDirectory(dir=CACHE_FOLDER) as folder:
         written = Path(folder) / target.name
         done = subprocess.run(  # noqa: S603 (our own command)

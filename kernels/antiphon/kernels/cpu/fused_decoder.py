@@ -21,18 +21,12 @@ if TYPE_CHECKING:
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.kernels.kv import LayerKvCache
-    from antiphon.kernels.qk_norm_rope import QkNormWeights
-    from antiphon.kernels.rotary import TokenCosSin
+    from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedDecoderLayer:
-    """The weights of one layer: packed linears, and norms (hidden,).
-
-    Attributes:
-        qkv: hidden -> queries, keys and values, concatenated.
-        gate_up: hidden -> gate and up, packed in halves.
-    """
+    """The weights of one layer: packed linears, `gate_up` in halves, and norms (hidden,)."""
 
     qkv: CompiledLinear
     out: CompiledLinear
@@ -45,34 +39,23 @@ class FusedDecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingAndHead:
-    """The embedding before the layers and the head after them.
-
-    Attributes:
-        embedding: A packed linear whose weights are the embeddings, or a table (V, hidden).
-        head: hidden -> logits.
-    """
+    """The embedding before the layers and the head after them."""
 
     embedding: CompiledLinear | Tensor
+    """A packed linear whose weights are the embeddings, or a table (V, hidden)."""
     head: CompiledLinear
 
 
 class FusedDecoderOutput(NamedTuple):
-    """The output of a forward pass with logits.
+    """The output of a forward pass with logits."""
 
-    Attributes:
-        hidden: (T, hidden), normalised. With `argmax_only` neither this nor logits are set, if all
-            is finite.
-        finite: (T,) bool, whether all of a token's elements are finite; None: all of all tokens
-            are.
-        logits: (L, V) float32.
-        logits_finite: (L,) bool, as `finite`.
-        argmax: (L,) int32, the first of the highest logits; None: not computed.
-    """
-
+    # (T, hidden), normalised. With `argmax_only` neither this nor logits are set, if all is finite.
     hidden: Tensor
+    # (T,) bool, whether all of a token's elements are finite; None: all of all tokens are.
     finite: Tensor | None
-    logits: Tensor
-    logits_finite: Tensor | None
+    logits: Tensor  # (L, V) float32
+    logits_finite: Tensor | None  # (L,) bool, as `finite`
+    # (L,) int32, the first of the highest logits; None: not computed.
     argmax: NDArray[np.int32] | None
 
 
@@ -80,8 +63,7 @@ class FusedDecoder:
     """Layers and the final norm, and with `ends` everything between ids and logits.
 
     The bits of a row equal those of the separate `cpu` operations. The weights of a step evict all
-    else from the CPU caches, so that a Python call costs many times its work: the fewer, the
-        better.
+    else from the CPU caches, so that a Python call costs many times its work.
     """
 
     def __init__(
@@ -160,17 +142,11 @@ class FusedDecoder:
         """Run the next decode step of the previous pass, each row one token further.
 
         Rows, positions and scratch memory of the previous pass are reused. Earlier results do not
-        change.
+        change. ids (T,); tables (T, N) of each cache group, as in `AttentionMetadata`.
 
-        Args:
-            ids: (T,)
-            tables: (T, N) as in `AttentionMetadata`, of each cache group; others may follow.
-            argmax_only: As in `score`.
-
-        Returns:
-            The result of `score`; None where only `score` can compute it: if the previous pass had
-            rows of several tokens or without logits, or raised, if the number of ids differs, or
-            beyond the computed cosines and sines.
+        None where only `score` can compute it: if the previous pass had rows of several tokens or
+        without logits, or raised, if the number of ids differs, or beyond the computed cosines and
+        sines.
 
         Raises:
             IndexError: An id is out of range.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import torch
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.memory import huge_zeros
+from antiphon.kernels.cpu.extension import huge_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,20 +132,17 @@ class PackedWeight:
             self._put(first + at, steps[at : at + rows], scales[at : at + rows])
 
     def write_bias(self, first: int, bias: Tensor) -> None:
-        """Write the biases of outputs `first` and on, (N,), in place."""
         assert self._bias is not None, "a linear without bias"
         for panels, lanes, part in self._places(first, len(bias)):
             into = self._bias[panels, lanes]
             into.copy_(bias[part].view(into.shape))
 
     def _writable(self, weight: Tensor) -> bool:
-        """Whether the CPU extension takes a weight without conversion."""
         known = DTYPE_NAMES if self._scales is not None else (self._panels.dtype,)
         whole = self._scales is not None or weight.shape[1] % self._group == 0
         return weight.dtype in known and whole and weight.is_contiguous()
 
     def _converted(self, weight: Tensor) -> Tensor:
-        """A weight in the form that the CPU extension takes."""
         if self._writable(weight):
             return weight
         if self._scales is not None:

@@ -29,9 +29,7 @@ def quantized_sources(
     storage: StorageLayout,
     shape: tuple[int, int],
     part: WeightSlice,
-    take: Callable[[int, int, LoadedWeight], None],
-    *,
-    experts: int | None = None,
+    take: Callable[[int, LoadedWeight], None],
 ) -> Iterator[WeightSource]:
     """The tensors of a quantized weight; when the last is loaded, the rank's slice is dequantized.
 
@@ -43,8 +41,7 @@ def quantized_sources(
         storage: The layout of its weight.
         shape: Outputs and inputs of the whole weight.
         part: The slice of this rank.
-        take: Called with an expert, a row of the slice, and the weights from that row on.
-        experts: The tensors stack so many weights, along an additional first axis; unset: one.
+        take: Called with a row of the slice, and the weights from that row on.
 
     Raises:
         ValueError: A weight of that shape cannot have that layout; names the linear.
@@ -53,12 +50,11 @@ def quantized_sources(
         fields = storage.fields(*shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    gathering = _WeightAssembler(storage, fields, shape, part, take, experts)
-    front = () if experts is None else (experts,)
+    gathering = _WeightAssembler(storage, fields, shape, part, take)
     for one in fields:
         yield WeightSource(
             name + one.suffix,
-            (*front, *one.shape(*shape)),
+            one.shape(*shape),
             lambda tensor, one=one: gathering.add(one, tensor),
             one.dtypes,
         )
@@ -66,14 +62,11 @@ def quantized_sources(
 
 @dataclass(slots=True)
 class _WeightAssembler:
-    """The tensors of a quantized weight that are loaded so far."""
-
     storage: StorageLayout
     fields: WeightFields
     shape: tuple[int, int]
     part: WeightSlice
-    take: Callable[[int, int, LoadedWeight], None]
-    experts: int | None
+    take: Callable[[int, LoadedWeight], None]
     received: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
     def add(self, one: WeightField, tensor: Tensor) -> None:
@@ -82,11 +75,10 @@ class _WeightAssembler:
         self.received[one.suffix] = tensor if last else tensor.clone()
         if not last:
             return
-        for expert in range(self.experts or 1):
-            self._place(expert)
+        self._place()
         self.received.clear()
 
-    def _place(self, expert: int) -> None:
+    def _place(self) -> None:
         outputs, columns = self.part.outputs, self.part.inputs
         rows = max(PIECE_NUMBERS // self.shape[1], 1)
         # Chunks do not split what shares a scale: that would be dequantized twice.
@@ -94,16 +86,12 @@ class _WeightAssembler:
         rows = max(whole.outputs.stop, 1)
         for start in range(outputs.start, outputs.stop, rows):
             piece = WeightSlice(slice(start, min(start + rows, outputs.stop)), columns)
-            self.take(expert, start - outputs.start, self._whole(expert, piece))
+            self.take(start - outputs.start, self._whole(piece))
 
-    def _whole(self, expert: int, piece: WeightSlice) -> LoadedWeight:
+    def _whole(self, piece: WeightSlice) -> LoadedWeight:
         wider = piece.aligned(self.fields, *self.shape)
-        stored = {one.suffix: self._cut(one, expert, wider) for one in self.fields}
+        stored = {one.suffix: one.cut(self.received[one.suffix], wider) for one in self.fields}
         outputs = wider.outputs.stop - wider.outputs.start
         inputs = wider.inputs.stop - wider.inputs.start
         whole = self.storage.dequantize(stored, outputs, inputs)
         return slice_weight(whole, *piece.within(wider))
-
-    def _cut(self, one: WeightField, expert: int, wider: WeightSlice) -> Tensor:
-        tensor = self.received[one.suffix]
-        return one.cut(tensor if self.experts is None else tensor[expert], wider)

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
-from antiphon.layers.quantization.bit_packing import FP4, lookup, unpack_nibbles
-from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible
-from antiphon.layers.weights import ANY, FLOATS
+from antiphon.layers.quantization.storage import ANY, FLOATS, Axis, WeightField, check_divisible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +29,8 @@ MX_BLOCK = 32
 MX_BIAS = 127
 BYTES = (torch.uint8,)
 F32 = (torch.float32,)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""E2M1: a sign, two bits of exponent, one of mantissa."""
 
 
 class _State(msgspec.Struct):
@@ -46,18 +46,12 @@ class BitsAndBytesStorage:
     """Two weights a byte, the high bits first, row after row; an absmax for each 64.
 
     Blocks continue from row to row: one may begin in the middle of an output.
-
-    Attributes:
-        kind: Of the table, which is stored with the weight.
-        nested: The absmax values are quantized to bytes themselves, minus their mean.
     """
 
-    kind: Literal["nf4", "fp4"]
-    nested: bool
+    kind: Literal["nf4", "fp4"]  # of the table, which is stored with the weight
+    nested: bool  # the absmax values are quantized to bytes themselves, minus their mean
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The table, the metadata, the absmax values, and the weight."""
-        del outputs
         blocks = Axis("outputs", BLOCK, inputs)
         fields = [
             WeightField(".weight.quant_map", (16,), F32),
@@ -104,8 +98,6 @@ class Mxfp4Storage:
     """Two weights a byte, the low bits first, and a power of two for each 32."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The exponents, and the weight."""
-        del outputs
         check_divisible(inputs, MX_BLOCK, "inputs")
         blocks = Axis("inputs", MX_BLOCK)
         return (
@@ -125,8 +117,7 @@ class Mxfp4Storage:
 class TorchaoInt4Storage:
     """An unquantized weight that the torchao package quantizes at load time.
 
-    Like `PrototypeInt4WeightOnlyConfig` on a CPU: sixteen levels between the minimum and the
-        maximum
+    Like `PrototypeInt4WeightOnlyConfig` on a CPU: sixteen levels between the minimum and maximum
     weight of a group of inputs. A weight whose inputs are not whole groups is not quantized.
     """
 
@@ -134,7 +125,6 @@ class TorchaoInt4Storage:
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The weight; a group is quantized as a whole, however the weight is sharded."""
-        del outputs
         together = self.group if inputs % self.group == 0 else inputs
         return (
             WeightField(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),
@@ -163,3 +153,14 @@ class TorchaoInt4Storage:
         # products.
         wide = groups.double() * scales.view(outputs, -1, 1).double()
         return (wide + zeros.view(outputs, -1, 1).double()).float().view(outputs, inputs)
+
+
+def unpack_nibbles(pairs: Tensor, *, high_first: bool) -> Tensor:
+    """Unpack the two 4-bit values of each byte: (..., N) uint8  ->  (..., 2 N) uint8."""
+    low, high = pairs & 15, pairs >> 4
+    return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
+
+
+def lookup(codes: Tensor, table: Tensor) -> Tensor:
+    """The value of each code: codes (...,) uint8, table (16 or 256,)  ->  (...,)."""
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)

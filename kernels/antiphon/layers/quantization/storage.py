@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from antiphon.layers.weights import FLOATS
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from antiphon.layers.methods import LinearMethod
-
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are not quantized."""
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 """Dtypes of scales; the last has powers of two only."""
+ANY = -1
+"""A length that is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class Axis:
 
     @property
     def step(self) -> int:
-        """Slices begin at its multiples: where an entry begins."""
         return math.lcm(self.each // math.gcd(self.each, self.items), self.together)
 
     def size(self, total: int) -> int:
@@ -46,27 +45,19 @@ class Axis:
         return -(-total * self.items // self.each)
 
     def cut(self, part: slice) -> slice:
-        """The entries of a slice."""
         return slice(part.start * self.items // self.each, self.size(part.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightField:
-    """One tensor of a quantized weight.
+    """One tensor of a quantized weight."""
 
-    Attributes:
-        suffix: Its name in the checkpoint after that of the linear.
-        axes: Its axes; an integer is a length that slicing does not change, `weights.ANY` any
-            length.
-        dtypes: Allowed dtypes.
-    """
-
-    suffix: str
+    suffix: str  # its name in the checkpoint after that of the linear
+    # Its axes; an integer is a length that slicing does not change, `ANY` any length.
     axes: tuple[Axis | int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]  # allowed dtypes
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Shape of the whole tensor, for a weight (O, I)."""
         totals = {"outputs": outputs, "inputs": inputs}
         return tuple(
             axis if isinstance(axis, int) else axis.size(totals[axis.of]) for axis in self.axes
@@ -100,7 +91,6 @@ class WeightSlice:
         )
 
     def within(self, wider: WeightSlice) -> tuple[slice, slice]:
-        """The position of this slice in a wider one."""
         return (
             slice(
                 self.outputs.start - wider.outputs.start, self.outputs.stop - wider.outputs.start
@@ -111,22 +101,15 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Int8 weights with a scale for each output.
+    """Int8 weights with a scale for each output."""
 
-    Attributes:
-        steps: (O, I) int8.
-        scales: (O,) float32.
-    """
-
-    steps: Tensor
-    scales: Tensor
+    steps: Tensor  # (O, I) int8
+    scales: Tensor  # (O,) float32
 
     def __len__(self) -> int:
-        """Number of outputs."""
         return len(self.steps)
 
     def dequantize(self) -> Tensor:
-        """The weights, (O, I) float32."""
         return self.steps * self.scales[:, None]
 
 
@@ -135,8 +118,6 @@ LoadedWeight = torch.Tensor | Int8Weight
 
 
 class StorageLayout(Protocol):
-    """How a checkpoint stores the weight of a linear."""
-
     def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The tensors of a weight (O, I).
 
@@ -153,26 +134,11 @@ class StorageLayout(Protocol):
         ...
 
 
-class CheckpointQuantization(Protocol):
-    """Which linears of a checkpoint are quantized, and their method in memory."""
-
-    @property
-    def method(self) -> LinearMethod:
-        """The method of linears all of whose parts are quantized."""
-        ...
-
-    def storage(self, name: str) -> StorageLayout | None:
-        """The layout of a linear of the checkpoint; None: not quantized."""
-        ...
-
-
 def dequantized(whole: LoadedWeight) -> Tensor:
-    """A weight (O, I) as float32, whichever of the two forms it has."""
     return whole.dequantize() if isinstance(whole, Int8Weight) else whole
 
 
 def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
-    """Concatenate parts of a weight, all of one form, along outputs."""
     if len(pieces) == 1:
         return pieces[0]
     steps = [piece for piece in pieces if isinstance(piece, Int8Weight)]
@@ -183,7 +149,6 @@ def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
 
 
 def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeight:
-    """A slice of a weight, in the form that it has."""
     if isinstance(whole, Int8Weight):
         return Int8Weight(whole.steps[rows, columns], whole.scales[rows])
     return whole[rows, columns]
@@ -192,17 +157,6 @@ def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeig
 def groups(inputs: int, each: int) -> Axis | int:
     """The axis of values shared by groups of inputs; a group of 0 is all of them."""
     return Axis("inputs", each) if each and each < inputs else 1
-
-
-def group_of(inputs: Tensor, count: int) -> Tensor:
-    """Which of `count` groups each input belongs to, (I,) int32.
-
-    Raises:
-        ValueError: A group index is out of range.
-    """
-    if bool(((inputs < 0) | (inputs >= count)).any()):
-        raise ValueError(f"group indices of inputs exceed the {count} groups")
-    return inputs.int()
 
 
 def check_divisible(count: int, each: int, what: str) -> None:

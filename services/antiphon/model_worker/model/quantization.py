@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.config import quantization as schemes
-from antiphon.layers.quantization.awq import AwqStorage
+from antiphon.layers.quantization.eight_bit import (
+    Fp8Storage,
+    Int8Storage,
+    LlmInt8Storage,
+    OnlineFp8Storage,
+    TorchaoInt8Storage,
+)
 from antiphon.layers.quantization.four_bit import (
     BitsAndBytesStorage,
     Mxfp4Storage,
     TorchaoInt4Storage,
 )
-from antiphon.layers.quantization.fp8 import Fp8Storage, OnlineFp8Storage
-from antiphon.layers.quantization.gptq import GptqStorage
-from antiphon.layers.quantization.int8 import Int8Storage, LlmInt8Storage, TorchaoInt8Storage
-from antiphon.layers.quantization.packed import PackQuantizedStorage
+from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
 
 if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.cpu.memory import pool_zeros
-from antiphon.kernels.fp8 import is_fp8
+from antiphon.kernels.cpu.extension import pool_zeros
+from antiphon.kernels.kv import is_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor

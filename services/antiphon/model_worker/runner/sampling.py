@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.philox import Purpose, uniform
+from antiphon.kernels.sampling import Purpose, uniform
 from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.penalties import TokenCounts
 from antiphon.wire.sampling import TEMPERATURE_MIN

@@ -1,7 +1,9 @@
-"""8-bit integers, with a scale for the tensor, for each output, or for each group of inputs.
+"""Eight bits: integers and FP8 (e4m3), with a scale for the tensor, an output, a group or a block.
 
-Source: the `int-quantized` format of compressed-tensors; Dettmers et al. 2022, arXiv:2208.07339
-(LLM.int8, which stores the absmax as the scale); torchao's Int8WeightOnlyConfig.
+Source: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3), in the checkpoints of DeepSeek-V3
+(blocks), compressed-tensors and the fp8 quantizer of transformers (the names); the `int-quantized`
+format of compressed-tensors; Dettmers et al. 2022, arXiv:2208.07339 (LLM.int8, which stores the
+absmax as the scale); torchao's Int8WeightOnlyConfig.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from antiphon.layers.quantization.storage import (
+    FLOATS,
     SCALES,
     Axis,
     Int8Weight,
     WeightField,
     check_divisible,
 )
-from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,25 +30,20 @@ if TYPE_CHECKING:
     from antiphon.layers.quantization.storage import LoadedWeight, WeightFields
 
 ZERO = ".weight_zero_point"
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Storage:
-    """A weight (O, I) of int8, and its scales.
+    """A weight (O, I) of int8, and its scales."""
 
-    Attributes:
-        scale: Whether there is one scale for the tensor, each output, or each group of its inputs.
-        group: Inputs of a group.
-        zero_point: Whether a zero point is stored with each scale.
-    """
-
+    # Whether there is one scale for the tensor, each output, or each group of its inputs.
     scale: Literal["tensor", "channel", "group"]
-    group: int = 0
-    zero_point: bool = False
+    group: int = 0  # inputs of a group
+    zero_point: bool = False  # whether a zero point is stored with each scale
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The scales, the zero points, and the weight."""
-        del outputs
         if self.scale == "group":
             check_divisible(inputs, self.group, "inputs")
         axes: tuple[Axis | int, ...] = (1,)
@@ -75,16 +72,12 @@ class LlmInt8Storage:
     """A weight (O, I) of int8, and the absmax of each output, which is stored as 127."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The absmax values, and the weight."""
-        del outputs, inputs
         return (
             WeightField(".SCB", (Axis("outputs"),), FLOATS),
             WeightField(".weight", (Axis("outputs"), Axis("inputs")), (torch.int8,)),
         )
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """The int8 weights, with a 127th of the absmax as their scales."""
-        del outputs, inputs
         return Int8Weight(stored[".weight"], stored[".SCB"].float() / 127)
 
 
@@ -93,13 +86,9 @@ class TorchaoInt8Storage:
     """An unquantized weight that the torchao package quantizes at load time."""
 
     def fields(self, outputs: int, inputs: int) -> WeightFields:
-        """The weight; an output is quantized as a whole, however the weight is sharded."""
-        del outputs
         return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
-        """The int8 weights as torchao quantizes them."""
-        del inputs
         # Imported only when needed: it takes seconds, and need not be installed.
         from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             Int8Tensor,
@@ -115,3 +104,56 @@ class TorchaoInt8Storage:
         rounded = linear.weight
         assert isinstance(rounded, Int8Tensor), "what this configuration makes"
         return Int8Weight(rounded.qdata, rounded.scale.flatten().float())
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Storage:
+    """A weight (O, I) of e4m3, and its scales."""
+
+    # Whether there is one scale for the tensor, each output, or each block.
+    scale: Literal["tensor", "channel", "block"]
+    # Outputs and inputs of a block; the last ones of a weight may be smaller.
+    block: tuple[int, int] = (128, 128)
+
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
+        axes: Mapping[str, tuple[Axis | int, ...]] = {
+            "tensor": (1,),
+            "channel": (Axis("outputs"), 1),
+            "block": (Axis("outputs", self.block[0]), Axis("inputs", self.block[1])),
+        }
+        return (
+            WeightField(".weight_scale", axes[self.scale], SCALES),
+            WeightField(".weight", (Axis("outputs"), Axis("inputs")), (E4M3,)),
+        )
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        scales = stored[".weight_scale"].float()
+        wide = stored[".weight"].float()
+        if self.scale != "block":
+            return wide.mul_(scales)
+        for axis, size in enumerate((outputs, inputs)):
+            scales = scales.repeat_interleave(self.block[axis], axis).narrow(axis, 0, size)
+        return wide.mul_(scales)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFp8Storage:
+    """An unquantized weight, quantized to e4m3 at load time with a scale for each output."""
+
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
+        return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        rounded, scales = rounded_to_fp8(stored[".weight"])
+        return rounded.float().mul_(scales)
+
+
+def rounded_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each output so that its absmax becomes the largest finite value.
+
+    weight (O, I)  ->  e4m3 (O, I), scales (O, 1) float32
+    """
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1, keepdim=True) / E4M3_MAX
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (wide / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales
