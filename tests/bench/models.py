@@ -171,10 +171,10 @@ def _widen(name: str, folder: Path, cache: Path) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
+    from antiphon.cli.serve import fetch_models  # noqa: PLC0415
     from antiphon.config.settings import Settings  # noqa: PLC0415
     from antiphon.model_card.served_model import model_files  # noqa: PLC0415
     from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
-    from antiphon.supervisor.fetch_models import fetch_models  # noqa: PLC0415
 
     base = Settings()
     settings = replace(

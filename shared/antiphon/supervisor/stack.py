@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.discovery import OPERATOR
@@ -26,7 +36,6 @@ from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.liveness import HangDetector, Readiness
 from antiphon.supervisor.ports import PortRange, free_port, is_free
-from antiphon.supervisor.progress import StartProgress
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+    from rich.progress import Task
 
     from antiphon.config.settings import Settings
     from antiphon.resolve.device import HostDevice
@@ -70,6 +80,9 @@ EXAMPLE = """try: curl -N {scheme}://{host}:{port}/v1/chat/completions \\
 
 EXAMPLE_KEY = """
   -H "Authorization: Bearer $KEY" \\"""
+BAR_COLUMNS = 12
+"""Narrow enough for lines of at most 80 columns, whatever service it waits for."""
+_LOADING = re.compile(r"(done_bytes|total_bytes|seconds_left)\W+([\d.]+)")
 
 
 class CannotServe(Exception):
@@ -385,3 +398,72 @@ def _count(settings: Settings, role: Role) -> int:
         Role.DETOKENIZER: supervisor.detokenizers,
     }
     return counts.get(role, 1)
+
+
+def loading(log: str) -> str:
+    """Format the progress of loading weights from a worker's log; empty if none is in progress."""
+    lines = [line for line in log.splitlines() if "weights" in line]
+    if not lines or "loading weights" not in lines[-1]:
+        return ""
+    fields = {name: float(number) for name, number in _LOADING.findall(lines[-1])}
+    if len(fields) < 3:
+        return ""
+    done, total = fields["done_bytes"] / 1e9, fields["total_bytes"] / 1e9
+    return f"weights {done:.2f} of {total:.2f} GB, {fields['seconds_left']:.0f} s left"
+
+
+class _Waiting(ProgressColumn):
+    """Progress of loading weights, read twice a second; else the service that is awaited."""
+
+    max_refresh = 0.5
+
+    def __init__(self, progress: Callable[[], str]) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def render(self, task: Task) -> Text:
+        return Text(self._progress() or task.description)
+
+
+class StartProgress:
+    """A progress bar in a terminal; one line per service elsewhere.
+
+    `worker_log` is the end of the worker's log, which has the progress of its weights.
+    """
+
+    def __init__(
+        self, console: Console, names: Sequence[str], worker_log: Callable[[], str]
+    ) -> None:
+        self._console = console
+        self._waiting = list(names)
+        self._bar = Progress(
+            TextColumn("starting"),
+            BarColumn(bar_width=BAR_COLUMNS),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            _Waiting(lambda: loading(worker_log())),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(self._description(), total=len(names))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def ready(self, name: str) -> None:
+        if name in self._waiting:
+            self._waiting.remove(name)
+        self._bar.update(self._task, advance=1, description=self._description())
+        if not self._console.is_terminal:
+            self._console.print(f"{name} is ready", highlight=False)
+
+    def _description(self) -> str:
+        if not self._waiting:
+            return "all ready"
+        first, *others = self._waiting
+        return f"waiting for {first}" + (f" and {len(others)} more" if others else "")

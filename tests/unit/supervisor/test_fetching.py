@@ -12,11 +12,11 @@ from rich.console import Console
 from tests.arguments import settings_of
 from tests.unit.service.fake_hub import FakeHub
 
+from antiphon.cli.serve import fetch_models, pip_download
 from antiphon.config.errors import ConfigError
 from antiphon.config.models import Wheel
 from antiphon.config.settings import Settings
 from antiphon.model_card.hub import fetch
-from antiphon.supervisor.fetch_models import fetch_models, pip_download
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from antiphon.supervisor.progress import StartProgress, loading
+from antiphon.supervisor.stack import StartProgress, loading
 from antiphon.telemetry import log as telemetry
 
 
