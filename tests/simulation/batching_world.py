@@ -111,8 +111,6 @@ class WorldRunner(HashRunner):
 
 @dataclass
 class Told:
-    """All that was said of one choice."""
-
     state: RequestState
     ids: list[int] = field(default_factory=list[int])
     finish: Finish | None = None
@@ -262,7 +260,6 @@ class World:
         self.turn(Mail(runs=tuple(runs), drops=drops, requeues=returns, commands=orders))
 
     def turn(self, mail: Mail | None = None) -> StepReport:
-        """One turn of the loop, and all that must hold after it."""
         before = set(self.batching.running.values())
         self.runner.last = None
         self.turns += 1
@@ -279,7 +276,6 @@ class World:
         return report
 
     def note_steady(self, report: StepReport) -> None:
-        """Count what steady rows meet."""
         plan = self.runner.last
         if isinstance(report.progress, Drawn):
             self.seen["steady"] += 1
@@ -291,7 +287,6 @@ class World:
         self._steady = isinstance(report.progress, Drawn)
 
     def new_choices(self) -> list[tuple[ChoiceKey, RequestState]]:
-        """One request: most often of one choice, and often with a beginning that others have."""
         prompt = self._ids(self.random.randint(0, self.prompt_max))
         if self.random.random() < 0.7:
             prompt = (self.random.choice(self.stems) + prompt)[: self.prompt_max]
@@ -320,7 +315,6 @@ class World:
         return pairs
 
     def hear(self, report: StepReport) -> None:
-        """Take in what the loop says."""
         for key in report.started:
             self.told[key].started = True
         for key in report.returned:
@@ -347,7 +341,6 @@ class World:
                 self.seen["cached"] += 1
 
     def drain(self) -> None:
-        """Let everything come to its end."""
         self.poison, self.runner.fail = 0.0, False
         for _ in range(100_000):
             if self.batching.idle:
@@ -419,7 +412,6 @@ class World:
         assert all(slots.length[slot] == 0 for slot in empty)
 
     def check_budgets(self) -> None:
-        """No plan is larger than was allowed."""
         plan = self.runner.last
         if plan is None:
             return

@@ -149,8 +149,6 @@ class SlowMatcherExecutor:
 
 
 class World:
-    """A worker with few pages."""
-
     def __init__(self, seed: int, *, overlap: bool, slow: bool = False) -> None:
         self.random = random.Random(seed)
         self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None

@@ -47,8 +47,6 @@ CURSE = 59
 
 @dataclass
 class Told:
-    """All that was said of one choice."""
-
     prompt: list[int]
     tokens_max: int
     seed: int
@@ -87,7 +85,6 @@ class Stage:
         self.reports: list[StepReport] = []
 
     def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Told:
-        """Add a request, and take a turn."""
         key, state = self.request(prompt, tokens_max, seed)
         self.turn(Mail(runs=((key, state),)))
         return self.told[key]
@@ -110,7 +107,6 @@ class Stage:
         )
 
     def order(self, *orders: ControlCommand) -> list[ControlDone]:
-        """Give orders, and take the turn in which they are obeyed."""
         self.done.clear()
         self.turn(Mail(commands=orders))
         return self.done

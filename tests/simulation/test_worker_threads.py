@@ -65,7 +65,6 @@ class BusSide:
             raise
 
     def hear(self, *, wait: bool) -> bool:
-        """Take in one report, if there is one."""
         try:
             report = self.reports.get(timeout=WAIT_S) if wait else self.reports.get_nowait()
         except Empty:
@@ -87,7 +86,6 @@ class BusSide:
             self.hear(wait=True)
 
     def order(self, *orders: ControlCommand) -> None:
-        """Have these done; all that was written before has reached the loop then."""
         for order in orders:
             self.box.submit_command(order)
         self._ordered += len(orders)
@@ -143,7 +141,6 @@ class BusSide:
                 self.run()
 
     def drain(self) -> None:
-        """Let everybody come to an end."""
         self.world.runner.fail = False
         self.order(ContinueWorker())
         self.hear_until(lambda: not any(told.live for told in self.world.told.values()))

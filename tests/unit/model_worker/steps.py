@@ -87,7 +87,6 @@ class Steps:
         return tuple(self.batching.take_progress())
 
     def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
-        """One step in which row i accepts `tokens[i]`."""
         return self.commit(self.next(), *tokens)
 
     def go(self, token: int = 1) -> list[tuple[int, int]]:

@@ -65,8 +65,6 @@ LENGTH = Finish(reason=FinishReason.LENGTH)
 
 
 class Bench:
-    """An output machine, and the few words that the tests say to it."""
-
     def __init__(self, *commands: Command, live_max: int = 8, leading: Term | None = None) -> None:
         self.leading = leading
         self.output = WorkerOutput(
@@ -195,16 +193,7 @@ def test_a_batch_that_is_not_for_us_or_not_for_now_is_ignored(
 ) -> None:
     bench = Bench()
     bench.seq = 1
-    batch = CommandBatch(
-        **{
-            "leader": LEADER,
-            "worker": WORKER,
-            "seq": 1,
-            "commands": (admit(),),
-            "not_after_unix_ms": 100_000,
-        }
-        | change  # pyright: ignore[reportArgumentType]
-    )
+    batch = msgspec.structs.replace(bench.batch(admit()), **change)
     assert bench.output.command(batch, now_ms) == []
     assert bench.output.term is None
 

@@ -20,7 +20,6 @@ END_IDS = frozenset(CARD.eos_ids)
 
 @pytest.fixture(scope="session")
 def vocabulary() -> TokenVocabulary:
-    """The tokens of the embedded model."""
     return read_vocabulary(embedded.path(), CARD.vocabulary_size)
 
 

@@ -48,7 +48,6 @@ class Bench:
         )
 
     def counted(self, name: str) -> float:
-        """What a metric of grammars has come to."""
         return self.registry.registry.get_sample_value(f"antiphon_{name}") or 0.0
 
     def open(self) -> Compiler:
@@ -62,7 +61,6 @@ class Bench:
         return self.group.create_task(self.guide(text, tenant))
 
     async def until_begun(self) -> None:
-        """Until a slow compile has begun."""
         assert await asyncio.to_thread(self.compiler.begun.wait, 10)
 
 

@@ -38,7 +38,6 @@ def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
 
 
 def compiled_or_refused(compiled: Compile, schema: object) -> XgrammarGrammar | str:
-    """The grammar of a schema, or the reason why there is none."""
     try:
         return compiled(schema)
     except InvalidRequest as error:

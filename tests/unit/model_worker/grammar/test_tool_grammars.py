@@ -74,7 +74,6 @@ def check(parsed: Parsed) -> None:
 
 
 def answers(plan: ToolPlan, grammar: Grammar, compiled: Compile, vocabulary: TokenVocabulary):
-    """What is said under the grammar, and ends by itself."""
     ready = compiled(grammar)
     for seed in range(12):
         said = speak(guide_of(ready, vocabulary), vocabulary, seed=seed, closers=b'"]}>')

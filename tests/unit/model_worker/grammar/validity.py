@@ -32,11 +32,9 @@ REFUSALS = re.compile(
 
 
 def form_of(schema: object) -> Grammar:
-    """The grammar of a schema."""
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
 
 
 def check(schema: Mapping[str, object] | bool, answer: str) -> None:
-    """Fail unless an answer is JSON of a schema."""
     validator = Draft202012Validator(schema, format_checker=FORMATS)
     validator.validate(json.loads(answer))

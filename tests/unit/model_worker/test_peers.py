@@ -1,22 +1,30 @@
-"""Workers of one model give the same bits, or one of them leaves and says in what they differ."""
+"""What a worker does by the heartbeats of others: leave, if it computes otherwise, or requeue."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.support.services import running
 from tests.support.wait import until
+from tests.support.worker import attempt
 from tests.unit.model_worker.test_service import WorkerFactory, open_hash_engine, process
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.protocol.peers import NumericsCheck
+from antiphon.model_worker.protocol.peers import (
+    NumericsCheck,
+    free_slots,
+    longest_elsewhere,
+    other_workers,
+)
 from antiphon.model_worker.startup.engine import Engine
+from antiphon.service.peers import Liveness, Peer
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Process, ProcessState, Role
-from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
-from antiphon.wire.ids import Incarnation, InstanceId, ModelName
+from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,19 +34,18 @@ if TYPE_CHECKING:
 BITS = "isa:avx512,kernels:1,linear:packed"
 OTHER_ISA = "isa:avx2,kernels:1,linear:packed"
 MODEL = ModelName("m")
+LOAD = WorkerLoad(
+    pages_free=10,
+    pages_total=10,
+    page_tokens=16,
+    running_max=3,
+    step=0,
+    step_age_s=0.0,
+    context_tokens=128,
+)
 
 
 def beat(bits: str, incarnation: str = "1", **said: object) -> Heartbeat:
-    load = WorkerLoad(
-        pages_free=1,
-        pages_total=1,
-        page_tokens=1,
-        running_max=1,
-        step=0,
-        step_age_s=0.0,
-        context_tokens=1,
-        bits=bits,
-    )
     whole: dict[str, object] = {
         "role": Role.WORKER,
         "process": Process(instance=InstanceId("worker-0"), incarnation=Incarnation(incarnation)),
@@ -47,7 +54,7 @@ def beat(bits: str, incarnation: str = "1", **said: object) -> Heartbeat:
         "config_digest": "",
         "health_port": 0,
         "load": 0,
-        "worker": load,
+        "worker": msgspec.structs.replace(LOAD, bits=bits),
         "not_after_unix_ms": 0,
     }
     return Heartbeat(**whole | said)  # pyright: ignore[reportArgumentType]
@@ -121,3 +128,32 @@ async def test_a_worker_does_not_join_one_that_gives_its_model_other_bits() -> N
             ):
                 await here.ended()
         assert there.health.state is ProcessState.READY
+
+
+def line(*, ended: bool = False) -> RunningRequest:
+    return RunningRequest(request_id=RequestId("r"), attempt=attempt(), tokens=1, ended=ended)
+
+
+def peer(load: WorkerLoad | None, model: ModelName = MODEL) -> Peer:
+    return Peer(beat("", model=model, worker=load), Liveness.ALIVE, 0.0)
+
+
+def test_only_a_worker_of_our_model_that_runs_steps_counts() -> None:
+    paused = msgspec.structs.replace(LOAD, paused=True)
+    peers = [peer(LOAD), peer(None), peer(paused), peer(LOAD, ModelName("another"))]
+    assert other_workers(peers, MODEL) == [LOAD]
+
+
+def test_room_is_what_others_could_start_at_once() -> None:
+    busy = msgspec.structs.replace(LOAD, running=(line(), line(), line(ended=True)))
+    full = msgspec.structs.replace(LOAD, running=(line(),) * 5)
+    short = msgspec.structs.replace(LOAD, pages_promised=10)
+    assert [free_slots([load]) for load in (LOAD, busy, full, short)] == [3, 1, 0, 0]
+    assert free_slots([LOAD, busy, full]) == 4
+    assert free_slots([]) == 0
+
+
+def test_only_what_others_hold_to_the_end_is_theirs() -> None:
+    small = msgspec.structs.replace(LOAD, context_tokens=64)
+    assert longest_elsewhere([small, LOAD], 128) is None
+    assert longest_elsewhere([small], 128) == 64
