@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.cache.index import PrefixIndex
 
 VOCAB_SIZE = 40
 SALT = b"s" * 32
@@ -150,7 +149,7 @@ class World:
         self.rules = self._rules()
         self.overlap = overlap
         self.cached = self.pick("cached", True, True, False)
-        index: PrefixIndex | None = None
+        index: RadixIndex | None = None
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
         self.batching = EngineCore(self.limits, self.pools, index, self.rules)

@@ -15,7 +15,7 @@ from antiphon.model_worker.cache.events import (
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.index import CacheKey
+from antiphon.model_worker.cache.hashing import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import ControlEndpoint
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
@@ -250,8 +249,7 @@ class ModelWorker:
         )
 
     def _publishes_events(self) -> bool:
-        cached = not isinstance(self._engine.core.index, NoIndex)
-        return cached and self._runtime.settings.cache.events
+        return self._engine.core.index.enabled and self._runtime.settings.cache.events
 
     async def drain(self) -> None:
         """Finish running requests, send the rest, and wait a little for their owners to have it."""

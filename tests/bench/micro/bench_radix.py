@@ -33,7 +33,7 @@ import pytest
 
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.model_worker.cache.index import CacheKey
+from antiphon.model_worker.cache.hashing import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids

@@ -11,7 +11,7 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.cache.index import CacheKey
+from antiphon.model_worker.cache.hashing import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids

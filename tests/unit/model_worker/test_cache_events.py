@@ -14,11 +14,11 @@ from antiphon.model_worker.cache.events import (
 )
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.cache.hashing import (
+    CacheKey,
     Namespace,
     announced_root,
     request_namespace,
 )
-from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids

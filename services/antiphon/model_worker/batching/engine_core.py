@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.cache.hashing import Namespace
-from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import InlineMatcherExecutor
 from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.wire.base import FinishReason
@@ -54,7 +54,7 @@ class EngineCore:
         self,
         limits: EngineLimits,
         pools: CachePools,
-        index: PrefixIndex | None = None,
+        index: RadixIndex | None = None,
         rules: QueueRules | None = None,
         namespace: Namespace | None = None,
         matcher_executor: MatcherExecutor | None = None,
@@ -64,7 +64,7 @@ class EngineCore:
         self.limits = limits
         self.pools = pools
         self.rules = rules or QueueRules()
-        self.index: PrefixIndex = index or NoIndex(len(pools.groups))
+        self.index = index or RadixIndex(pools, enabled=False)
         self.waiting = WaitingQueue(self.rules)
         namespace = namespace or Namespace(model_digest=limits.weights_digest)
         self._batch = RunningBatch(limits, pools, self.index, namespace)

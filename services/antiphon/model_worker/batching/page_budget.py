@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.slots import Slots
     from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.cache.index import PrefixIndex
+    from antiphon.model_worker.cache.radix import RadixIndex
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
 ANSWER_TOKENS_MAX = 4096
@@ -112,7 +112,7 @@ class PageBudget:
         self,
         limits: EngineLimits,
         pools: CachePools,
-        index: PrefixIndex,
+        index: RadixIndex,
         slots: Slots,
         *,
         indexed: bool,

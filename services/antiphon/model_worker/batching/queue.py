@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from antiphon.model_worker.batching.state import QueueKey, RequestState
-    from antiphon.model_worker.cache.index import Prefix, PrefixNode
+    from antiphon.model_worker.cache.radix import Prefix
+    from antiphon.model_worker.cache.tree import RadixNode
 
 TREE_POLICIES = frozenset({Policy.LPM, Policy.DFS_WEIGHT})
 """Policies that order by the prefix cache."""
@@ -157,10 +158,10 @@ def order_by_prefix(
 
 
 class _Branches:
-    def __init__(self, pairs: Sequence[tuple[Request, PrefixNode | None]]) -> None:
-        self._here: defaultdict[PrefixNode | None, list[Request]] = defaultdict(list)
-        self._weight: defaultdict[PrefixNode | None, int] = defaultdict(int)
-        self._children: defaultdict[PrefixNode | None, dict[PrefixNode, None]] = defaultdict(dict)
+    def __init__(self, pairs: Sequence[tuple[Request, RadixNode | None]]) -> None:
+        self._here: defaultdict[RadixNode | None, list[Request]] = defaultdict(list)
+        self._weight: defaultdict[RadixNode | None, int] = defaultdict(int)
+        self._children: defaultdict[RadixNode | None, dict[RadixNode, None]] = defaultdict(dict)
         for request, node in pairs:
             self._here[node].append(request)
             self._add(node)
@@ -170,7 +171,7 @@ class _Branches:
 
         Those that stop at a node come after those below it, which share more.
         """
-        stack: list[tuple[PrefixNode | None, bool]] = [(None, False)]
+        stack: list[tuple[RadixNode | None, bool]] = [(None, False)]
         while stack:
             node, below_done = stack.pop()
             if below_done:
@@ -181,7 +182,7 @@ class _Branches:
             heaviest_first = sorted(children, key=self._weight.__getitem__, reverse=True)
             stack.extend((child, False) for child in reversed(heaviest_first))
 
-    def _add(self, node: PrefixNode | None) -> None:
+    def _add(self, node: RadixNode | None) -> None:
         while node is not None:
             self._weight[node] += 1
             parent = node.parent

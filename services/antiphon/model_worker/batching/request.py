@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.state import ChoiceKey, QueueKey, RequestState
     from antiphon.model_worker.batching.token_masks import TokenFilter
-    from antiphon.model_worker.cache.index import CacheKey, Prefix
+    from antiphon.model_worker.cache.hashing import CacheKey
+    from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.table import PageTable
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.sampling import SamplingParams

@@ -13,8 +13,8 @@ from antiphon.model_worker.batching.page_budget import PageBudget
 from antiphon.model_worker.batching.plan import StepPlan
 from antiphon.model_worker.batching.request import PendingPrefix
 from antiphon.model_worker.batching.slots import Slots
-from antiphon.model_worker.cache.hashing import request_namespace
-from antiphon.model_worker.cache.index import CacheKey, NoIndex
+from antiphon.model_worker.cache.hashing import CacheKey, request_namespace
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import PageTable
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits
     from antiphon.model_worker.cache.hashing import Namespace
-    from antiphon.model_worker.cache.index import Prefix, PrefixIndex
+    from antiphon.model_worker.cache.radix import Prefix, RadixIndex
     from antiphon.model_worker.cache.table import CachePools
 
 
@@ -40,9 +40,9 @@ class RunningBatch:
     """
 
     def __init__(
-        self, limits: EngineLimits, pools: CachePools, index: PrefixIndex, namespace: Namespace
+        self, limits: EngineLimits, pools: CachePools, index: RadixIndex, namespace: Namespace
     ) -> None:
-        indexed = not isinstance(index, NoIndex)
+        indexed = index.enabled
         self.pools = pools
         self.index = index
         self._namespace = namespace

@@ -1,13 +1,28 @@
-"""Namespaces of prefixes: what must be equal, besides the tokens, for two pages to be equal."""
+"""Keys of prefixes: what must be equal for two pages to be equal, tokens and all else."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import msgspec
 
 from antiphon.model_worker.cache.groups import Shard
 from antiphon.wire.digests import DIGEST_BYTES, namespace, salted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKey:
+    """All that determines the content of a page: the tokens up to it, and what computed them.
+
+    Attributes:
+        namespace: Digest of weights, dtype, adapter and salts; prefixes are never shared across
+            namespaces.
+        token_ids: int32, little-endian.
+    """
+
+    namespace: bytes
+    token_ids: bytes
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):

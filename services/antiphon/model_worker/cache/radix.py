@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.index import Prefix, PrefixMatch
 from antiphon.model_worker.cache.table import PageTable
 from antiphon.model_worker.cache.tree import RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
@@ -17,21 +17,53 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.events import BlockTracker, CacheEvent
     from antiphon.model_worker.cache.eviction import Strategy
     from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.cache.index import CacheKey
+    from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.table import CachePools
     from antiphon.model_worker.cache.tree import RadixNode
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The cached prefix of a key. No page is referenced and none was touched.
+
+    Attributes:
+        length: Tokens, in whole pages, that every group holds; the same as of a `match`.
+        node: The node that holds the last of them; None if there are none.
+    """
+
+    length: int
+    node: RadixNode | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch:
+    """The longest prefix that every group holds, and a table that shares its pages."""
+
+    length: int
+    table: PageTable | None
+
+
 class RadixIndex:
-    """Finds the longest prefix that every group holds. A `PrefixIndex`.
+    """Finds the pages of a prefix that some request computed before.
+
+    It holds references of its own, so that a page is free when neither a request nor the prefix
+    cache holds it; a page without another holder can be evicted. Called from the batching loop.
+
+    A waiting request is looked up by `peek`, which changes nothing. `touch` protects its prefix
+    from eviction until it can start. `match` takes references for an attempt to start it, and
+    `use` counts a hit once it has started. `insert` adds computed pages.
 
     Where a window group has lost pages or never had them, a prefix matches only up to an end at
     which all pages that a query attends to are left. With recurrent states it matches only up to a
     checkpoint of each group: a state is cached if a request was at the end of a page when its pages
     were inserted.
 
-    No node is locked. The prefix cache is one more holder of each page, and a page without another
-    one can be evicted.
+    Attributes:
+        enabled: If not, nothing is inserted: every request prefills its whole prompt.
+        generation: Grows whenever the result of a `peek` may change: with insert, evict and clear.
+            While it is unchanged, the lengths of earlier peeks are exact. Their nodes may have been
+            split: they are still on the path of the key.
+        evicted_tokens: Since start; for a model with only states, the tokens of their pages.
     """
 
     def __init__(
@@ -39,7 +71,12 @@ class RadixIndex:
         pools: CachePools,
         strategy: Strategy = STRATEGIES["lru"],
         tracker: BlockTracker | None = None,
+        *,
+        enabled: bool = True,
     ) -> None:
+        self.enabled = enabled
+        self.generation = 0
+        self.evicted_tokens = 0
         self._pools = pools
         self._page_tokens = pools.page_tokens
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
@@ -49,29 +86,26 @@ class RadixIndex:
         self._tree = RadixTree(pools, tracker)
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
-        self._generation = 0
         whole = set(range(len(pools.groups))) - set(pools.sparse)
         self._counted = min(whole or pools.windows or (0,))
-        self._evicted_tokens = 0
-
-    @property
-    def evicted_tokens(self) -> int:
-        return self._evicted_tokens
-
-    @property
-    def generation(self) -> int:
-        return self._generation
 
     def peek(self, key: CacheKey) -> Prefix:
+        """The prefix that `match` would return; takes no reference and marks nothing as used."""
         path, length = self._longest(key)
         holder = next((node for node in path if node.end >= length), None) if length else None
         return Prefix(length * self._page_tokens, holder)
 
     def touch(self, key: CacheKey) -> None:
+        """Mark the cached prefix of a key as recently used, because it will be needed soon."""
         path, length = self._longest(key)
         self._touch([node for node in path if node.start < length])
 
     def match(self, key: CacheKey) -> PrefixMatch:
+        """Find the longest cached prefix that leaves at least one token to compute.
+
+        This marks nothing as used: the first waiting request is matched in each step, and its table
+        may be released again. See `use`.
+        """
         path, length = self._longest(key)
         if not length:
             return PrefixMatch(length=0, table=None)
@@ -81,6 +115,7 @@ class RadixIndex:
         return PrefixMatch(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
 
     def use(self, key: CacheKey, tokens: int) -> None:
+        """Count a hit: a request has started with `tokens` cached tokens, in whole pages."""
         path, length = self._tree.find(key, tokens // self._page_tokens)
         path = self._settle(path, length)
         self._touch(path)
@@ -88,8 +123,16 @@ class RadixIndex:
             node.hits += 1
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
+        """Insert the full committed pages of a table, also of a request that still runs.
+
+        Where a page for the same tokens is cached already, the table takes that one and releases
+        its own: entries of the table change, and `PageTable.revision` grows.
+
+        The inserted prefix ends with the key or with `committed`, whichever is shorter. Nothing is
+        inserted of a table that was started before the last `clear`.
+        """
         end = min(table.committed // self._page_tokens, len(key.token_ids) // self._page_bytes)
-        if not end or table.outdated:
+        if not end or table.outdated or not self.enabled:
             return
         if self._only_states and end * self._page_tokens != table.committed:
             return  # without a checkpoint at its end the run of pages would never match
@@ -105,6 +148,7 @@ class RadixIndex:
             self._evictor.grown(path[-1])
 
     def take_events(self) -> tuple[CacheEvent, ...]:
+        """Blocks stored and removed since the last call, if events are published."""
         if self._tracker is None:
             return ()
         self._tree.settle()
@@ -114,19 +158,28 @@ class RadixIndex:
         return self._pools.loose()
 
     def evict(self, pages: Sequence[int]) -> int:
+        """Evict at least so many pages by group, the least useful first; return how many.
+
+        Fewer only if fewer are evictable. More in other groups: a page evicted from a full group
+        takes along the pages of the same tokens in window groups.
+        """
         pool = self._pools.pools[self._counted]
         before = pool.loose_count
         evicted = self._evictor.evict(pages)
-        self._generation += evicted > 0
-        self._evicted_tokens += (before - pool.loose_count) * self._page_tokens
+        self.generation += evicted > 0
+        self.evicted_tokens += (before - pool.loose_count) * self._page_tokens
         return evicted
 
     def clear(self) -> int:
+        """Remove everything; return how many pages no request held.
+
+        Pages that requests still hold are never matched again, and free when they are released.
+        """
         evicted = sum(self._pools.loose())
         self._tree.clear()
         self._evictor = Evictor(self._pools, self._tree, self._strategy)
         self._pools.cutoffs += 1
-        self._generation += 1
+        self.generation += 1
         return evicted
 
     def _longest(self, key: CacheKey) -> tuple[list[RadixNode], int]:
@@ -179,13 +232,13 @@ class RadixIndex:
                 continue
             self._tree.fill(node, group, index - node.start, own)
             self._evictor.grown(node)
-            self._generation += 1
+            self.generation += 1
         return True
 
     def _grow(
         self, path: list[RadixNode], key: CacheKey, table: PageTable, end: int
     ) -> list[RadixNode]:
-        self._generation += 1
+        self.generation += 1
         last = path[-1] if path else self._tree.root(key.namespace)
         if path and not last.children and not last.hits:
             # No other request has used it yet: the same request continues it.

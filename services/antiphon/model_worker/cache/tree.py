@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.index import CacheKey
+    from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
 
