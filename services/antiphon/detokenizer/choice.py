@@ -31,6 +31,9 @@ PIECE_BYTES: Final = 64 * 1024
 """Maximum text, and maximum token outputs, in one row: an answer may be larger than a message."""
 
 
+_WHITE = " \t\r\n"
+
+
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
     finish_reason: FinishReason
@@ -246,9 +249,6 @@ def partial_match_length(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-_WHITE = " \t\r\n"
 
 
 class ThinkingCounter:

@@ -28,6 +28,10 @@ still become something else. Those before them are final."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+TEXTS_MAX = 65_536
+"""Maximum number of tokens whose text is cached."""
+
+
 class IncrementalDecoder:
     """Turns the ids of one choice into text; the pieces add up to the text of all ids at once.
 
@@ -123,10 +127,6 @@ def _certain(text: str) -> str:
     """The text without the U+FFFD at its end that may become something else."""
     broken = len(text) - len(text.rstrip(REPLACEMENT))
     return text[: len(text) - min(broken, BROKEN_MAX)]
-
-
-TEXTS_MAX = 65_536
-"""Maximum number of tokens whose text is cached."""
 
 
 class TokenTexts:

@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
 
 
+RESEND_INTERVAL_S = 0.5
+"""Minimum time between two equal messages to a worker that has not reacted."""
+FORGET_MS = 10_000
+"""How long past its deadline a request is kept for a silent gateway."""
+UNLISTED_S = 2.0
+"""How long a request may be missing from its gateway's full list before it counts as closed."""
+OWNERS_GONE_MAX = 256
+"""Maximum number of dead gateways that are remembered."""
+BATCH_BYTES_MAX = 128 * 1024
+"""About the largest text batch: a gateway misses far more than one message in an outage."""
+_ROW_BYTES = 512  # about the size of a row without its text
+
+
 @dataclass(frozen=True, slots=True)
 class SendText:
     batch: TextBatch
@@ -56,19 +69,6 @@ Action = SendText | SendStop | SendResend
 
 
 log = logging.getLogger(__name__)
-
-RESEND_INTERVAL_S = 0.5
-"""Minimum time between two equal messages to a worker that has not reacted."""
-FORGET_MS = 10_000
-"""How long past its deadline a request is kept for a silent gateway."""
-UNLISTED_S = 2.0
-"""How long a request may be missing from its gateway's full list before it counts as closed."""
-OWNERS_GONE_MAX = 256
-"""Maximum number of dead gateways that are remembered."""
-BATCH_BYTES_MAX = 128 * 1024
-"""About the largest text batch: a gateway misses far more than one message in an outage."""
-
-_ROW_BYTES = 512  # about the size of a row without its text
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:

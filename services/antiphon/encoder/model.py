@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 
+INNER = "vision_model."
+"""Prefix of the tower's tensor names in models that have more than the tower."""
+
+
 @dataclass(frozen=True, slots=True)
 class Affine:
     """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
@@ -128,8 +132,6 @@ class VisionTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
-INNER = "vision_model."
-"""Prefix of the tower's tensor names in models that have more than the tower."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -46,6 +46,9 @@ _BROKEN = (
 Image.MAX_IMAGE_PIXELS = None
 
 
+BICUBIC = 3
+
+
 class Preprocessor:
     """Decodes, resizes, crops and normalizes. Called in one thread; has no mutable state.
 
@@ -115,8 +118,6 @@ def _opaque(image: Image.Image) -> Image.Image:
 
 Channels = tuple[float, float, float]
 """One value each for red, green and blue."""
-
-BICUBIC = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 
+SUFFIX = ".page"
+CHECKSUM_BYTES = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """One page's bytes, and their SHA-256, verified on receipt."""
@@ -88,9 +92,6 @@ class MemoryTier:
 
 
 log = logging.getLogger(__name__)
-
-SUFFIX = ".page"
-CHECKSUM_BYTES = 32
 
 
 class DiskTier:

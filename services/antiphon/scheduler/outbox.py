@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from antiphon.wire.sampling import SamplingParams
 
 
+ENVELOPE_BYTES = 8 * 1024
+"""More than an admit needs besides its prompt, stop strings and sampling parameters."""
+RESUBMISSIONS_MAX = 1_000
+"""How many requests a gateway is asked for at once; the others follow after its next list."""
+
+
 @dataclass(frozen=True, slots=True)
 class SendCommands:
     batch: CommandBatch
@@ -63,12 +69,6 @@ class RequestRemoved:
 
 
 Action = SendCommands | SendNotice | RequestBound | RequestRequeued | RequestRemoved
-
-
-ENVELOPE_BYTES = 8 * 1024
-"""More than an admit needs besides its prompt, stop strings and sampling parameters."""
-RESUBMISSIONS_MAX = 1_000
-"""How many requests a gateway is asked for at once; the others follow after its next list."""
 
 
 @dataclass(frozen=True, slots=True)

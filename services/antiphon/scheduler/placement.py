@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 
+QUEUE_SCAN_MAX = 64
+"""How many waiting requests are checked for a worker that those before them cannot use."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementTarget:
     """The worker and the detokenizer of a request.
@@ -245,10 +249,6 @@ def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> Re
 def stalled(load: WorkerLoad, stall_s: float) -> bool:
     """Whether requests are running and no step has ended for `stall_s`."""
     return any(not held.ended for held in load.running) and load.step_age_s > stall_s
-
-
-QUEUE_SCAN_MAX = 64
-"""How many waiting requests are checked for a worker that those before them cannot use."""
 
 
 @dataclass(frozen=True, slots=True)

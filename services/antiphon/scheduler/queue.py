@@ -42,6 +42,11 @@ STOP = (1, 0)
 """Sorts after every branch."""
 
 
+WINDOW = 64
+RETRY_AFTER_MIN_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+
+
 class QueuePolicy:
     """Orders the leader's queue within one rank; the queue itself handles rank and fairness.
 
@@ -122,10 +127,6 @@ def _depth_first(
 
 
 SchedulerQueueKey = tuple[int, float, float, int]
-
-WINDOW = 64
-RETRY_AFTER_MIN_S = 1.0
-RETRY_AFTER_MAX_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ STALE_LEAST = 64
 """Number of stale heap entries that is not worth a sweep."""
 
 
+TOMBSTONES_MAX = 65_536
+"""Maximum number of ids; beyond it the one that expires first is dropped."""
+
+
 @dataclass(slots=True)
 class Binding:
     """`detokenizer` is unknown if another leader chose it; `steps`: it reads `TokenStep`."""
@@ -202,10 +206,6 @@ class RequestTable:
         _, number, request_id = due
         entry = self._entries.get(request_id)
         return entry if entry is not None and entry.number == number else None
-
-
-TOMBSTONES_MAX = 65_536
-"""Maximum number of ids; beyond it the one that expires first is dropped."""
 
 
 class SchedulerTombstones:

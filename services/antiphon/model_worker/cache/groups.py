@@ -7,6 +7,11 @@ from enum import StrEnum
 
 import msgspec
 
+HOLE = -1
+"""A table entry without a page: nothing reads it any more, or there never was one."""
+STATES_RUNNING = 2
+"""States of a running request: the one that its next row reads, and the one that it writes."""
+
 
 class GroupKind(StrEnum):
     """What the layers of a group cache, and for how long."""
@@ -21,13 +26,6 @@ class GroupKind(StrEnum):
     """A recurrent state, of fixed size: a page is one whole state."""
     PASS = "pass"  # noqa: S105 (no password)
     """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
-
-
-HOLE = -1
-"""A table entry without a page: nothing reads it any more, or there never was one."""
-
-STATES_RUNNING = 2
-"""States of a running request: the one that its next row reads, and the one that it writes."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

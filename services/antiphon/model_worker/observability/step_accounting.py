@@ -28,6 +28,13 @@ REPORTS_MAX = 64
 """Maximum number of uncounted reports: a second of a large model, less of a small one."""
 
 
+OUTPUT_S = 10
+"""Window of the throughput."""
+PROMPTS_S = 60
+"""Window of the prefix cache hit rate."""
+_ID_BYTES = 4
+
+
 class StepAccounting:
     """Counts the reports of the batching loop, off its critical path.
 
@@ -91,12 +98,6 @@ class StepAccounting:
     def _flush(self) -> None:
         self.process_pending()
         self.metrics.flush()
-
-
-OUTPUT_S = 10
-"""Window of the throughput."""
-PROMPTS_S = 60
-"""Window of the prefix cache hit rate."""
 
 
 class SlidingSum:
@@ -229,9 +230,6 @@ class StepLog:
 
 def _rate(tokens: int, since: float | None, now: float) -> float:
     return 0.0 if since is None or now <= since else tokens / (now - since)
-
-
-_ID_BYTES = 4
 
 
 @dataclass(slots=True)
