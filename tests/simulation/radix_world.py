@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.support.kv_blocks import blocks_of
+
 from antiphon.model_worker.cache.events import (
     BlockTracker,
-    ClearedEvent,
     EventLog,
-    RemovedEvent,
-    StoredEvent,
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE
@@ -20,6 +19,7 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
+from antiphon.wire.kv_events import BlocksCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -437,17 +437,19 @@ class RadixWorld:
         self.log.add(self.index.take_events())
         replay = self.log.replay(self.heard_to)
         self.reached["dumped"] += self.log.seq - self.heard_to > self.events_max
-        for event in replay.events:
+        for event in replay:
             match event:
-                case StoredEvent(parent, blocks):
+                case BlocksStored(parent=parent):
+                    blocks = blocks_of(event)
                     assert parent in self.heard or parent in (b"n" * 32, b"m" * 32)
                     assert self.heard.isdisjoint(blocks), "a block came twice"
                     self.heard |= set(blocks)
-                case RemovedEvent(blocks):
+                case BlocksRemoved():
+                    blocks = blocks_of(event)
                     assert self.heard.issuperset(blocks), "a block went that was not there"
                     self.heard -= set(blocks)
-                case ClearedEvent():
+                case BlocksCleared():
                     self.heard.clear()
-        self.heard_to = replay.seq
+        self.heard_to = self.log.seq
         assert self.heard == present
         assert len(self.log) == len(present)

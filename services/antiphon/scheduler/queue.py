@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.config.worker import Policy
-from antiphon.scheduler.worker_caches import split_digests
 from antiphon.service.priority import OvertakeTracker
-from antiphon.wire.digests import DIGEST_BYTES
+from antiphon.wire.digests import DIGEST_BYTES, split_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, KeysView

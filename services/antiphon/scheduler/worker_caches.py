@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.wire.digests import DIGEST_BYTES
+from antiphon.wire.digests import DIGEST_BYTES, split_digests
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -350,9 +350,3 @@ class BlockIndex:
             bit = bits & -bits
             bits -= bit
             yield self._workers[bit]
-
-
-def split_digests(digests: bytes) -> Iterator[bytes]:
-    """Split concatenated digests; an incomplete one at the end is ignored."""
-    whole = len(digests) - len(digests) % DIGEST_BYTES
-    return (digests[at : at + DIGEST_BYTES] for at in range(0, whole, DIGEST_BYTES))

@@ -8,9 +8,12 @@ cache depends on.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BLOCK_TOKENS: Final = 64
 """Tokens of one hashed block, whatever the page size: 32 bytes a page would fill a message."""
@@ -65,6 +68,12 @@ def block_digests(root: bytes, token_ids: bytes) -> bytes:
         digest = hashlib.sha256(digest + token_ids[start : start + step]).digest()
         chain += digest
     return bytes(chain)
+
+
+def split_digests(digests: bytes) -> Iterator[bytes]:
+    """Split concatenated digests; an incomplete one at the end is ignored."""
+    whole = len(digests) - len(digests) % DIGEST_BYTES
+    return (digests[at : at + DIGEST_BYTES] for at in range(0, whole, DIGEST_BYTES))
 
 
 def _named(*parts: bytes) -> bytes:

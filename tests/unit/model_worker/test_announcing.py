@@ -6,8 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.kv_blocks import blocks_removed, blocks_stored
 
-from antiphon.model_worker.cache.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
 from antiphon.wire.base import Process
 from antiphon.wire.codec import encode
@@ -33,12 +33,12 @@ def block(number: int) -> bytes:
     return number.to_bytes(DIGEST_BYTES)
 
 
-def stored(*numbers: int) -> StoredEvent:
+def stored(*numbers: int) -> BlocksStored:
     """Blocks that follow the root, one after the other."""
-    return StoredEvent(ROOT, tuple(map(block, numbers)))
+    return blocks_stored(ROOT, tuple(map(block, numbers)))
 
 
-def long_chains(count: int) -> list[CacheEvent]:
+def long_chains(count: int) -> list[KvEvent]:
     """So much that it takes several messages."""
     return [stored(*range(1000 * chain, 1000 * chain + 1000)) for chain in range(count)]
 
@@ -81,8 +81,8 @@ def cut(digests: bytes) -> set[bytes]:
 
 def test_what_a_step_did_is_one_message_with_the_number_of_its_last_event() -> None:
     announcer = KvEventPublisher(WORKER, 100)
-    announcer.add((stored(1, 2), RemovedEvent((block(2),))))
-    announcer.add((ClearedEvent(),))
+    announcer.add((stored(1, 2), blocks_removed((block(2),))))
+    announcer.add((BlocksCleared(),))
     (message,) = announcer.take()
     assert (message.worker, message.seq) == (WORKER, 3)
     assert message.events == (
@@ -138,7 +138,7 @@ def test_what_happens_while_a_snapshot_is_read_is_heard_after_it() -> None:
     announcer.add(long_chains(10))
     listener = Listener(announcer)
     first = announcer.replay(ReplayKv(after=0))
-    announcer.add((stored(99_999), RemovedEvent((block(0),))))
+    announcer.add((stored(99_999), blocks_removed((block(0),))))
     listener.apply(first.events)
     second = announcer.replay(ReplayKv(after=0, snapshot=first.seq, part=first.part))
     assert second.seq == first.seq == 10
@@ -155,11 +155,11 @@ def test_whoever_misses_messages_and_asks_knows_what_is_there(seed: int) -> None
     for number in range(300):
         draw = chance.random()
         if draw < 0.02:
-            announcer.add((ClearedEvent(),))
+            announcer.add((BlocksCleared(),))
             there.clear()
         elif draw < 0.4 and there:
             gone = chance.choice(sorted(there))
-            announcer.add((RemovedEvent((block(gone),)),))
+            announcer.add((blocks_removed((block(gone),)),))
             there.remove(gone)
         else:
             announcer.add((stored(number),))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.kv_blocks import blocks_of, blocks_removed, blocks_stored
 
 from antiphon.model_worker.cache.events import (
     BLOCKS_MAX,
     BlockTracker,
-    ClearedEvent,
     EventLog,
-    RemovedEvent,
-    StoredEvent,
 )
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.cache.hashing import (
@@ -30,6 +28,7 @@ from antiphon.wire.digests import (
     namespace,
     salted,
 )
+from antiphon.wire.kv_events import BlocksCleared, BlocksRemoved, BlocksStored
 
 A, B, C, ROOT = (letter * DIGEST_BYTES for letter in (b"a", b"b", b"c", b"r"))
 
@@ -40,10 +39,10 @@ def cut(digests: bytes) -> tuple[bytes, ...]:
 
 def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
     log = EventLog()
-    log.add([StoredEvent(ROOT, (A,)), StoredEvent(A, (B,)), RemovedEvent((B,))])
+    log.add([blocks_stored(ROOT, (A,)), blocks_stored(A, (B,)), blocks_removed((B,))])
     replay = log.replay(after=1)
-    assert (replay.events, replay.seq) == ((StoredEvent(A, (B,)), RemovedEvent((B,))), 3)
-    assert log.replay(after=3).events == ()
+    assert (replay, log.seq) == ((blocks_stored(A, (B,)), blocks_removed((B,))), 3)
+    assert log.replay(after=3) == ()
 
 
 @pytest.mark.parametrize("after", [0, 1, 9], ids=["never heard", "too long ago", "another life"])
@@ -51,27 +50,27 @@ def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> N
     log = EventLog(events_max=2)
     log.add(
         [
-            StoredEvent(ROOT, (A, B)),
-            StoredEvent(ROOT, (C,)),
-            RemovedEvent((B,)),
-            StoredEvent(A, (B,)),
+            blocks_stored(ROOT, (A, B)),
+            blocks_stored(ROOT, (C,)),
+            blocks_removed((B,)),
+            blocks_stored(A, (B,)),
         ]
     )
     replay = log.replay(after)
-    assert replay.seq == 4
-    assert replay.events == (
-        ClearedEvent(),
-        StoredEvent(ROOT, (A,)),
-        StoredEvent(ROOT, (C,)),
-        StoredEvent(A, (B,)),
+    assert log.seq == 4
+    assert replay == (
+        BlocksCleared(),
+        blocks_stored(ROOT, (A,)),
+        blocks_stored(ROOT, (C,)),
+        blocks_stored(A, (B,)),
     )
 
 
 def test_nothing_is_there_after_a_clear() -> None:
     log = EventLog(events_max=1)
-    log.add([StoredEvent(ROOT, (A,)), ClearedEvent()])
+    log.add([blocks_stored(ROOT, (A,)), BlocksCleared()])
     assert len(log) == 0
-    assert log.replay(after=0).events == (ClearedEvent(),)
+    assert log.replay(after=0) == (BlocksCleared(),)
 
 
 def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last() -> None:
@@ -83,8 +82,8 @@ def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last
     blocks.removed([A])
     blocks.removed([A, C])
     stored, branch, first, last = blocks.take()
-    assert (stored, branch) == (StoredEvent(ROOT, (A, B)), StoredEvent(A, (C,)))
-    assert (first, last) == (RemovedEvent((B,)), RemovedEvent((A, C)))
+    assert (stored, branch) == (blocks_stored(ROOT, (A, B)), blocks_stored(A, (C,)))
+    assert (first, last) == (blocks_removed((B,)), blocks_removed((A, C)))
     assert blocks.take() == ()
 
 
@@ -93,20 +92,22 @@ def test_a_very_long_prompt_is_told_of_in_pieces_that_follow_each_other() -> Non
     names = [number.to_bytes(DIGEST_BYTES) for number in range(2 * BLOCKS_MAX + 1)]
     blocks.stored(ROOT, names)
     pieces = blocks.take()
-    assert [len(piece.blocks) for piece in pieces if isinstance(piece, StoredEvent)] == [
+    assert [len(blocks_of(piece)) for piece in pieces if isinstance(piece, BlocksStored)] == [
         BLOCKS_MAX,
         BLOCKS_MAX,
         1,
     ]
-    assert [piece.parent for piece in pieces if isinstance(piece, StoredEvent)] == [
+    assert [piece.parent for piece in pieces if isinstance(piece, BlocksStored)] == [
         ROOT,
         names[BLOCKS_MAX - 1],
         names[2 * BLOCKS_MAX - 1],
     ]
     log.add(pieces)
-    assert log.replay(after=0).events == (ClearedEvent(), *pieces)
+    assert log.replay(after=0) == (BlocksCleared(), *pieces)
     blocks.removed(names)
-    assert [len(piece.blocks) for piece in blocks.take() if isinstance(piece, RemovedEvent)] == [
+    assert [
+        len(blocks_of(piece)) for piece in blocks.take() if isinstance(piece, BlocksRemoved)
+    ] == [
         BLOCKS_MAX,
         BLOCKS_MAX,
         1,
@@ -133,7 +134,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         assert len(log) == end // BLOCK_TOKENS
     table.release()
     whole = cut(block_digests(announced_root(name), key.token_ids))
-    assert log.replay(after=-1).events == (ClearedEvent(), StoredEvent(announced_root(name), whole))
+    assert log.replay(after=-1) == (BlocksCleared(), blocks_stored(announced_root(name), whole))
     for end in range(384 - page_tokens, -1, -page_tokens):
         index.evict([1])
         log.add(index.take_events())

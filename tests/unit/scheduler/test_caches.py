@@ -6,13 +6,13 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.kv_blocks import blocks_removed, blocks_stored
 from tests.unit.scheduler.stage import process
 
-from antiphon.model_worker.cache.events import ClearedEvent, RemovedEvent, StoredEvent
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.worker_caches import FULL_REPLAY_RETRY_S, REPLAY_RETRY_S, WorkerCaches
 from antiphon.wire.digests import DIGEST_BYTES
-from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
+from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, ReplayKv
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Process
@@ -76,7 +76,7 @@ def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> N
 
 def test_late_follower_requests_everything() -> None:
     announcer = KvEventPublisher(W, 10)
-    announcer.add([StoredEvent(ROOT, (block(1), block(2)))])
+    announcer.add([blocks_stored(ROOT, (block(1), block(2)))])
     caches = WorkerCaches(100)
     caches.on_heartbeat(W, announcer.seq)
     ((worker, ask),) = caches.due_replays(0.0)
@@ -105,13 +105,13 @@ def test_an_answer_of_another_life_changes_nothing() -> None:
     caches.on_heartbeat(again, 3)
     ((_, ask),) = caches.due_replays(0.0)
     announcer = KvEventPublisher(W, 10)
-    announcer.add([StoredEvent(ROOT, (block(1),))])
+    announcer.add([blocks_stored(ROOT, (block(1),))])
     caches.apply_replay(again, announcer.replay(ask))
     assert caches.blocks == 0
 
 
 def stored(announcer: KvEventPublisher, *chain: int) -> None:
-    announcer.add([StoredEvent(ROOT, tuple(map(block, chain)))])
+    announcer.add([blocks_stored(ROOT, tuple(map(block, chain)))])
 
 
 def read(caches: WorkerCaches, announcer: KvEventPublisher, now: float) -> int:
@@ -139,7 +139,7 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
     first = b"".join(map(block, range(10)))
     assert caches.overlaps(first) == {W: 6}
     assert read(caches, announcer, 1.0) == 0, "there is no room yet"
-    announcer.add([RemovedEvent(tuple(map(block, range(100, 110))))])
+    announcer.add([blocks_removed(tuple(map(block, range(100, 110))))])
     follow(caches, announcer)
     assert read(caches, announcer, 2.0) == 1
     assert caches.overlaps(first) == {W: 10}
@@ -156,7 +156,7 @@ def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
     dumps = 0
     for turn in range(600):
         extra = tuple(map(block, range(1000 + 20 * turn, 1010 + 20 * turn)))
-        announcer.add([StoredEvent(ROOT, extra), RemovedEvent(extra)])
+        announcer.add([blocks_stored(ROOT, extra), blocks_removed(extra)])
         follow(caches, announcer)
         dumps += read(caches, announcer, turn / 10)
     assert 1 <= dumps <= 60 / FULL_REPLAY_RETRY_S + 1
@@ -175,7 +175,7 @@ def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lo
     gone = tuple(map(block, range(4, 12)))
     for worker in workers:
         blocks = tuple(block(100 * workers.index(worker) + number) for number in range(4, 12))
-        announcers[worker].add([RemovedEvent(blocks)])
+        announcers[worker].add([blocks_removed(blocks)])
         follow(caches, announcers[worker])
     assert len(gone) == 8
     ((first, ask),) = caches.due_replays(2.0)
@@ -233,17 +233,17 @@ class World:
         draw = self.random.random()
         if draw < 0.01:
             chains.clear()
-            announcer.add([ClearedEvent()])
+            announcer.add([BlocksCleared()])
         elif draw < 0.2 and chains:
             chain = self.random.choice(chains)
             gone = chain[self.random.randrange(len(chain)) :]
             del chain[len(chain) - len(gone) :]
             chains[:] = [chain for chain in chains if chain]
-            announcer.add([RemovedEvent(tuple(gone))])
+            announcer.add([blocks_removed(tuple(gone))])
         elif draw < 0.5:
             chain = [self.random.randbytes(DIGEST_BYTES) for _ in range(self.random.randint(1, 5))]
             chains.append(chain)
-            announcer.add([StoredEvent(ROOT, tuple(chain))])
+            announcer.add([blocks_stored(ROOT, tuple(chain))])
 
     def ask(self) -> None:
         for worker, ask in self.caches.due_replays(self.now):
@@ -290,7 +290,7 @@ def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int
     world.loss = 0.0
     for announcer, chains in world.workers.values():
         for chain in chains[4:]:
-            announcer.add([RemovedEvent(tuple(chain))])
+            announcer.add([blocks_removed(tuple(chain))])
         del chains[4:]
     for worker, (announcer, _) in world.workers.items():
         announcer.take()
@@ -312,7 +312,7 @@ def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) ->
     announcer, caches = KvEventPublisher(W, 4), WorkerCaches(1_000_000)
     chains = [[chance.randbytes(DIGEST_BYTES) for _ in range(1000)] for _ in range(12)]
     for chain in chains:
-        announcer.add([StoredEvent(ROOT, tuple(chain))])
+        announcer.add([blocks_stored(ROOT, tuple(chain))])
     announcer.take()
     caches.on_heartbeat(W, announcer.seq)
     for turn in range(40):
@@ -320,7 +320,7 @@ def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) ->
             caches.apply_replay(worker, announcer.replay(ask))
         if turn < 20 and turn % 3 == 0:
             gone = chains.pop(0)
-            announcer.add([RemovedEvent(tuple(gone))])
+            announcer.add([blocks_removed(tuple(gone))])
         for message in announcer.take():
             caches.apply_events(message)
     assert caches.blocks == sum(map(len, chains))

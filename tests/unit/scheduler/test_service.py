@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 import pytest
+from tests.support.kv_blocks import blocks_stored
 from tests.support.services import QUICK, Running, running
 from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.cache.events import StoredEvent
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
@@ -86,7 +86,7 @@ class FakeWorker(Peer):
         """Add blocks to the cache and publish the event, unless it is to be lost."""
         if self.cache is None:
             self.cache = KvEventPublisher(self.runtime.process, 2)
-        self.cache.add([StoredEvent(b"root", blocks)])
+        self.cache.add([blocks_stored(b"root", blocks)])
         worker = self.runtime.process.instance
         for message in self.cache.take():
             if not lost:

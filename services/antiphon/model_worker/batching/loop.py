@@ -22,7 +22,6 @@ from antiphon.model_worker.batching.request import BatchRow
 from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows
-from antiphon.model_worker.cache.events import CacheEvent
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
@@ -33,6 +32,7 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.errors import Internal
+from antiphon.wire.kv_events import KvEvent
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore
@@ -74,7 +74,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     failures: int = 0  # plans that raised
     paused: bool = False
     done: tuple[ControlDone, ...] = ()  # replies to the applied commands, in their order
-    events: tuple[CacheEvent, ...] = ()
+    events: tuple[KvEvent, ...] = ()
     started: tuple[ChoiceKey, ...] = ()  # for the first time
     prompt_tokens: int = 0  # of these
     cached_tokens: int = 0  # of these prompts

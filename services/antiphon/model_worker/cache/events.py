@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
+
+from antiphon.wire.digests import split_digests
+from antiphon.wire.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BLOCKS_MAX = 1024
 """Maximum blocks of an event: 64 Ki tokens, 32 KiB of digests. A longer prompt has several."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredEvent:
-    """All pages of these consecutive blocks are cached now.
-
-    `parent` is the digest of the block before the first, or the root of the namespace.
-    """
-
-    parent: bytes
-    blocks: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RemovedEvent:
-    blocks: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClearedEvent:
-    pass
-
-
-CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class BlockTracker:
@@ -51,16 +29,15 @@ class BlockTracker:
 
     def __init__(self) -> None:
         self._copies: Counter[bytes] = Counter()
-        self._events: list[CacheEvent] = []
+        self._events: list[KvEvent] = []
 
     def stored(self, parent: bytes, blocks: list[bytes]) -> None:
         known = sum(block in self._copies for block in blocks)  # the first ones, for all follow
         self._copies.update(blocks)
         chain = [parent, *blocks]
         for start in range(known, len(blocks), BLOCKS_MAX):
-            self._events.append(
-                StoredEvent(chain[start], tuple(chain[start + 1 : start + 1 + BLOCKS_MAX]))
-            )
+            digests = b"".join(chain[start + 1 : start + 1 + BLOCKS_MAX])
+            self._events.append(BlocksStored(parent=chain[start], digests=digests))
 
     def removed(self, blocks: list[bytes]) -> None:
         """Remove blocks; those that follow them were removed before."""
@@ -69,28 +46,17 @@ class BlockTracker:
         for block in gone:
             del self._copies[block]
         for start in range(0, len(gone), BLOCKS_MAX):
-            self._events.append(RemovedEvent(tuple(gone[start : start + BLOCKS_MAX])))
+            self._events.append(BlocksRemoved(digests=b"".join(gone[start : start + BLOCKS_MAX])))
 
     def cleared(self) -> None:
         self._copies.clear()
-        self._events.append(ClearedEvent())
+        self._events.append(BlocksCleared())
 
-    def take(self) -> tuple[CacheEvent, ...]:
+    def take(self) -> tuple[KvEvent, ...]:
         if not self._events:
             return ()
         events, self._events = tuple(self._events), []
         return events
-
-
-@dataclass(frozen=True, slots=True)
-class EventReplay:
-    """Events that bring a listener up to `seq`.
-
-    Where too many were missed: a `ClearedEvent` and then all present blocks.
-    """
-
-    events: tuple[CacheEvent, ...]
-    seq: int
 
 
 class EventLog:
@@ -103,44 +69,47 @@ class EventLog:
     def __init__(self, events_max: int = 10_000) -> None:
         self.seq = 0
         """Number of the newest event."""
-        self._newest: deque[CacheEvent] = deque(maxlen=events_max)
+        self._newest: deque[KvEvent] = deque(maxlen=events_max)
         self._parents: dict[bytes, bytes] = {}  # of present blocks, oldest first
 
     def __len__(self) -> int:
         return len(self._parents)
 
-    def add(self, events: Iterable[CacheEvent]) -> None:
+    def add(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             self.seq += 1
             self._newest.append(event)
             match event:
-                case StoredEvent(parent, blocks):
-                    self._parents.update(zip(blocks, (parent, *blocks), strict=False))
-                case RemovedEvent(blocks):
-                    for block in blocks:
+                case BlocksStored():
+                    blocks = list(split_digests(event.digests))
+                    self._parents.update(zip(blocks, (event.parent, *blocks), strict=False))
+                case BlocksRemoved():
+                    for block in split_digests(event.digests):
                         del self._parents[block]
-                case ClearedEvent():
+                case BlocksCleared():
                     self._parents.clear()
 
     def reaches(self, after: int) -> bool:
         return 0 <= self.seq - after <= len(self._newest)
 
-    def replay(self, after: int) -> EventReplay:
-        """The events after `after`, or all present blocks if that is too long ago.
+    def replay(self, after: int) -> tuple[KvEvent, ...]:
+        """The events after `after`, or a clear and all present blocks if that is too long ago.
 
         A number beyond the newest one is from a previous process of this worker.
         """
         if not self.reaches(after):
             return self._everything()
         known = len(self._newest)
-        return EventReplay(tuple(islice(self._newest, known - (self.seq - after), known)), self.seq)
+        return tuple(islice(self._newest, known - (self.seq - after), known))
 
-    def _everything(self) -> EventReplay:
+    def _everything(self) -> tuple[KvEvent, ...]:
         chains: list[tuple[bytes, list[bytes]]] = []
         for block, parent in self._parents.items():
             if chains and chains[-1][1][-1] == parent and len(chains[-1][1]) < BLOCKS_MAX:
                 chains[-1][1].append(block)
             else:
                 chains.append((parent, [block]))
-        stored = [StoredEvent(parent, tuple(blocks)) for parent, blocks in chains]
-        return EventReplay((ClearedEvent(), *stored), self.seq)
+        stored = (
+            BlocksStored(parent=parent, digests=b"".join(blocks)) for parent, blocks in chains
+        )
+        return (BlocksCleared(), *stored)

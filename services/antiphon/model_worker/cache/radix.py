@@ -14,12 +14,13 @@ from antiphon.wire.digests import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.cache.events import BlockTracker, CacheEvent
+    from antiphon.model_worker.cache.events import BlockTracker
     from antiphon.model_worker.cache.eviction import Strategy
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.table import CachePools
     from antiphon.model_worker.cache.tree import RadixNode
+    from antiphon.wire.kv_events import KvEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class RadixIndex:
             # Only after it was touched, or its rank would be out of date from the start.
             self._evictor.grown(path[-1])
 
-    def take_events(self) -> tuple[CacheEvent, ...]:
+    def take_events(self) -> tuple[KvEvent, ...]:
         """Blocks stored and removed since the last call, if events are published."""
         if self._tracker is None:
             return ()

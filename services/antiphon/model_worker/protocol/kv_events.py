@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.events import ClearedEvent, EventLog, RemovedEvent, StoredEvent
+from antiphon.model_worker.cache.events import EventLog
 from antiphon.wire.kv_events import (
     BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
     KvEvent,
     KvEvents,
     KvReplayed,
@@ -19,7 +17,6 @@ from antiphon.wire.split import split_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.cache.events import CacheEvent
     from antiphon.wire.base import Process
 
 MESSAGE_BYTES_MAX = 128 * 1024
@@ -38,7 +35,7 @@ class KvEventPublisher:
     def __init__(self, worker: Process, events_max: int) -> None:
         self._worker = worker
         self._log = EventLog(events_max)
-        self._unsent: list[CacheEvent] = []
+        self._unsent: list[KvEvent] = []
         self._snapshot: tuple[int, list[list[KvEvent]]] = (0, [])
 
     @property
@@ -49,7 +46,7 @@ class KvEventPublisher:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def add(self, events: Sequence[CacheEvent]) -> None:
+    def add(self, events: Sequence[KvEvent]) -> None:
         self._log.add(events)
         self._unsent += events
 
@@ -57,7 +54,7 @@ class KvEventPublisher:
         """All events not taken yet, as messages, to be published in this order or not at all."""
         if not self._unsent:
             return []
-        events, self._unsent = [_on_wire(event) for event in self._unsent], []
+        events, self._unsent = self._unsent, []
         seq = self._log.seq - len(events)
         messages: list[KvEvents] = []
         for part in split_rows(events, _event_bytes, MESSAGE_BYTES_MAX):
@@ -74,7 +71,7 @@ class KvEventPublisher:
             # A listener at its limit requests everything: the events since the last snapshot would
             # make it evict blocks that are present now.
             return self._everything(exact=message.after < 0 and not message.part)
-        events = map(_on_wire, self._log.replay(message.after).events)
+        events = self._log.replay(message.after)
         nothing: list[KvEvent] = []
         first = next(split_rows(events, _event_bytes, MESSAGE_BYTES_MAX), nothing)
         seq = message.after + len(first)
@@ -87,10 +84,8 @@ class KvEventPublisher:
         """
         seq, pieces = self._snapshot
         if not pieces or not self._log.reaches(seq) or (exact and seq < self._log.seq):
-            replay = self._log.replay(-1)
-            events = map(_on_wire, replay.events)
-            pieces = list(split_rows(events, _event_bytes, MESSAGE_BYTES_MAX))
-            self._snapshot = (replay.seq, pieces)
+            pieces = list(split_rows(self._log.replay(-1), _event_bytes, MESSAGE_BYTES_MAX))
+            self._snapshot = (self._log.seq, pieces)
         return self._part(0)
 
     def _part(self, index: int) -> KvReplayed:
@@ -100,16 +95,6 @@ class KvEventPublisher:
         return KvReplayed(
             worker=self._worker, seq=seq, events=events, snapshot=True, part=following
         )
-
-
-def _on_wire(event: CacheEvent) -> KvEvent:
-    match event:
-        case StoredEvent(parent, blocks):
-            return BlocksStored(parent=parent, digests=b"".join(blocks))
-        case RemovedEvent(blocks):
-            return BlocksRemoved(digests=b"".join(blocks))
-        case ClearedEvent():
-            return BlocksCleared()
 
 
 def _event_bytes(event: KvEvent) -> int:
