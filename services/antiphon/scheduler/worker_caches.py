@@ -234,9 +234,6 @@ class BlockIndex:
             found |= dict.fromkeys(self._named(holding), len(digests) // DIGEST_BYTES)
         return found
 
-    def block_count(self, worker: Process) -> int:
-        return len(self._blocks.get(worker, ()))
-
     @property
     def free(self) -> int:
         return self._blocks_max - self._count
