@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.markdown import table
 from antiphon.config.sglang.arguments import values
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.objects import JSON_CALLS
+from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:

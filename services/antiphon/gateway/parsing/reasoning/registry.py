@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
-from antiphon.gateway.parsing.tools import gpt_oss, kimi_k3, objects
+from antiphon.gateway.parsing.tools import gpt_oss, json_calls, kimi_k3
 from antiphon.wire.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         special=True,
-        around=objects.COMMAND4_AROUND,
+        around=json_calls.COMMAND4_AROUND,
     ),
     # Reasoning is a channel, and tool calls are others.
     ReasoningFormat(

@@ -24,7 +24,7 @@ from antiphon.gateway.parsing.grammars import (
     calls_within,
 )
 from antiphon.gateway.parsing.tools.format import ToolFormat
-from antiphon.gateway.parsing.tools.objects import JSON_CALLS
+from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 from antiphon.gateway.parsing.tools.tool import OfferedTools, Tool
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar

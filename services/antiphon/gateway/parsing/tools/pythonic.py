@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Reader, Steps, drop
-from antiphon.gateway.parsing.tools import objects
+from antiphon.gateway.parsing.tools import json_calls
 from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed_format
 from antiphon.gateway.parsing.tools.values import escaped, quoted
 
@@ -113,7 +113,7 @@ def _lfm2(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         return CallOutcome.NOTHING
     yield from reader.space()
     if (yield from reader.peek()) == "{":
-        return (yield from objects.calls_in_list(reader, out))
+        return (yield from json_calls.calls_in_list(reader, out))
     return (yield from _calls(reader, out))
 
 

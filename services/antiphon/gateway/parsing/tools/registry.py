@@ -4,43 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.tools import (
-    glm,
-    gpt_oss,
-    kimi_k3,
-    named_json,
-    objects,
-    pythonic,
-    tags,
-)
+from antiphon.gateway.parsing.tools import gpt_oss, json_calls, kimi_k3, pythonic, tags
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    named_json.APERTUS,
-    objects.COMMAND4,
-    named_json.DEEPSEEK_V3,
-    named_json.DEEPSEEK_V31,
+    json_calls.APERTUS,
+    json_calls.COMMAND4,
+    json_calls.DEEPSEEK_V3,
+    json_calls.DEEPSEEK_V31,
     tags.DEEPSEEK_V32,
     tags.DEEPSEEK_V4,
     tags.DEEPSEEK_V41,
     tags.DOTS,
-    glm.GLM,
-    glm.IQUEST,
+    tags.GLM,
+    tags.IQUEST,
     gpt_oss.GPT_OSS,
-    objects.HERMES,
-    glm.HUNYUAN,
-    objects.INTERN,
-    objects.JSON_CALLS,
-    named_json.KIMI_K2,
+    json_calls.HERMES,
+    tags.HUNYUAN,
+    json_calls.INTERN,
+    json_calls.JSON_CALLS,
+    json_calls.KIMI_K2,
     kimi_k3.KIMI_K3,
     pythonic.LFM2,
-    objects.LLAMA3,
+    json_calls.LLAMA3,
     tags.MINICPM5,
     tags.MINIMAX_M2,
-    named_json.MISTRAL,
+    json_calls.MISTRAL,
     pythonic.PYTHONIC,
     tags.QWEN3_CODER,
     tags.STEP3,
