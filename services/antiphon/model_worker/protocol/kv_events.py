@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.events import EventLog
+from antiphon.wire.codec import split_rows
 from antiphon.wire.kv_events import (
     BlocksCleared,
     KvEvent,
@@ -12,7 +13,6 @@ from antiphon.wire.kv_events import (
     KvReplayed,
     ReplayKv,
 )
-from antiphon.wire.split import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.wire.split import split_rows
+from antiphon.wire.codec import split_rows
 from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
