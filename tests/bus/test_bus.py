@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.bus.worlds import Mailbox, World
+from tests.bus.worlds import World, mailbox
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
@@ -130,13 +130,7 @@ async def test_call_ends_at_its_deadline_and_a_late_answer_is_ignored(world: Wor
 
 
 async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
-    caller, callee = await join(world), await join(world, "scheduler-0")
-    received = asyncio.Event()
-
-    async def deliver(_delivery: Delivery) -> None:
-        received.set()
-
-    await callee.listen(CANCEL, deliver, model=MODEL)
+    caller, received = await join(world), await listening(await join(world, "scheduler-0"))
     async with asyncio.TaskGroup() as group:
         call = group.create_task(lost(caller))
         await received.wait()
@@ -149,18 +143,22 @@ async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
 
 
 async def test_call_fails_when_its_bus_is_left(world: World) -> None:
-    callee = await join(world, "scheduler-0")
+    received = await listening(await join(world, "scheduler-0"))
+    async with asyncio.TaskGroup() as group:
+        async with bus_on(world.make()) as caller:
+            call = group.create_task(lost(caller))
+            await received.wait()
+        assert await call
+
+
+async def listening(callee: Bus) -> asyncio.Event:
     received = asyncio.Event()
 
     async def deliver(_delivery: Delivery) -> None:
         received.set()
 
     await callee.listen(CANCEL, deliver, model=MODEL)
-    async with asyncio.TaskGroup() as group:
-        async with bus_on(world.make()) as caller:
-            call = group.create_task(lost(caller))
-            await received.wait()
-        assert await call
+    return received
 
 
 async def lost(caller: Bus) -> bool:
@@ -170,13 +168,7 @@ async def lost(caller: Bus) -> bool:
 
 
 async def test_cancelled_call_leaves_nothing(world: World) -> None:
-    caller, callee = await join(world), await join(world, "scheduler-0")
-    received = asyncio.Event()
-
-    async def deliver(_delivery: Delivery) -> None:
-        received.set()
-
-    await callee.listen(CANCEL, deliver, model=MODEL)
+    caller, received = await join(world), await listening(await join(world, "scheduler-0"))
     async with asyncio.TaskGroup() as group:
         call = group.create_task(caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL))
         await received.wait()
@@ -196,8 +188,7 @@ async def test_json_is_answered_in_json(world: World) -> None:
         delivery.respond(accepted)
 
     await gateway.listen(GENERATE, deliver, model=MODEL)
-    box = Mailbox()
-    await client.subscribe("client.default.1", box.receive)
+    box = await mailbox(client, "client.default.1")
     request = encode_json(GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello"))
     client.publish(f"test.v1.{GENERATE.subject_for(model=MODEL)}", request, "client.default.1")
     assert await box.wait(1) == [encode_json(accepted)]

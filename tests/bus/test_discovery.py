@@ -6,7 +6,7 @@ from datetime import datetime
 
 import msgspec
 import pytest
-from tests.bus.worlds import Mailbox, World
+from tests.bus.worlds import Mailbox, World, mailbox
 
 from antiphon.bus.discovery import Discovery, EndpointCounters
 from antiphon.wire.base import Process, Role
@@ -37,8 +37,7 @@ async def ask(world: World, *subjects: str) -> list[dict[str, object]]:
         metadata={"cluster": "test"},
     )
     await discovery.listen()
-    box = Mailbox()
-    await asker.subscribe("inbox.1", box.receive)
+    box = await mailbox(asker, "inbox.1")
     for subject in subjects:
         asker.publish(subject, b"", "inbox.1")
     return [msgspec.json.decode(data) for data in await box.wait(len(subjects))]

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 from tests.bus.worlds import Mailbox
+from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 
 from antiphon.bus.errors import BusDown
-from antiphon.bus.faulty import Faults, FaultyTransport
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.wire.errors import RequestTooLarge
 
 

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 from tests.bus.worlds import Mailbox
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 
 
 async def test_one_link_is_cut_and_the_others_stay() -> None:
@@ -58,7 +58,7 @@ async def drawn(seed: int) -> list[list[bytes]]:
 async def test_slow_receiver_loses_the_newest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("antiphon.bus.memory.PENDING_MESSAGES_MAX", 10)
+    monkeypatch.setattr("tests.support.memory_bus.PENDING_MESSAGES_MAX", 10)
     box = Mailbox()
     async with MemoryTransport(MemoryBroker()) as transport:
         await transport.subscribe("fast", box.receive)

@@ -13,15 +13,16 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 from nats.aio.client import Client
-from tests.bus.worlds import Mailbox, bus_config, flood
+from tests.bus.worlds import Mailbox, bus_config, flood, mailbox
 from tests.support.nats import NatsServer
 from tests.support.wait import until
 
 from antiphon.bus import nats as transport_module
-from antiphon.bus.connection import Connection, Socket
+from antiphon.bus.connection import Connection
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
+from antiphon.bus.tcp import Socket
 from antiphon.bus.transport import Packet
 from antiphon.service.tasks import Tasks
 from antiphon.wire.errors import RequestTooLarge
@@ -43,8 +44,7 @@ async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
     server: NatsServer,
 ) -> None:
     async with NatsTransport(bus_config(server.url), name="test") as transport:
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
         await server.pause()
         chunk = b"x" * 512 * 1024
         wire = transport._connection.writer
@@ -68,8 +68,7 @@ def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
 
     async def publish_to_a_closed_socket() -> None:
         async with NatsTransport(bus_config(server.url), name="test") as transport:
-            box = Mailbox()
-            await transport.subscribe("news", box.receive)
+            box = await mailbox(transport, "news")
             joins = transport.link.connect_count
             connection = transport._connection
             socket = connection._transport
@@ -102,8 +101,7 @@ async def test_publishing_to_a_frozen_broker_ends_in_an_error_not_in_memory(
 async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServer) -> None:
     config = bus_config(server.url, ping_interval_s=0.05)
     async with NatsTransport(config, name="test") as transport:
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
         # More than the sockets take: closing ours must not wait until that is written.
         await server.pause()
         with pytest.raises(BusDown):
@@ -120,8 +118,7 @@ async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServ
 
 async def test_flush_that_gave_up_does_not_deafen_the_link(server: NatsServer) -> None:
     async with NatsTransport(bus_config(server.url), name="test") as transport:
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
         await server.pause()
         with pytest.raises(BusDown):
             await transport.flush(0.05)
@@ -138,8 +135,7 @@ async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
         NatsServer(settings) as server,
         NatsTransport(bus_config(server.url), name="test") as transport,
     ):
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
         assert transport.payload_bytes_max == 64 * 1024
         config = server.folder / "nats.conf"
         config.write_text(config.read_text().replace("max_payload: 65536", "max_payload: 1024"))
@@ -214,8 +210,7 @@ async def test_an_attempt_to_rejoin_that_fails_late_leaves_nothing(
         Doorkeeper(server.url, last_words) as door,
         NatsTransport(bus_config(door.url), name="test") as transport,
     ):
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
         door.visits[0].transport.abort()
         await until(lambda: transport.link.connect_count == 2)
         assert len(door.visits) == 3, "the second attempt was to fail"
@@ -301,9 +296,8 @@ async def test_refused_subjects_are_counted_and_the_link_stays_up(
     async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
         config = bus_config(server.url, user="one", password="right")
         async with NatsTransport(config, name="test") as transport:
-            box, foreign = Mailbox(), Mailbox()
-            await transport.subscribe("may", box.receive)
-            await transport.subscribe("may.not", foreign.receive)
+            box = await mailbox(transport, "may")
+            foreign = await mailbox(transport, "may.not")
             transport.publish("may.not", b"no")
             transport.publish("may", b"yes")
             assert await box.wait(1) == [b"yes"]
@@ -363,8 +357,7 @@ async def test_drain_through_a_lost_link_ends_and_is_not_made_again(server: Nats
             await until(lambda: not transport.link.up)
             server.resume()
             await until(lambda: transport.link.up)
-        answers = Mailbox()
-        await transport.subscribe("answers", answers.receive)
+        answers = await mailbox(transport, "answers")
         transport.publish("news", b"late", "answers")
         await answers.wait(1)
         assert answers.packets[0].no_responders
@@ -447,8 +440,7 @@ async def test_a_thread_publishes_beside_the_event_loop_and_each_in_its_order(
     count = 500
     async with NatsTransport(bus_config(server.url), name="test") as transport:
         assert transport.any_thread
-        box = Mailbox()
-        await transport.subscribe("news", box.receive)
+        box = await mailbox(transport, "news")
 
         def publish() -> None:
             for number in range(count):

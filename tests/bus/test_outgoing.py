@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.bus.thread_safe_writer import ThreadSafeWriter
+from antiphon.bus.tcp import ThreadSafeWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import bus_config
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
 from tests.support.services import CLUSTER, client_bus
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import users, users_text
 from antiphon.bus.server import ServerSettings

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.bus.worlds import Mailbox, World
+from tests.bus.worlds import Mailbox, World, mailbox
 from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 async def test_message_reaches_every_listener_with_its_subject_and_reply(world: World) -> None:
     sender, first, second = [await world.join() for _ in range(3)]
-    boxes = [Mailbox(), Mailbox()]
-    await first.subscribe("news.today", boxes[0].receive)
-    await second.subscribe("news.today", boxes[1].receive)
+    boxes = [await mailbox(listener, "news.today") for listener in (first, second)]
     sender.publish("news.today", b"hello", "answer.here")
     for box in boxes:
         assert await box.wait(1) == [b"hello"]
@@ -30,8 +28,7 @@ async def test_message_reaches_every_listener_with_its_subject_and_reply(world: 
 
 async def test_subscription_is_in_place_when_subscribe_returns(world: World) -> None:
     sender, listener = await world.join(), await world.join()
-    answers = Mailbox()
-    await sender.subscribe("answers", answers.receive)
+    answers = await mailbox(sender, "answers")
     for n in range(50):
         await listener.subscribe(f"s.{n}", Mailbox().receive)
         sender.publish(f"s.{n}", b"", "answers")
@@ -64,12 +61,10 @@ async def test_flush_returns_after_everything_published_was_read(world: World) -
 )
 async def test_wildcards_cover_tokens(world: World, pattern: str, received: list[str]) -> None:
     transport = await world.join()
-    box = Mailbox()
-    await transport.subscribe(pattern, box.receive)
+    box = await mailbox(transport, pattern)
     for subject in ("a.b", "a.c", "a", "a.b.c"):
         transport.publish(subject, b"")
-    last = Mailbox()
-    await transport.subscribe("last", last.receive)
+    last = await mailbox(transport, "last")
     transport.publish("last", b"")
     await last.wait(1)
     subjects = [packet.subject for packet in box.packets if packet.subject != "last"]
@@ -81,8 +76,7 @@ async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: Wo
     boxes = [Mailbox() for _ in range(3)]
     for box in boxes:
         await (await world.join()).subscribe("work", box.receive, "workers")
-    unqueued = Mailbox()
-    await (await world.join()).subscribe("work", unqueued.receive)
+    unqueued = await mailbox(await world.join(), "work")
     for n in range(200):
         sender.publish("work", b"%d" % n)
     await unqueued.wait(200)
@@ -93,8 +87,7 @@ async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: Wo
 
 async def test_order_is_kept(world: World) -> None:
     sender, listener = await world.join(), await world.join()
-    box = Mailbox()
-    await listener.subscribe("steps.*", box.receive)
+    box = await mailbox(listener, "steps.*")
     for n in range(2000):
         sender.publish(f"steps.{n % 2}", b"%d" % n)
     assert await box.wait(2000) == [b"%d" % n for n in range(2000)]
@@ -123,9 +116,8 @@ async def test_plain_receiver_gets_all_messages_in_order_however_they_are_split(
     world: World,
 ) -> None:
     sender, listener = await world.join(), await world.join()
-    plain, other = Mailbox(), Mailbox()
-    await listener.subscribe("sizes", plain.receive_sync)
-    await listener.subscribe("others", other.receive)
+    plain = await mailbox(listener, "sizes", plain=True)
+    other = await mailbox(listener, "others")
     sizes = [(7919 * n * n) % 300_000 if n % 10 == 0 else n % 100 for n in range(300)]
     for n, size in enumerate(sizes):
         sender.publish("sizes", b"%d " % n + b"\r\n" * (size // 2), "answer.here")
@@ -143,8 +135,7 @@ async def test_plain_receiver_gets_all_messages_in_order_however_they_are_split(
 
 async def test_plain_receiver_is_notified_of_no_responders(world: World) -> None:
     transport = await world.join()
-    box = Mailbox()
-    await transport.subscribe("inbox.*", box.receive_sync)
+    box = await mailbox(transport, "inbox.*", plain=True)
     transport.publish("unserved.here", b"hello", "inbox.1")
     transport.publish("inbox.2", b"")
     await box.wait(2)
@@ -169,9 +160,7 @@ async def test_draining_a_plain_receiver_loses_nothing_and_ends_the_interest(wor
 
 async def test_no_responders_are_reported_at_once(world: World) -> None:
     transport, other = await world.join(), await world.join()
-    box, foreign = Mailbox(), Mailbox()
-    await transport.subscribe("inbox.*", box.receive)
-    await other.subscribe("inbox.*", foreign.receive)
+    box, foreign = await mailbox(transport, "inbox.*"), await mailbox(other, "inbox.*")
     transport.publish("unserved.here", b"hello", "inbox.1")
     await box.wait(1)
     assert box.packets[0].no_responders
@@ -181,8 +170,7 @@ async def test_no_responders_are_reported_at_once(world: World) -> None:
 
 async def test_empty_reply_is_not_mistaken_for_no_responders(world: World) -> None:
     transport = await world.join()
-    box = Mailbox()
-    await transport.subscribe("inbox.1", box.receive)
+    box = await mailbox(transport, "inbox.1")
     transport.publish("inbox.1", b"")
     await box.wait(1)
     assert not box.packets[0].no_responders
@@ -190,8 +178,7 @@ async def test_empty_reply_is_not_mistaken_for_no_responders(world: World) -> No
 
 async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
     transport = await world.join()
-    box = Mailbox()
-    await transport.subscribe("big", box.receive)
+    box = await mailbox(transport, "big")
     limit = transport.payload_bytes_max
     with pytest.raises(RequestTooLarge) as refusal:
         transport.publish("big", b"x" * (limit + 1))
@@ -251,8 +238,7 @@ async def test_drain_loses_nothing_and_ends_the_interest(world: World) -> None:
     await asyncio.gather(subscription.drain(), subscription.drain())
     assert len(box.packets) == 500
     await subscription.drain()
-    answers = Mailbox()
-    await sender.subscribe("answers", answers.receive)
+    answers = await mailbox(sender, "answers")
     sender.publish("stream", b"late", "answers")
     await answers.wait(1)
     assert answers.packets[0].no_responders
@@ -283,8 +269,7 @@ async def test_leaving_receives_what_had_arrived(world: World) -> None:
 
 async def test_nothing_published_while_the_link_is_down_comes_later(world: World) -> None:
     transport = await world.join()
-    box = Mailbox()
-    await transport.subscribe("news", box.receive)
+    box = await mailbox(transport, "news")
     transport.publish("news", b"before")
     await box.wait(1)
     await world.cut()
@@ -299,11 +284,10 @@ async def test_nothing_published_while_the_link_is_down_comes_later(world: World
 
 async def test_subscriptions_survive_an_outage(world: World) -> None:
     transport = await world.join()
-    kept, made, drained = Mailbox(), Mailbox(), Mailbox()
-    await transport.subscribe("kept", kept.receive)
+    kept, drained = await mailbox(transport, "kept"), Mailbox()
     ended_before = await transport.subscribe("drained", drained.receive)
     await world.cut()
-    await transport.subscribe("made", made.receive)
+    made = await mailbox(transport, "made")
     await ended_before.drain()
     await world.heal()
     for subject in ("drained", "kept", "made"):

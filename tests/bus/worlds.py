@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
 from tests.support.wait import until
 
-from antiphon.bus.faulty import FaultyTransport
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 
@@ -49,6 +49,12 @@ class Mailbox:
     async def wait(self, count: int) -> list[bytes]:
         await until(lambda: len(self.packets) >= count)
         return self.data
+
+
+async def mailbox(transport: Transport, subject: str, *, plain: bool = False) -> Mailbox:
+    box = Mailbox()
+    await transport.subscribe(subject, box.receive_sync if plain else box.receive)
+    return box
 
 
 class World(ABC):

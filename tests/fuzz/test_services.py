@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.fuzz.forger import Forger, Known
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER, QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
 from antiphon.config.digest import digest
 from antiphon.detokenizer.service import DetokenizerService

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
     from antiphon.service.clock import Clock
     from antiphon.wire.errors import EngineError
-    from antiphon.wire.notice import NoticeBatch
-    from antiphon.wire.submit import SubmitAccepted
+    from antiphon.wire.submit import NoticeBatch, SubmitAccepted
     from antiphon.wire.tokens import TokenNews
 
 MODEL = ModelName("model")

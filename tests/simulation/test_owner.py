@@ -34,8 +34,14 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import RequestId
-from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import (
+    CancelRequest,
+    LostRequest,
+    NoticeBatch,
+    OpenList,
+    SubmitAccepted,
+    SubmitRequest,
+)
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
-from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.service.clock import deadline_in, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.main import run
 from antiphon.service.service import Report, Runtime

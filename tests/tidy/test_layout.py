@@ -127,3 +127,13 @@ def test_tokenizers_of_models_are_opened_in_one_place():
         if isinstance(node.value, ast.Name) and node.value.id == "Tokenizer"
     }
     assert openers == {"antiphon.model_card.tokenizer_file"}
+
+
+def test_one_small_file_uses_the_private_members_of_nats_py():
+    private = [
+        p for p in CODE if "# ruff: noqa: SLF001" in (text := p.read_text()) and "nats" in text
+    ]
+    assert [path.relative_to(ROOT).as_posix() for path in private] == [
+        "shared/antiphon/bus/connection.py"
+    ]
+    assert len(private[0].read_text().splitlines()) <= 150

@@ -10,9 +10,8 @@ from tests.bench.page import write as benchmarks
 from tests.bench.page.open_load import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
-from tests.support import config_page, status_page
+from tests.support import bus_reference, config_page, status_page
 
-from antiphon.bus import reference as bus_reference
 from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
 from antiphon.model_worker.model import reference as model_reference

@@ -5,7 +5,6 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 
 from __future__ import annotations
 
-from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import (
     Attempt,
     FinishReason,
@@ -51,8 +50,10 @@ from antiphon.wire.generate import (
 )
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.heartbeat import (
+    ClaimName,
     Discover,
     Heartbeat,
+    NameTaken,
     RefusalReason,
     RefusedCommands,
     RunningRequest,
@@ -68,7 +69,6 @@ from antiphon.wire.ids import (
     RequestId,
     TenantId,
 )
-from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -78,13 +78,13 @@ from antiphon.wire.kv_events import (
     ReplayKv,
 )
 from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
-from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 from antiphon.wire.sampling import (
     LogitBias,
     PoolParams,
     SamplingParams,
     StopStrings,
+    ThinkingMarks,
     TokenOutputParams,
 )
 from antiphon.wire.storage import (
@@ -99,15 +99,17 @@ from antiphon.wire.storage import (
     ReleaseLease,
 )
 from antiphon.wire.submit import (
+    AbortRequests,
     CancelAccepted,
     CancelRequest,
+    LostRequest,
+    NoticeBatch,
     OpenList,
     OpenRequest,
     SubmitAccepted,
     SubmitRequest,
 )
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextResumed, TextRow
-from antiphon.wire.thinking import ThinkingMarks
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 from antiphon.wire.tokenize import (
     CancelEncode,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from antiphon.bus.dispatch import is_async
 from antiphon.bus.errors import NoResponders, ReplyLost
+from antiphon.bus.transport import is_async
 from antiphon.wire.base import WIRE_VERSION, Message, Process
 from antiphon.wire.codec import decode, decode_reply, encode, encode_json, is_json
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error
@@ -27,7 +27,7 @@ from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.routes import CLIENT, DeliveryMode, RequestRoute, Route, escape, inbox
 
 if TYPE_CHECKING:
-    from antiphon.bus.transport import Link, Packet, PacketCallback, Subscription, Transport
+    from antiphon.bus.transport import Packet, PacketCallback, Subscription, Transport
     from antiphon.wire.ids import ClusterName, TenantId
     from antiphon.wire.routes import Party
 
@@ -51,10 +51,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
         With a `probe` from `Bus.detect_no_responders`, its callback is called if the reply has no
         receiver any more.
-
-        Raises:
-            BusDown: The link is down.
-            RequestTooLarge: The reply exceeds the broker's limit.
+        Raises as `Bus.publish`.
         """
         if self.reply is not None:
             write = encode_json if is_json(self.data) else encode
@@ -65,11 +62,7 @@ class Delivery(msgspec.Struct, frozen=True):
         self.respond(encode_error(error))
 
     def read(self, route: Route[Q]) -> Q:
-        """Decode as one of the route's messages.
-
-        Raises:
-            InvalidRequest: It is none of them.
-        """
+        """Decode as one of the route's messages; raises `InvalidRequest` if it is none of them."""
         return decode(self.data, route.carries)
 
 
@@ -78,11 +71,7 @@ DeliveryCallback = Callable[[Delivery], Awaitable[None] | None]
 
 
 class Bus:
-    """Connection of one process, a service or an outside client, to the bus of a cluster.
-
-    Attributes:
-        link: The state of the connection.
-    """
+    """Connection of one process, a service or an outside client, to the bus of a cluster."""
 
     def __init__(
         self,
@@ -94,7 +83,7 @@ class Bus:
         tenant: TenantId = DEFAULT_TENANT,
     ) -> None:
         self.transport = transport
-        self.link: Link = transport.link
+        self.link = transport.link
         self.cluster = cluster
         self.process = process
         self._prefix = f"{cluster}.v{WIRE_VERSION}."
@@ -140,9 +129,7 @@ class Bus:
     def publish(self, route: Route[Q], message: Q, **address: str) -> None:
         """Send a message to the current subscribers.
 
-        Raises:
-            BusDown: The link is down; nothing was sent.
-            RequestTooLarge: The message exceeds the broker's limit.
+        Raises `BusDown` if the link is down, and `RequestTooLarge` beyond the broker's limit.
         """
         self.transport.publish(self._prefix + route.subject_for(**address), encode(message))
 
@@ -199,7 +186,6 @@ class Bus:
         name: str,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Publish with a new reply subject and return the reply."""
         key = f"{self._inbox}.{next(self._numbers)}"
         reply: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
         self._pending[key] = reply

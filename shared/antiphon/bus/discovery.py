@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
@@ -41,7 +41,6 @@ class EndpointCounters:
     processing_s: float = 0.0
 
     def count(self, seconds: float, error: str = "") -> None:
-        """Count one handled message."""
         self.requests += 1
         self.processing_s += seconds
         if error:
@@ -50,8 +49,6 @@ class EndpointCounters:
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint in the `INFO` response."""
-
     name: str
     subject: str
     queue_group: str
@@ -78,30 +75,26 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceInfo(Pong, frozen=True, kw_only=True):
-    """The `INFO` response."""
-
     type: str = "io.nats.micro.v1.info_response"
     description: str
     endpoints: tuple[EndpointInfo, ...]
 
 
 class ServiceStats(Pong, frozen=True, kw_only=True):
-    """The `STATS` response."""
-
     type: str = "io.nats.micro.v1.stats_response"
     started: str
     endpoints: tuple[EndpointStats, ...]
 
 
-class Discovery:
-    """Responds to the verbs for one process.
+class _Identity(TypedDict):
+    name: str
+    id: str
+    version: str
+    metadata: dict[str, str]
 
-    Args:
-        version: Version of the program, such as `1.2.3`.
-        description: Purpose of the process, in one line.
-        endpoints: Read for each response, so that counts are current.
-        metadata: Additional metadata, such as the cluster.
-    """
+
+class Discovery:
+    """Responds to the verbs for one process. `endpoints` are read for each response."""
 
     def __init__(
         self,
@@ -116,11 +109,14 @@ class Discovery:
     ) -> None:
         self._transport = transport
         self._role = role
-        self._id = str(process.incarnation)
-        self._version = version
         self._description = description
         self._endpoints = endpoints
-        self._metadata = {"instance": str(process.instance), **(metadata or {})}
+        self._identity: _Identity = {
+            "name": service_name(role),
+            "id": str(process.incarnation),
+            "version": version,
+            "metadata": {"instance": str(process.instance), **(metadata or {})},
+        }
         self._started = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     async def listen(self) -> Sequence[Subscription]:
@@ -129,7 +125,7 @@ class Discovery:
         return [
             await self._transport.subscribe(subject, self._responder(responses[verb]))
             for verb in VERBS
-            for subject in subjects(verb, self._role, self._id)
+            for subject in subjects(verb, self._role, self._identity["id"])
         ]
 
     def _responder(self, response: Callable[[], Pong]) -> PacketCallback:
@@ -140,19 +136,11 @@ class Discovery:
         return receive
 
     def _pong(self) -> Pong:
-        return Pong(
-            name=service_name(self._role),
-            id=self._id,
-            version=self._version,
-            metadata=self._metadata,
-        )
+        return Pong(**self._identity)
 
     def _info(self) -> ServiceInfo:
         return ServiceInfo(
-            name=service_name(self._role),
-            id=self._id,
-            version=self._version,
-            metadata=self._metadata,
+            **self._identity,
             description=self._description,
             endpoints=tuple(
                 EndpointInfo(name=e.name, subject=e.subject, queue_group=e.queue)
@@ -162,22 +150,17 @@ class Discovery:
 
     def _stats(self) -> ServiceStats:
         return ServiceStats(
-            name=service_name(self._role),
-            id=self._id,
-            version=self._version,
-            metadata=self._metadata,
+            **self._identity,
             started=self._started,
             endpoints=tuple(map(_stats_of, self._endpoints)),
         )
 
 
 def service_name(role: Role) -> str:
-    """Return the service name of a role in the verbs."""
     return f"antiphon-{role}"
 
 
 def subjects(verb: str, role: Role, instance: str = "*") -> Sequence[str]:
-    """Return the three subjects of a verb: of all services, of the role, and of one process."""
     return (
         f"{PREFIX}.{verb}",
         f"{PREFIX}.{verb}.{service_name(role)}",

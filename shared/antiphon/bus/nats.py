@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import nats.errors
 
 from antiphon.bus.connection import Connection
-from antiphon.bus.dispatch import dispatch, is_async
 from antiphon.bus.errors import BusDown
-from antiphon.bus.link import LinkState
-from antiphon.bus.thread_safe_writer import ThreadSafeWriter
-from antiphon.bus.transport import Packet
+from antiphon.bus.tcp import ThreadSafeWriter, publish_frame
+from antiphon.bus.transport import LinkState, Packet, dispatch, is_async
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
@@ -45,17 +43,9 @@ OUTBOUND_BYTES_MAX = 8 * 1024 * 1024
 
 @dataclass(slots=True)
 class LinkErrors:
-    """Counts of background errors since start.
-
-    Attributes:
-        dropped: Messages dropped because of a slow receiver.
-        forbidden: Publishes and subscriptions rejected by the broker's permissions.
-        failed: All others, including failed attempts to connect.
-    """
-
-    dropped: int = 0
-    forbidden: int = 0
-    failed: int = 0
+    dropped: int = 0  # messages of a slow receiver
+    forbidden: int = 0  # publishes and subscriptions rejected by the broker's permissions
+    failed: int = 0  # all others, including failed attempts to connect
 
 
 class NatsTransport:
@@ -68,21 +58,11 @@ class NatsTransport:
         self._config = config
         self._name = name
         self._connect_timeout_s = connect_timeout_s
-        self._link = LinkState()
+        self.link = LinkState()
         self._connection = Connection()
         self._subscriptions: set[NatsSubscription] = set()
-        self._payload_bytes_max = config.payload_bytes_max
+        self.payload_bytes_max = config.payload_bytes_max
         self._reasons: dict[str, None] = {}  # Why first attempts to connect failed.
-
-    @property
-    def link(self) -> LinkState:
-        """State of the connection."""
-        return self._link
-
-    @property
-    def payload_bytes_max(self) -> int:
-        """Maximum size of a message: the smaller of our limit and the server's."""
-        return self._payload_bytes_max
 
     @property
     def any_thread(self) -> bool:
@@ -102,12 +82,12 @@ class NatsTransport:
             async with asyncio.timeout(LEAVE_TIMEOUT_S), asyncio.TaskGroup() as group:
                 for subscription in tuple(self._subscriptions):
                     group.create_task(subscription.drain())
-            if self._link.up:
+            if self.link.up:
                 await self.flush(CLOSE_TIMEOUT_S)
         except (TimeoutError, BusDown):
             log.warning("bus left before it was drained", extra={"bus": self._name})
         finally:
-            self._link.mark_disconnected()
+            self.link.mark_disconnected()
             await self._close()
 
     def publish(
@@ -117,29 +97,29 @@ class NatsTransport:
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send to the current subscribers."""
-        if len(data) > self._payload_bytes_max:
-            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
-        if not self._link.up:
+        if len(data) > self.payload_bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
+        if not self.link.up:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
         writer = self._connection.writer
         if writer is None:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
         if writer.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
             raise BusDown("the NATS server does not read", retry_after_s=1.0)
-        self._connection.send(writer, subject, data, reply, headers)
+        # `Client.publish` is four coroutines, checks each subject with two regular expressions, and
+        # wakes a task that writes.
+        writer.write(publish_frame(subject, data, reply, headers))
 
     async def subscribe(
         self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> NatsSubscription:
-        """Call `receive` for each message, one at a time, in order."""
         if is_async(receive):
             inner = await self._subscribe_queued(subject, receive, queue)
         else:
             inner = await self._connection.subscribe_callback(subject, receive, queue)
         subscription = NatsSubscription(self._connection, inner, self._subscriptions.discard)
         self._subscriptions.add(subscription)
-        if self._link.up:
+        if self.link.up:
             try:
                 await self.flush(SUBSCRIBE_TIMEOUT_S)
             except BusDown:
@@ -147,15 +127,14 @@ class NatsTransport:
         return subscription
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when the broker has read all published messages."""
-        connect_count = self._link.connect_count
+        connect_count = self.link.connect_count
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connection.flush()
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusDown("the NATS server has not read all messages", retry_after_s=1.0) from error
-        reconnected = self._link.connect_count != connect_count
-        if not (self._link.up and self._connection.is_connected) or reconnected:
+        reconnected = self.link.connect_count != connect_count
+        if not (self.link.up and self._connection.is_connected) or reconnected:
             raise BusDown("the NATS connection was lost", retry_after_s=1.0)
 
     async def _subscribe_queued(
@@ -173,12 +152,11 @@ class NatsTransport:
         )
 
     async def _connect(self) -> None:
-        """Connect to the broker, or give up after the timeout.
-
-        nats-py retries, and awaits each response with `asyncio.wait_for`, which can swallow a
-        cancellation in Python 3.11: https://github.com/python/cpython/issues/86296. So it is
-        cancelled repeatedly until it ends: with a wrong password one start in twenty hung forever.
-        """
+        """Connect to the broker, or give up after the timeout."""
+        # nats-py retries, and awaits each response with `asyncio.wait_for`, which can swallow a
+        # cancellation in Python 3.11: https://github.com/python/cpython/issues/86296. So it is
+        # cancelled repeatedly until it ends: with a wrong password one start in twenty hung
+        # forever.
         connecting = self._connection.connect(**self._options())
         trying = asyncio.create_task(connecting, name="connect")  # noqa: TID251  # awaited below
         try:
@@ -217,25 +195,24 @@ class NatsTransport:
     def _choose_server(
         self, servers: list[Server], _info: dict[str, object]
     ) -> tuple[Server, float]:
-        """Choose a server with the fewest reconnects, and a delay with jitter."""
         pick = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311  # spreads load
         return pick, self._config.reconnect_wait_s * random.uniform(0.5, 1.5)  # noqa: S311
 
     async def _on_connected(self) -> None:
-        self._payload_bytes_max = min(self._config.payload_bytes_max, self._connection.max_payload)
-        log.info("bus joined", extra={"bus": self._name, "joins": self._link.connect_count + 1})
-        await self._link.mark_connected()
+        self.payload_bytes_max = min(self._config.payload_bytes_max, self._connection.max_payload)
+        log.info("bus joined", extra={"bus": self._name, "joins": self.link.connect_count + 1})
+        await self.link.mark_connected()
 
     async def _on_disconnected(self) -> None:
         self._connection.discard_pending()
-        if self._link.up:
+        if self.link.up:
             log.warning("bus link dropped", extra={"bus": self._name})
-        self._link.mark_disconnected()
+        self.link.mark_disconnected()
 
     async def _on_error(self, error: Exception) -> None:
         """Count background errors of nats-py; repeats are logged when the count doubles."""
         text = str(error) or type(error).__name__
-        if not self._link.connect_count:
+        if not self.link.connect_count:
             self._reasons[text] = None
         if isinstance(error, nats.errors.SlowConsumerError):
             self.errors.dropped += 1
@@ -250,10 +227,7 @@ class NatsTransport:
         else:
             self.errors.failed += 1
             if _doubled(self.errors.failed):
-                log.warning(
-                    "bus failed",
-                    extra={"error": text, "failed": self.errors.failed},
-                )
+                log.warning("bus failed", extra={"error": text, "failed": self.errors.failed})
 
     async def _close(self) -> None:
         self._connection.discard_pending()
@@ -265,13 +239,8 @@ class NatsTransport:
 
 
 class NatsSubscription:
-    """Subscription to a NATS subject. Implements `Subscription`."""
-
     def __init__(
-        self,
-        connection: Connection,
-        inner: Subscription,
-        ended: Callable[[NatsSubscription], None],
+        self, connection: Connection, inner: Subscription, ended: Callable[[NatsSubscription], None]
     ) -> None:
         self._connection = connection
         self._inner = inner
@@ -280,7 +249,6 @@ class NatsSubscription:
         self._ended = False
 
     async def drain(self) -> None:
-        """End the subscription once all messages that had arrived are processed. Idempotent."""
         async with self._draining:
             if not self._ended:
                 self._ended = True

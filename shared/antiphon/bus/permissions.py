@@ -46,22 +46,13 @@ HEADER = """\
 
 @dataclass(frozen=True, kw_only=True)
 class NatsUser:
-    """A user and its permissions.
-
-    Attributes:
-        password: An environment variable as `$NAME`, or a quoted string.
-        publish: Allowed subjects.
-        subscribe: Allowed subjects.
-    """
-
     name: str
-    password: str
+    password: str  # an environment variable as `$NAME`, or a quoted string
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
 def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[NatsUser]:
-    """Return all users: one per role, the clients of one tenant, and the operator's tools."""
     return (
         *(user(cluster, role) for role in Role),
         user(cluster, CLIENT, tenant),
@@ -70,7 +61,6 @@ def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[N
 
 
 def anonymous_user(cluster: ClusterName) -> NatsUser:
-    """Return the user of connections without a password: a client of any tenant."""
     prefix = f"{cluster}.v{WIRE_VERSION}."
     client = user(cluster, CLIENT)
     nothing = '""'
@@ -101,12 +91,10 @@ def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) 
 
 
 def users_text(users: Sequence[NatsUser]) -> str:
-    """Format users in nats-server's configuration language."""
     return "authorization {\n  users: [\n" + "".join(map(_user_text, users)) + "  ]\n}\n"
 
 
 def compose_config(cluster: ClusterName) -> str:
-    """Format the whole config of the server in compose."""
     settings = ServerSettings(
         name=f"{cluster}-nats",
         host="0.0.0.0",  # noqa: S104  # inside the network of compose

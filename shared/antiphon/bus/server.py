@@ -32,30 +32,22 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of a nats-server; all others keep their defaults.
+    """Settings of a nats-server; all others keep their defaults."""
 
-    Attributes:
-        name: Server name, sent to clients, which detects another server on the same port.
-        port: -1: any free port.
-        monitoring_port: Port of its HTTP monitoring; -1: any free port, None: no monitoring.
-        store_path: Storage directory of JetStream; empty: JetStream is disabled.
-        users: Config text of its users (`antiphon.bus.permissions`); empty: no authentication.
-    """
-
-    name: str
+    name: str  # server name, sent to clients, which detects another server on the same port
     host: str = "127.0.0.1"
-    port: int = -1
+    port: int = -1  # -1: any free port
+    # Port of its HTTP monitoring; -1: any free port, None: no monitoring.
     monitoring_port: int | None = None
     payload_bytes_max: int = 1024 * 1024
     ping_interval_s: int = 10
     write_deadline_s: int = 5
-    store_path: str = ""
+    store_path: str = ""  # storage directory of JetStream; empty: JetStream is disabled
+    # Config text of its users (`antiphon.bus.permissions`); empty: no authentication.
     users: str = ""
 
 
 class _Ports(msgspec.Struct):
-    """The ports file that a server writes."""
-
     nats: tuple[str, ...] = ()
     monitoring: tuple[str, ...] = ()
 
@@ -68,19 +60,13 @@ class _Info(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A server that is ready. The caller of `start` stops it."""
-
     process: asyncio.subprocess.Process
     url: str
     monitoring_url: str | None
 
 
 def find(override: str = "") -> Path:
-    """Find the nats-server program: `override` (`ANTIPHON_NATS_SERVER`), PATH, the usual folders.
-
-    Raises:
-        ServerMissing: It is not installed, or `override` names no program.
-    """
+    """Find the nats-server program: `override` (ANTIPHON_NATS_SERVER), PATH, the usual folders."""
     name = override or "nats-server"
     found = shutil.which(name) or (None if override else shutil.which(name, path=FOLDERS))
     if found is None:
@@ -111,10 +97,8 @@ def config_text(settings: ServerSettings) -> str:
 
 
 def write_config(settings: ServerSettings, folder: Path) -> Path:
-    """Write `nats.conf` into `folder`, where the server also writes its log and ports file.
-
-    Readable by the owner only: it may hold passwords.
-    """
+    """Write `nats.conf` into `folder`, where the server also writes its log and ports file."""
+    # Readable by the owner only: it may hold passwords.
     path = folder / "nats.conf"
     path.touch(mode=0o600)
     path.write_text(
@@ -125,12 +109,10 @@ def write_config(settings: ServerSettings, folder: Path) -> Path:
 
 
 def command(program: Path, config: Path) -> Sequence[str]:
-    """Return the command line that runs a server with a config file."""
     return (str(program), "-c", str(config))
 
 
 def log_path(folder: Path) -> Path:
-    """Return the log file of a server configured by `write_config`."""
     return folder / "nats.log"
 
 
@@ -142,13 +124,9 @@ async def start(
     before_exec: Callable[[], None] | None = None,
     timeout_s: float = READY_TIMEOUT_S,
 ) -> RunningServer:
-    """Start a server and return when it responds with its name.
+    """Start a server and return when it responds with its name; one that is not ready is killed.
 
     `before_exec` runs in the child process, for example to make it die with its parent.
-
-    Raises:
-        ServerMissing: nats-server is not installed.
-        ServerFailed: It exited, or was not ready within `timeout_s` and was killed.
     """
     config = write_config(settings, folder)
     process = await asyncio.create_subprocess_exec(
@@ -170,11 +148,6 @@ async def start(
 async def wait_ready(
     process: asyncio.subprocess.Process, name: str, folder: Path, timeout_s: float
 ) -> RunningServer:
-    """Return when a server configured by `write_config` responds with its name.
-
-    Raises:
-        ServerFailed: It exited, or was not ready within `timeout_s`.
-    """
     try:
         async with asyncio.timeout(timeout_s):
             while process.returncode is None:
@@ -193,10 +166,9 @@ async def wait_ready(
 
 
 async def name_at(url: str) -> str | None:
-    """Return the name of the NATS server at `nats://host:port`; None if there is none.
-
-    A server that accepts the connection but sends nothing within `ANSWER_TIMEOUT_S` counts as none.
-    """
+    """Return the name of the NATS server at `nats://host:port`; None if there is none."""
+    # A server that accepts the connection but sends nothing within `ANSWER_TIMEOUT_S` counts as
+    # none.
     host, _, port = url.removeprefix("nats://").rpartition(":")
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):

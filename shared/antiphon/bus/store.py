@@ -45,15 +45,11 @@ R = TypeVar("R", bound="_JetStreamReply")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits:
-    """Limits of a bucket by age and size. The oldest values are removed first.
-
-    Attributes:
-        replicas: Number of servers of a NATS cluster that store it.
-    """
+    """Limits of a bucket by age and size. The oldest values are removed first."""
 
     keep_s: float
     bytes_max: int
-    replicas: int = 1
+    replicas: int = 1  # servers of a NATS cluster that store it
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -63,8 +59,6 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 class _JetStreamReply(msgspec.Struct, frozen=True):
-    """Common fields of all JetStream replies."""
-
     error: _Failure | None = None
 
 
@@ -90,7 +84,10 @@ class _StoredValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeyValueStore:
-    """Reads and writes one bucket of a cluster; creates it when first needed."""
+    """Reads and writes one bucket of a cluster; creates it when first needed.
+
+    All raise `Unavailable` if JetStream is disabled, has no space or does not respond.
+    """
 
     def __init__(self, bus: Bus, bucket: KeyValueBucket, limits: StoreLimits) -> None:
         self._bus = bus
@@ -100,11 +97,6 @@ class KeyValueStore:
         self._created = False
 
     async def open(self) -> None:
-        """Create the bucket unless it exists.
-
-        Raises:
-            Unavailable: JetStream is disabled, or has no space for the bucket.
-        """
         if self._created:
             return
         made = await self._request("CREATE", self._config(), _JetStreamReply)
@@ -114,11 +106,7 @@ class KeyValueStore:
         self._created = True
 
     async def put(self, *key: str, value: bytes) -> None:
-        """Store a value, replacing an earlier one.
-
-        Raises:
-            Unavailable: The write failed.
-        """
+        """Store a value, replacing an earlier one."""
         if len(value) <= PART_BYTES:
             await self._publish(key, _StoredValue(value))
             return
@@ -133,11 +121,7 @@ class KeyValueStore:
             await self._purge(f"{self._subject(*key, before.mark)}.>")
 
     async def get(self, *key: str) -> bytes | None:
-        """Return a value; None if there is none, or some of its parts have expired.
-
-        Raises:
-            Unavailable: It cannot be read now.
-        """
+        """Return a value; None if there is none, or some of its parts have expired."""
         head = await self._find(key)
         if head is None or not head.mark:
             return None if head is None else head.data
@@ -147,24 +131,15 @@ class KeyValueStore:
         return b"".join(part.data for part in parts if part is not None)
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
-        """Return a value stored by `swap` and its revision; None if there is none.
-
-        Raises:
-            Unavailable: It cannot be read now.
-        """
+        """Return a value stored by `swap` and its revision; None if there is none."""
         stored = await self._read_message(key)
         return None if stored is None else (_decode_value(stored).data, stored.seq)
 
     async def swap(self, *key: str, value: bytes, revision: int) -> bool:
         """Compare and set: store a value if the key still has `revision`; return whether it did.
 
-        Args:
-            key: A key that `put` does not write to.
-            value: At most `PART_BYTES`.
-            revision: Revision returned by `read`; 0: no value.
-
-        Raises:
-            Unavailable: The value may or may not have been stored.
+        The key is one that `put` does not write to; revision 0 means no value. When it raises, the
+        value may or may not have been stored.
         """
         assert len(value) <= PART_BYTES, "what is swapped lies in one message"
         headers = {_EXPECTED: str(revision)}
@@ -175,11 +150,7 @@ class KeyValueStore:
         return True
 
     async def forget(self, *key: str) -> bool:
-        """Delete the value of a key; return whether there was one.
-
-        Raises:
-            Unavailable: It may still be stored.
-        """
+        """Delete the value of a key; return whether there was one."""
         purged = await self._purge(self._subject(*key))
         await self._purge(f"{self._subject(*key)}.>")
         return purged > 0
@@ -235,8 +206,7 @@ class KeyValueStore:
         if reply.error.code == _NOT_FOUND:
             self._created = False  # the broker has lost the bucket: the next call creates it again
         log.warning(
-            "bucket refused",
-            extra={"bucket": self._stream, "reason": reply.error.description},
+            "bucket refused", extra={"bucket": self._stream, "reason": reply.error.description}
         )
         raise Unavailable("the record cannot be stored now", retry_after_s=1.0)
 

@@ -1,25 +1,27 @@
-"""Transport protocol of the bus: bytes on subjects. Implemented by NATS, memory and faults."""
+"""Transport of the bus: bytes on subjects, the state of its link, and calling receivers."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, Self
 
 import msgspec
 
+from antiphon.wire.errors import EngineError
+
+log = logging.getLogger(__name__)
+
 
 class Packet(msgspec.Struct, frozen=True):
-    """One received message.
-
-    Attributes:
-        reply: Subject for the reply, if the sender expects one.
-        no_responders: Whether this is the broker's reply that the subject has no subscribers.
-    """
+    """One received message."""
 
     subject: str
     data: bytes
     reply: str | None = None
-    no_responders: bool = False
+    no_responders: bool = False  # the broker's reply that the subject has no subscribers
 
 
 PacketCallback = Callable[[Packet], Awaitable[None] | None]
@@ -35,29 +37,45 @@ class Subscription(Protocol):
         ...
 
 
-class Link(Protocol):
-    """State of the connection to the broker."""
+class LinkState:
+    """Whether a transport reaches its broker, with callbacks on changes."""
 
-    @property
-    def up(self) -> bool:
-        """Whether the broker is reachable now."""
-        ...
-
-    @property
-    def connect_count(self) -> int:
-        """Number of times the connection was established; increases at each reconnect."""
-        ...
+    def __init__(self) -> None:
+        self.up = False
+        self.connect_count = 0  # how often the connection was established
+        self._on_connect: list[Callable[[], Awaitable[None]]] = []
+        self._on_disconnect: list[Callable[[], None]] = []
 
     def on_connect(self, call: Callable[[], Awaitable[None]]) -> None:
         """Await `call` at each (re)connect from now on, after subscriptions are in place.
 
         Its errors are logged. It is cancelled if the link drops while it runs.
         """
-        ...
+        self._on_connect.append(call)
 
     def on_disconnect(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the link drops or is closed."""
-        ...
+        self._on_disconnect.append(call)
+
+    async def mark_connected(self) -> None:
+        """For the transport only, with subscriptions in place."""
+        self.connect_count += 1
+        self.up = True
+        for call in self._on_connect:
+            try:
+                await call()
+            except EngineError as error:
+                log.warning("join callback refused", extra={"code": error.code})
+            except Exception:
+                # A failing callback must not break the connection.
+                log.exception("join callback failed")
+
+    def mark_disconnected(self) -> None:
+        """For the transport only; idempotent."""
+        if self.up:
+            self.up = False
+            for call in self._on_disconnect:
+                call()
 
 
 class Transport(Protocol):
@@ -68,9 +86,7 @@ class Transport(Protocol):
     """
 
     @property
-    def link(self) -> Link:
-        """State of the connection."""
-        ...
+    def link(self) -> LinkState: ...
 
     @property
     def payload_bytes_max(self) -> int:
@@ -98,9 +114,7 @@ class Transport(Protocol):
         Nothing is buffered while the link is down: state stays with its owner. `headers` are for
         the broker; subscribers do not see them.
 
-        Raises:
-            BusDown: The link is down.
-            RequestTooLarge: `data` exceeds the broker's limit.
+        Raises `BusDown` if the link is down, and `RequestTooLarge` beyond the broker's limit.
         """
         ...
 
@@ -116,9 +130,40 @@ class Transport(Protocol):
         ...
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when the broker has read all published messages.
-
-        Raises:
-            BusDown: It has not within `timeout_s`.
-        """
+        """Return when the broker has read all published messages, or raise `BusDown`."""
         ...
+
+
+def is_async(receive: Callable[..., Awaitable[None] | None]) -> bool:
+    return inspect.iscoroutinefunction(receive)
+
+
+def dispatch_sync(receive: PacketCallback, packet: Packet) -> None:
+    try:
+        rest = receive(packet)
+        assert rest is None, "a plain receiver has something to await"
+    except EngineError as error:
+        log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
+    except (Exception, asyncio.CancelledError):
+        log.exception("receiver failed", extra={"subject": packet.subject})
+
+
+async def dispatch(receive: PacketCallback, packet: Packet) -> None:
+    """Call `receive` with a packet and log its errors: one message must not affect the others."""
+    try:
+        rest = receive(packet)
+        if rest is not None:
+            await rest
+    except asyncio.CancelledError:
+        if _being_cancelled():
+            raise
+        log.warning("receiver awaited what was cancelled", extra={"subject": packet.subject})
+    except EngineError as error:
+        log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
+    except Exception:
+        log.exception("receiver failed", extra={"subject": packet.subject})
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -21,6 +21,7 @@ import transformers
 from tests.arguments import compare_equal, compare_equal_async, settings_of, shows
 from tests.bus.worlds import bus_config
 from tests.models.families_moe import GROUPED, LATENT
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
@@ -31,7 +32,6 @@ from tests.unit.gateway.test_http import CHAT, HI, post
 from tests.unit.model_worker.test_opening import answers
 
 from antiphon import embedded
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.errors import ConfigError
@@ -287,7 +287,7 @@ def test_request_whose_numbers_are_not_finite_ends_with_an_error(mixture: Path) 
     def ends(settings: Settings) -> list[tuple[int, str]]:
         """The ends of two requests, one of which has a token without a finite embedding."""
         engine = open_engine(settings)
-        table = cast("Any", engine.runner)._model.own_decoder._embedding._weights.tensors["weight"]
+        table = cast("Any", engine.runner)._model.own_decoder._embedding.table
         table[poison] = torch.nan
         return finishes(engine, [[5, poison, 7], [9] * 40])
 

@@ -12,7 +12,7 @@ from tests.unit.arguments.certificates import Certificate, make
 from tests.unit.gateway.cluster import house
 
 from antiphon.config.errors import ConfigError
-from antiphon.service.tls import server_context
+from antiphon.service.web import server_context
 
 if TYPE_CHECKING:
     from pathlib import Path

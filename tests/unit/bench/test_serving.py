@@ -23,10 +23,10 @@ from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
 from tests.bench.serving.report import Report, drawn, read, summarize, table
 from tests.bench.summary import RAW, write_results
 from tests.bench.summary import read as read_summary
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 from tests.unit.client.gateway import MODEL, USAGE, gateway
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
 from antiphon.wire.errors import Overloaded
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.wire.base import FinishReason, Process, Role, Usage
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import (

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 from tests.support.wait import until
 from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Request, gateway
 
 from antiphon.bus.errors import NoResponders
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import (

@@ -6,11 +6,11 @@ import asyncio
 import random
 
 import pytest
+from tests.support.faulty_transport import Faults, FaultyTransport
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 from tests.unit.gateway.cluster import MODEL, SCRIPT, house
 
-from antiphon.bus.faulty import Faults, FaultyTransport
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.service.tasks import Tasks
 from antiphon.wire.sampling import TokenOutputParams

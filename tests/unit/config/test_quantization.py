@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.unit.config.test_card import CONFIG, write_model, write_weights
-from tests.unit.config.test_resolve import CARD, GIB, decide
+from tests.unit.config.test_resolve import CARD, DEVICE, GIB, decide
 from tests.unit.config.test_sglang import serve
 
 from antiphon.config.errors import ConfigError
@@ -252,7 +252,7 @@ def plan(quantization: QuantizationConfig | None, **said: str) -> ResolvedConfig
         quantization=quantization,
         weights=Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4),
     )
-    return decide(card=card, **said)
+    return decide(DEVICE, card, **said)
 
 
 def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support import bus_reference as bus
 from tests.support import config_page
+from tests.support import metrics_reference as metrics
 
-from antiphon.bus import reference as bus
 from antiphon.config.fields import fields
 from antiphon.config.sglang.arguments import rows
-from antiphon.telemetry import reference as metrics
 from antiphon.wire.routes import ROUTES
 
 ROOT = Path(__file__).parents[3]

@@ -44,7 +44,7 @@ STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
 """Activations of a step of the default size."""
 
 
-def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, **said: str) -> ResolvedConfig:
+def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, /, **said: str) -> ResolvedConfig:
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, card, device)
 
@@ -72,7 +72,7 @@ def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() ->
     why = "one fewer than the 6 cores: torch threads spin while waiting"
     assert decide(model__linear="plain").threads == ResolvedValue(5, why)
     small = msgspec.structs.replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
-    short = decide(card=small).threads
+    short = decide(DEVICE, small).threads
     why = "one fewer than the 6 cores: steps of this model are short"
     assert short == ResolvedValue(5, why)
     alone = msgspec.structs.replace(DEVICE, cores=1)
@@ -118,7 +118,7 @@ def test_rounded_weights_take_a_byte_each() -> None:
     assert decide(model__linear="int8").weight_bytes.value == GIB // 2
     assert decide(model__linear="packed").weight_bytes.value == GIB
     untied = msgspec.structs.replace(CARD, tied=False)
-    plan = decide(card=untied, model__linear="int8_dynamic")
+    plan = decide(DEVICE, untied, model__linear="int8_dynamic")
     assert plan.weight_bytes.value == GIB // 2 + 100 * 64
 
 
@@ -296,7 +296,7 @@ def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
 
 
 def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
-    plain, plan = decide(card=HYBRID), decide(card=HYBRID, cache__dtype="fp8_e5m2")
+    plain, plan = decide(DEVICE, HYBRID), decide(DEVICE, HYBRID, cache__dtype="fp8_e5m2")
     each = [one.state_bytes.value // one.cache_states.value for one in (plain, plan)]
     assert each[0] == each[1] == STATE_BYTES
 
@@ -318,7 +318,7 @@ def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
         decide(cache__dtype="fp8_e5m2", model__dtype="float16")
     both_ways = msgspec.structs.replace(CARD, causal=False)
     with pytest.raises(ConfigError, match="no KV cache"):
-        decide(card=both_ways, cache__dtype="fp8_e4m3")
+        decide(DEVICE, both_ways, cache__dtype="fp8_e4m3")
 
 
 def test_a_model_without_states_has_no_room_for_them() -> None:
@@ -328,7 +328,7 @@ def test_a_model_without_states_has_no_room_for_them() -> None:
 
 def test_pages_and_states_share_the_pool() -> None:
     plan = decide(
-        card=HYBRID, cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9"
+        DEVICE, HYBRID, cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9"
     )
     assert plan.cache_states.value == 90
     assert plan.state_bytes.value == 90 * STATE_BYTES
@@ -338,7 +338,7 @@ def test_pages_and_states_share_the_pool() -> None:
 
 
 def test_the_operator_may_say_how_many_states_there_are() -> None:
-    plan = decide(card=HYBRID, cache__states_max="9")
+    plan = decide(DEVICE, HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
 
@@ -355,14 +355,14 @@ def test_the_operator_may_say_how_many_states_there_are() -> None:
 )
 def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        decide(card=HYBRID, **said)
+        decide(DEVICE, HYBRID, **said)
 
 
 def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
     encoder = msgspec.structs.replace(
         CARD, architecture="BertModel", causal=False, context_tokens=4096, task=Task.EMBED
     )
-    plan = decide(card=encoder, batching__chunk_tokens="64")
+    plan = decide(DEVICE, encoder, batching__chunk_tokens="64")
     both_ways = "attention is bidirectional"
     assert (plan.whole_prompts.value, plan.whole_prompts.reason) == (True, both_ways)
     assert plan.step_tokens.value == plan.chunk_tokens.value == 4096
@@ -373,7 +373,7 @@ def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> Non
     assert "only count tokens" in plan.cache_pages.reason
     assert (plan.logit_bytes.value, plan.scored_bytes.value) == (0, 0)
     with pytest.raises(ConfigError, match=r"model\.deterministic: attention of this model"):
-        decide(card=encoder, model__deterministic="1")
+        decide(DEVICE, encoder, model__deterministic="1")
 
 
 def test_a_prefix_cache_is_what_the_operator_says() -> None:

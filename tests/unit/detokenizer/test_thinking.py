@@ -13,8 +13,7 @@ from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.wire.base import FinishReason
-from antiphon.wire.sampling import StopStrings
-from antiphon.wire.thinking import SPACE_MAX, ThinkingMarks
+from antiphon.wire.sampling import SPACE_MAX, StopStrings, ThinkingMarks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,7 @@ from tests.support.nats import NatsServer
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from antiphon.service.clock import SystemClock
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.transfer.fetch import fetch
 from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.encode import EncodeImage

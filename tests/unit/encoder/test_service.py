@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService
-from antiphon.service.clock import SystemClock
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.server import BlobServer, BlobStore
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (
     DeadlineExceeded,

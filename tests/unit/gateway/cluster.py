@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.digest import digest

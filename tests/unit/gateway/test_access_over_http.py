@@ -12,12 +12,12 @@ import msgspec
 import ollama
 import openai
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.keyed import key_of, keyed, write_keys
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
 from antiphon.gateway import metrics

@@ -8,13 +8,13 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import client_bus
 from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
 from antiphon.client import embeddings as vectors
 from antiphon.client.embeddings import BATCH, CALLS_MAX

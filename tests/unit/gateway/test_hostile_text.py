@@ -16,8 +16,8 @@ from antiphon.gateway.owner import request as owner_request
 from antiphon.service.clock import SystemClock
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import Unavailable, encode_error
-from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.routes import DETOKENIZER_CONTROL, NOTICE, TEXT
+from antiphon.wire.submit import LostRequest, NoticeBatch
 from antiphon.wire.text import TextBatch
 
 if TYPE_CHECKING:

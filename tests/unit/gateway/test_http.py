@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import openai
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart

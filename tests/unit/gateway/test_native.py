@@ -20,7 +20,6 @@ from tests.unit.gateway.test_http import post, stream
 
 from antiphon.config.sglang.arguments import rows
 from antiphon.gateway.http.native.absent_routes import ABSENT
-from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
@@ -35,6 +34,7 @@ from antiphon.wire.heartbeat import WorkerStats
 from antiphon.wire.ids import InstanceId
 from antiphon.wire.routes import ABORT
 from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.submit import AbortRequests
 from antiphon.wire.text import Origin
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
@@ -20,7 +21,6 @@ from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 from tests.unit.gateway.test_pooling import EMBEDDER
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
 from antiphon.config.request_log import RequestLogConfig

@@ -10,11 +10,11 @@ import aiohttp
 import msgspec
 import pytest
 from tests.support.echo_worker import EchoWorker
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, running
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon import embedded
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.incremental import TokenTexts
 from antiphon.detokenizer.service import DetokenizerService

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
-from antiphon.service.clock import SystemClock
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import BlobGone, fetch_all
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.server import BlobServer, BlobStore
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.routes import KV_CONTROL

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
 from tests.support.worker import attempt
 from tests.unit.model_worker.test_service import WorkerFactory, open_hash_engine, process
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.protocol.peers import (
     NumericsCheck,
     free_slots,

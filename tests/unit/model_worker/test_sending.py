@@ -6,11 +6,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.worker import DEADLINE, DETOKENIZER, LEADER, WORKER, admit, attempt, report
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.errors import BusDown
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 from tests.simulation.hash_runner import HashRunner
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_card.served_model import served_name

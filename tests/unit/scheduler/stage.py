@@ -20,7 +20,7 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import CancelRequest, OpenList, OpenRequest, SubmitRequest
 
 if TYPE_CHECKING:
-    from antiphon.wire.notice import LostRequest
+    from antiphon.wire.submit import LostRequest
 
 MODEL = ModelName("model")
 BEAT_S = 0.5

@@ -6,11 +6,10 @@ from tests.unit.scheduler.stage import GATEWAY, other_attempt
 
 from antiphon.scheduler.outbox import ENVELOPE_BYTES, command_bytes
 from antiphon.scheduler.request_table import TOMBSTONES_MAX, SchedulerTombstones
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, split_rows
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.split import split_rows
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Attempt

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 from tests.support.kv_blocks import blocks_stored
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, running
 from tests.support.wait import until
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint

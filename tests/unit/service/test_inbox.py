@@ -6,11 +6,11 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import client_bus
 from tests.support.wait import until
 
-from antiphon.bus.discovery import EndpointCounters as Tally
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.bus.discovery import EndpointCounters
 from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
 from antiphon.service.route_metrics import RouteMetrics
 from antiphon.service.tasks import Tasks
@@ -39,7 +39,7 @@ class World:
         self.go = asyncio.Event()
         self.running = self.began = self.cancelled = 0
         self.cancels = False
-        self.tally = Tally(name="route", subject="subject")
+        self.tally = EndpointCounters(name="route", subject="subject")
         self.inbox = RequestInbox(
             "route",
             self.flush,
@@ -140,7 +140,7 @@ async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broker, applied = MemoryBroker(), list[str]()
-    tally = Tally(name="route", subject="subject")
+    tally = EndpointCounters(name="route", subject="subject")
 
     def apply(delivery: Delivery) -> None:
         message: Discover = delivery.read(DISCOVER)

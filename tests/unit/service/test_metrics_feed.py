@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import client_bus, running
 from tests.support.wait import until
 from tests.unit.service.test_run import EchoService
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.settings import Settings
 from antiphon.gateway.metrics import CustomLabels
 from antiphon.gateway.model_metrics import ModelMetrics

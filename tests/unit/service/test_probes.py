@@ -5,8 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from antiphon.service.health import ProcessHealth
-from antiphon.service.probes import probe_server
+from antiphon.service.health import ProcessHealth, probe_server
 from antiphon.service.sockets import CannotStart, bind
 from antiphon.telemetry.metrics import Metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.bus.discovery import EndpointCounters as Tally
+from antiphon.bus.discovery import EndpointCounters
 from antiphon.service.dropped_messages import DroppedMessages
 from antiphon.service.route_metrics import RouteMetrics
 from antiphon.telemetry.metrics import Metrics
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def test_refusals_count_each_message_and_log_one_a_second(caplog: pytest.LogCaptureFixture) -> None:
     metrics, now = Metrics(), [0.0]
-    counts = RouteMetrics(metrics, Tally(name="worker.stop", subject="s"))
+    counts = RouteMetrics(metrics, EndpointCounters(name="worker.stop", subject="s"))
     refusals = DroppedMessages("worker.stop", counts, lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for step in range(300):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.unit.gateway.cluster import settings
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.service import GatewayService
 from antiphon.service.message_limits import HELD_ENTRY_BYTES, OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.sockets import CannotStart

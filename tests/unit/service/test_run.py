@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import pytest
 from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
+from tests.support.faulty_transport import FaultyTransport
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown, NoResponders
-from antiphon.bus.faulty import FaultyTransport
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.service.clock import SystemClock
 from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
@@ -23,19 +23,18 @@ from antiphon.service.peers import PeerChange
 from antiphon.wire.base import Message, Process, ProcessState, Role
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
-from antiphon.wire.heartbeat import Discover, Heartbeat
+from antiphon.wire.heartbeat import ClaimName, Discover, Heartbeat
 from antiphon.wire.ids import Incarnation
-from antiphon.wire.instance_name import ClaimName
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, NAME, OPEN, TOKENIZE, WORKER_CONTROL
 from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from tests.support.memory_bus import MemorySubscription
     from tests.support.services import Running
 
     from antiphon.bus.bus import Bus, Delivery
-    from antiphon.bus.memory import MemorySubscription
     from antiphon.bus.transport import PacketCallback
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime, Service
@@ -82,6 +81,30 @@ async def callers(broker: MemoryBroker) -> AsyncGenerator[Callers]:
         yield Callers(group, bus)
 
 
+@asynccontextmanager
+async def called(
+    service: EchoService | None = None, **changes: float
+) -> AsyncGenerator[tuple[Callers, Running[Service]]]:
+    broker, settings = MemoryBroker(), with_service(**changes)
+    async with (
+        callers(broker) as calls,
+        running(service or EchoService(), MemoryTransport(broker), settings=settings) as run,
+    ):
+        yield calls, run
+
+
+@asynccontextmanager
+async def reached(
+    service: EchoService, *, ready: bool = True, **changes: float
+) -> AsyncGenerator[tuple[Bus, Running[Service]]]:
+    transport = MemoryTransport(broker := MemoryBroker())
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        running(service, transport, settings=with_service(**changes), ready=ready) as run,
+    ):
+        yield bus, run
+
+
 def open_calls(run: Running[Service]) -> float:
     labels = {"route": TOKENIZE.name}
     return run.metrics.registry.get_sample_value("antiphon_calls_open", labels) or 0
@@ -96,8 +119,7 @@ async def test_a_start_is_done_before_any_call_is_taken() -> None:
 
 
 async def test_a_draining_service_finishes_every_call() -> None:
-    broker = MemoryBroker()
-    async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
+    async with called() as (calls, run):
         calls.call(20, after_s=0.2)
         await until(lambda: open_calls(run) == 20)
         await run.ended()
@@ -105,12 +127,8 @@ async def test_a_draining_service_finishes_every_call() -> None:
 
 
 async def test_at_the_drain_deadline_every_call_is_answered_unavailable() -> None:
-    broker, settings = MemoryBroker(), with_service(drain_timeout_s=0.1, slots=4)
     service = EchoService()
-    async with (
-        callers(broker) as calls,
-        running(service, MemoryTransport(broker), settings=settings) as run,
-    ):
+    async with called(service, drain_timeout_s=0.1, slots=4) as (calls, run):
         calls.call(20, after_s=LONG_S)  # 4 run, 16 wait for a slot
         await until(lambda: open_calls(run) == 20)
         await run.ended()
@@ -121,11 +139,7 @@ async def test_at_the_drain_deadline_every_call_is_answered_unavailable() -> Non
 
 async def test_calls_that_came_with_the_stop_are_answered_too() -> None:
     """Nothing awaits between the calls and the stop: some tasks are cancelled before they begin."""
-    broker, settings = MemoryBroker(), with_service(drain_timeout_s=0.001)
-    async with (
-        callers(broker) as calls,
-        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
-    ):
+    async with called(drain_timeout_s=0.001) as (calls, run):
         calls.call(50, after_s=LONG_S)
         await asyncio.sleep(0)
         run.stop.set()
@@ -134,11 +148,7 @@ async def test_calls_that_came_with_the_stop_are_answered_too() -> None:
 
 
 async def test_an_overfull_inbox_refuses_at_once_and_serves_on() -> None:
-    broker, settings = MemoryBroker(), with_service(slots=2, backlog=3)
-    async with (
-        callers(broker) as calls,
-        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
-    ):
+    async with called(slots=2, backlog=3) as (calls, run):
         calls.call(5, after_s=0.3)
         await until(lambda: open_calls(run) == 5)
         calls.call(4, after_s=0.0)
@@ -151,8 +161,7 @@ async def test_an_overfull_inbox_refuses_at_once_and_serves_on() -> None:
 
 
 async def test_errors_and_bugs_end_one_call_only(caplog: pytest.LogCaptureFixture) -> None:
-    broker = MemoryBroker()
-    async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
+    async with called() as (calls, run):
         calls.call(1, after_s=0.0, prompt=BUG)
         calls.call(1, after_s=0.0, prompt=TOO_LONG)
         calls.call(1, after_s=0.0)
@@ -187,8 +196,7 @@ class BigReply(EchoService):
 
 
 async def test_a_reply_over_the_size_limit_is_an_error_and_no_silence() -> None:
-    broker = MemoryBroker()
-    async with callers(broker) as calls, running(BigReply(), MemoryTransport(broker)):
+    async with called(BigReply()) as (calls, _):
         calls.call(1, after_s=0.0)
         assert await calls.outcomes() == ["request_too_large"]
 
@@ -316,12 +324,7 @@ async def test_heartbeats_report_each_change_of_state_at_once() -> None:
 
 
 async def test_discover_is_answered_with_a_heartbeat() -> None:
-    broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
-    async with (
-        client_bus(MemoryTransport(broker)) as bus,
-        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
-        listening(bus) as received,
-    ):
+    async with reached(EchoService(), heartbeat_s=3600) as (bus, run), listening(bus) as received:
         bus.publish(DISCOVER, Discover(asker=bus.process))
         async with asyncio.timeout(1):
             assert (await received.get()).process == run.process
@@ -375,11 +378,8 @@ class Store(EchoService):
 
 
 async def test_draining_service_keeps_the_feeds_of_its_running_requests() -> None:
-    broker, service = MemoryBroker(), Store()
-    async with (
-        client_bus(MemoryTransport(broker)) as bus,
-        running(service, MemoryTransport(broker)) as run,
-    ):
+    service = Store()
+    async with reached(service) as (bus, run):
         run.stop.set()
         await until(lambda: run.health.state is ProcessState.DRAINING)
         with pytest.raises(Unavailable):
@@ -421,13 +421,9 @@ async def test_a_lifespan_that_does_not_end_does_not_keep_the_process(
 
 
 async def test_an_endpoint_opened_at_run_time_is_drained_like_the_others() -> None:
-    broker, service = MemoryBroker(), Store()
+    service = Store()
     late = RequestEndpoint(route=TOKENIZE, handler=service.encode, address={"model": "late"})
-    async with (
-        client_bus(MemoryTransport(broker)) as bus,
-        running(service, MemoryTransport(broker)) as run,
-        asyncio.TaskGroup() as group,
-    ):
+    async with reached(service) as (bus, run), asyncio.TaskGroup() as group:
         first = await service.runtime.listen(late)
         await first.drain()
         await service.runtime.listen(late)
@@ -442,11 +438,8 @@ async def test_an_endpoint_opened_at_run_time_is_drained_like_the_others() -> No
 
 
 async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
-    broker, service = MemoryBroker(), Store()
-    async with (
-        client_bus(MemoryTransport(broker)) as bus,
-        running(service, MemoryTransport(broker)) as run,
-    ):
+    service = Store()
+    async with reached(service) as (bus, run):
         bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
         sample = run.metrics.registry.get_sample_value
         labels = {"route": OPEN.name, "reason": "malformed"}
@@ -573,11 +566,7 @@ async def test_of_processes_that_find_a_name_free_at_once_exactly_one_stays(
 
 
 async def test_a_forged_claim_does_not_end_the_holder_of_a_name() -> None:
-    broker = MemoryBroker()
-    async with (
-        running(EchoService(), MemoryTransport(broker)) as run,
-        client_bus(MemoryTransport(broker)) as bus,
-    ):
+    async with reached(EchoService()) as (bus, run):
         for incarnation in ("0", "1", "2"):
             forged = Process(instance=run.process.instance, incarnation=Incarnation(incarnation))
             claim = ClaimName(process=forged, held=True)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from antiphon.telemetry import log as logs
-from antiphon.telemetry.context import request_context
-from antiphon.telemetry.tracing import span
+from antiphon.telemetry.tracing import request_context, span
 
 if TYPE_CHECKING:
     from collections.abc import Generator

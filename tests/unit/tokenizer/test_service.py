@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon import embedded
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.cluster import ClusterConfig
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, character_count

@@ -13,9 +13,8 @@ import msgspec
 from tests.unit.transfer.test_transfer import listener, take
 
 from antiphon.transfer import server
-from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import BlobGone
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.server import BlobServer, BlobStore
 from antiphon.wire.claim import Claim
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ import asyncio, logging, resource, sys
 import msgspec, uvloop
 from antiphon.service.sockets import bind
 from antiphon.transfer.server import BlobServer
-from antiphon.transfer.blob_store import BlobStore
+from antiphon.transfer.server import BlobStore
 
 async def serve():
     bound = bind("127.0.0.1", 0)

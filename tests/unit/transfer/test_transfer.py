@@ -11,10 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from antiphon.service.sockets import bind
-from antiphon.transfer.blob_store import BlobSource, BlobStore
-from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch, fetch_all
-from antiphon.transfer.protocol import new_token
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch, fetch_all, new_token
+from antiphon.transfer.server import BlobServer, BlobSource, BlobStore
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A broker and its transports inside one process, with the semantics of core NATS.
 
-For tests, simulations and systems in one process. At-most-once delivery, ordered per publisher and
+At-most-once delivery, ordered per publisher and
 subject, one member per queue group, no-responders, a payload limit; links can be cut and healed.
 """
 
@@ -11,10 +11,8 @@ import logging
 import random
 from typing import TYPE_CHECKING, Self
 
-from antiphon.bus.dispatch import dispatch
 from antiphon.bus.errors import BusDown
-from antiphon.bus.link import LinkState
-from antiphon.bus.transport import Packet
+from antiphon.bus.transport import LinkState, Packet, dispatch
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ class MemoryBroker:
 
     def __init__(self, *, seed: int = 0, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.payload_bytes_max = payload_bytes_max
-        self._random = random.Random(seed)  # noqa: S311  # not for secrets
+        self._random = random.Random(seed)  # not for secrets
         self._subscriptions: list[MemorySubscription] = []
 
     def cut(self, transport: MemoryTransport) -> None:
@@ -56,11 +54,9 @@ class MemoryBroker:
             self._deliver(Packet(packet.reply, b"", no_responders=True), own)
 
     def add(self, subscription: MemorySubscription) -> None:
-        """Add a subscription."""
         self._subscriptions.append(subscription)
 
     def remove(self, subscription: MemorySubscription) -> None:
-        """Remove a subscription, if present."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
@@ -87,28 +83,19 @@ class MemoryTransport:
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
-        self._link = LinkState()
+        self.link = LinkState()
         self._group = asyncio.TaskGroup()
         self._subscriptions: dict[MemorySubscription, asyncio.Task[None]] = {}
 
-    @property
-    def link(self) -> LinkState:
-        """State of the connection."""
-        return self._link
+    any_thread = False  # receivers are tasks of the event loop
 
     @property
     def payload_bytes_max(self) -> int:
-        """Maximum size of a message."""
         return self._broker.payload_bytes_max
-
-    @property
-    def any_thread(self) -> bool:
-        """False: receivers are tasks of the event loop."""
-        return False
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
-        await self._link.mark_connected()
+        await self.link.mark_connected()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -119,7 +106,7 @@ class MemoryTransport:
         except TimeoutError:
             log.warning("bus left before it was drained")
         finally:
-            self._link.mark_disconnected()
+            self.link.mark_disconnected()
             for subscription, pump in self._subscriptions.items():
                 self._broker.remove(subscription)
                 pump.cancel()
@@ -132,7 +119,6 @@ class MemoryTransport:
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,  # ignored: there is no JetStream
     ) -> None:
-        """Send to the current subscribers."""
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
         self._check_link()
@@ -141,7 +127,6 @@ class MemoryTransport:
     async def subscribe(
         self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> MemorySubscription:
-        """Call `receive` for each message, one at a time, in order."""
         subscription = MemorySubscription(self, subject, queue)
         self._broker.add(subscription)
         self._subscriptions[subscription] = self._group.create_task(subscription.pump(receive))
@@ -161,11 +146,11 @@ class MemoryTransport:
 
     def reconnect(self) -> None:
         """Bring the link up again. For the broker only."""
-        if not self._link.up:
-            self._group.create_task(self._link.mark_connected())
+        if not self.link.up:
+            self._group.create_task(self.link.mark_connected())
 
     def _check_link(self) -> None:
-        if not self._link.up:
+        if not self.link.up:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
 
 
@@ -204,9 +189,7 @@ class MemorySubscription:
                 self._packets.task_done()
 
     async def wait_empty(self) -> None:
-        """Return when all packets that arrived are processed."""
         await self._packets.join()
 
     async def drain(self) -> None:
-        """End the subscription once all messages that had arrived are processed. Idempotent."""
         await self.transport.end(self)

@@ -14,7 +14,7 @@ from antiphon.wire.errors import RequestTooLarge
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.bus.transport import Link, PacketCallback, Subscription, Transport
+    from antiphon.bus.transport import LinkState, PacketCallback, Subscription, Transport
 
     Held = tuple[bytes, str | None, Mapping[str, str] | None]
 
@@ -53,7 +53,7 @@ class FaultyTransport:
         self._inner = inner
         self._faults = faults
         self._fail_at_call = fail_at_call
-        self._random = random.Random(faults.seed)  # noqa: S311  # a schedule, not a secret
+        self._random = random.Random(faults.seed)  # a schedule, not a secret
         self._group = asyncio.TaskGroup()
         self._held: dict[str, deque[Held]] = {}
 
@@ -62,20 +62,15 @@ class FaultyTransport:
         """Whether the call `fail_at_call` was made."""
         return self._fail_at_call is not None and self.calls > self._fail_at_call
 
+    any_thread = False  # delayed messages are sent by a task of the event loop
+
     @property
-    def link(self) -> Link:
-        """State of the inner connection."""
+    def link(self) -> LinkState:
         return self._inner.link
 
     @property
     def payload_bytes_max(self) -> int:
-        """Maximum size of a message."""
         return self._inner.payload_bytes_max
-
-    @property
-    def any_thread(self) -> bool:
-        """False: delayed messages are sent by a task of the event loop."""
-        return False
 
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()
@@ -112,7 +107,6 @@ class FaultyTransport:
     async def subscribe(
         self, subject: str, receive: PacketCallback, queue: str | None = None
     ) -> Subscription:
-        """Call `receive` for each message, one at a time, in order."""
         self._count_call()
         return await self._inner.subscribe(subject, receive, queue)
 
