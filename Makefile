@@ -120,8 +120,8 @@ bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle ma
 docs: setup  ## Write the generated pages again
 	$(BIN)/python -m tests.support.argument_tests
 	$(BIN)/python -m tests.support.config_page
-	$(BIN)/python -m antiphon.bus.reference
-	$(BIN)/python -m antiphon.telemetry.reference
+	$(BIN)/python -m tests.support.bus_reference
+	$(BIN)/python -m tests.support.metrics_reference
 	$(BIN)/python -m antiphon.gateway.http.reference
 	$(BIN)/python -m antiphon.model_worker.model.reference
 	$(BIN)/python -m antiphon.gateway.parsing.reference

@@ -12,8 +12,8 @@ from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
 from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
+from antiphon.wire.sampling import SPACE_MAX
 from antiphon.wire.text import Origin
-from antiphon.wire.thinking import SPACE_MAX
 from antiphon.wire.token_outputs import TokenOutputsBuffer
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import InstanceId
-    from antiphon.wire.sampling import StopStrings
-    from antiphon.wire.thinking import ThinkingMarks
+    from antiphon.wire.sampling import StopStrings, ThinkingMarks
     from antiphon.wire.token_outputs import TokenOutputs
     from antiphon.wire.tokens import TokenRow
 

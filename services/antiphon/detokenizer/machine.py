@@ -18,10 +18,9 @@ from antiphon.detokenizer.request import DetokenizerRequest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
-from antiphon.wire.codec import unpack_ids
+from antiphon.wire.codec import split_rows, unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
-from antiphon.wire.split import split_rows
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:

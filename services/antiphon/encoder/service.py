@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.model_card.served_model import served_name
-from antiphon.service.deadline import check
+from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import RunningTotal
-from antiphon.transfer.blob_store import BlobStore
 from antiphon.transfer.fetch import fetch
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.server import BlobServer, BlobStore
 from antiphon.wire.base import Role
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported

@@ -28,9 +28,9 @@ from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.model_card.served_model import served_name, served_names
 from antiphon.service.endpoint import StreamEndpoint
+from antiphon.service.health import probe_routes
 from antiphon.service.message_limits import OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.metrics_publisher import report_of
-from antiphon.service.probes import probe_routes
 from antiphon.service.service import Report
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import Unavailable
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.model_metrics import ModelMetrics
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
-    from antiphon.wire.abort import AbortRequests
     from antiphon.wire.ids import ModelName
+    from antiphon.wire.submit import AbortRequests
 
 
 class GatewayService:

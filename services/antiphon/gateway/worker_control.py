@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.gather import gather
-from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.command import FlushCache
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, WORKER_CONTROL
+from antiphon.wire.submit import AbortRequests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.kv_storage.store import DiskTier, MemoryTier, Page, PageStore
-from antiphon.service.deadline import time_left_s
+from antiphon.service.clock import time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
-from antiphon.transfer.fetch import fetch_prefix
-from antiphon.transfer.protocol import new_token
+from antiphon.transfer.fetch import fetch_prefix, new_token
 from antiphon.transfer.server import BlobServer
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim
+from antiphon.wire.codec import split_rows
 from antiphon.wire.routes import KV_CONTROL
-from antiphon.wire.split import split_rows
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,

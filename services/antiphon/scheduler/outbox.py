@@ -12,9 +12,9 @@ import msgspec
 
 from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
+from antiphon.wire.codec import split_rows
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
-from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.split import split_rows
+from antiphon.wire.submit import LostRequest, NoticeBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -54,10 +54,8 @@ class DroppedMessages:
         self._unlogged: dict[str, int] = {}
 
     def record(self, error: Exception) -> str:
-        """Count a message dropped because of this error; return the reason.
-
-        Bugs are logged with their traceback.
-        """
+        """Count a message dropped because of this error; return the reason."""
+        # Bugs are logged with their traceback.
         reason = _reason(error)
         self._counts.message_refused(reason)
         now = self._clock()

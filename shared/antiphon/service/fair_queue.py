@@ -30,11 +30,7 @@ class OwnerQuota:
 
     @contextmanager
     def admit(self, owner: str, size_bytes: int) -> Generator[Callable[[int], None]]:
-        """Count a job of an owner until the block ends; yields a function that adds bytes to it.
-
-        Raises:
-            Overloaded: The owner has too many jobs or bytes, or there are too many owners.
-        """
+        """Count a job of an owner until the block ends; yields a function that adds bytes to it."""
         jobs, held_bytes = self._held.get(owner, (0, 0))
         self._check_jobs(jobs)
         if jobs:
@@ -85,11 +81,7 @@ class FairQueue:
         self._closed = False
 
     async def acquire(self, owner: str) -> None:
-        """Wait for a slot; the caller releases it when the job has ended.
-
-        Raises:
-            Unavailable: The process is shutting down.
-        """
+        """Wait for a slot; the caller releases it when the job has ended."""
         self._check_open()
         if self._free:
             self._free -= 1
@@ -117,17 +109,16 @@ class FairQueue:
         self._free += 1
 
     def close(self) -> None:
-        """Reject all waiting jobs, and later ones."""
         self._closed = True
         for waiters in self._waiting.values():
             for waiter in waiters:
                 if not waiter.done():
-                    waiter.set_exception(_leaving())
+                    waiter.set_exception(leaving())
         self._waiting.clear()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _leaving()
+            raise leaving()
 
     def _abandon(self, owner: str, waiter: asyncio.Future[None]) -> None:
         """Remove a job whose caller left from the queue, or pass on its slot if already granted."""
@@ -140,5 +131,5 @@ class FairQueue:
             self.release()
 
 
-def _leaving() -> Unavailable:
+def leaving() -> Unavailable:
     return Unavailable("this process is shutting down", retry_after_s=0.0)

@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 from antiphon.config.digest import digest
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.peers import PeerChange
 from antiphon.service.service import Report, Runtime
@@ -29,14 +29,8 @@ _REPLY_JITTER_S = 0.1
 
 
 class Heartbeater:
-    """Sends heartbeats, discovers peers, and updates their liveness.
-
-    Attributes:
-        service: Reports its part once it has started.
-    """
-
     def __init__(self, role: Role, runtime: Runtime, name: InstanceName, health_port: int) -> None:
-        self.service: Service | None = None
+        self.service: Service | None = None  # reports its part once it has started
         self._role = role
         self._runtime = runtime
         self._name = name
@@ -77,7 +71,6 @@ class Heartbeater:
                 continue
 
     async def watch_peers(self) -> None:
-        """Update the liveness of peers whenever it is due, until cancelled."""
         if self._role not in HEARTBEAT_SOURCES:
             return
         peers, link = self._runtime.peers, self._runtime.bus.link

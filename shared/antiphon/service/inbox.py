@@ -35,38 +35,26 @@ LEAVING = Unavailable("this process is shutting down", retry_after_s=0.0)
 
 
 class Inbox(Protocol):
-    """Takes the deliveries of one endpoint."""
-
     @property
-    def empty(self) -> bool:
-        """Whether no call is pending."""
-        ...
+    def empty(self) -> bool: ...
 
     def deliver(self, delivery: Delivery) -> None:
         """Accept one message. Raises nothing."""
         ...
 
-    def shut(self) -> None:
-        """Accept no more calls: each gets `Unavailable` from now on."""
-        ...
+    def shut(self) -> None: ...
 
-    async def close(self) -> None:
-        """Reply `Unavailable` to all pending calls."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class InboxLimits:
-    """How many calls of one route run concurrently, and how many more may wait."""
-
     slots: int
     backlog: int
 
 
 @dataclass(frozen=True, eq=False)
 class _PendingCall:
-    """A call without a reply yet."""
-
     delivery: Delivery
     since_s: float
 
@@ -100,11 +88,9 @@ class RequestInbox:
 
     @property
     def empty(self) -> bool:
-        """Whether no call is pending."""
         return not self._pending
 
     def deliver(self, delivery: Delivery) -> None:
-        """Accept the call, or reject it at once."""
         if not self._open:
             self._refuse(delivery, LEAVING)
         elif len(self._pending) >= self._capacity:
@@ -117,7 +103,6 @@ class RequestInbox:
             self._calls.create_task(self._run(call), name=self._route)
 
     def shut(self) -> None:
-        """Accept no more calls."""
         self._open = False
 
     async def close(self) -> None:
@@ -184,7 +169,6 @@ class StreamInbox:
 
     @property
     def empty(self) -> bool:
-        """True: a feed has no callers."""
         return True
 
     def deliver(self, delivery: Delivery) -> None:
@@ -201,11 +185,11 @@ class StreamInbox:
         else:
             self._counts.applied(time.monotonic() - since_s)
 
-    def shut(self) -> None:
-        """Do nothing: a feed has no callers to reject."""
+    # A feed has no callers.
 
-    async def close(self) -> None:
-        """Do nothing: a feed has no callers to reply to."""
+    def shut(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 async def _fail(error: SharedStateBroken) -> None:

@@ -12,8 +12,8 @@ from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Process
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable
+from antiphon.wire.heartbeat import ClaimName, NameTaken
 from antiphon.wire.ids import Incarnation
-from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.routes import NAME
 
 if TYPE_CHECKING:
@@ -49,11 +49,7 @@ class InstanceName:
         self._recheck_requested = asyncio.Event()
 
     async def claim(self) -> None:
-        """Claim the name.
-
-        Raises:
-            CannotStart: A live process has it.
-        """
+        """Claim the name; raises `CannotStart` if a live process has it."""
         holder = await self._find_holder()
         if holder is not None:
             raise CannotStart(
@@ -64,15 +60,10 @@ class InstanceName:
         await self._listen_and_claim()
 
     def recheck(self) -> None:
-        """Check soon whether another process has the name."""
         self._recheck_requested.set()
 
     async def watch(self) -> None:
-        """Check the name whenever `recheck` was called, until cancelled.
-
-        Raises:
-            Replaced: Another live process has this name.
-        """
+        """Check the name whenever `recheck` was called; raises `Replaced` once it is lost."""
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
             await self._recheck_requested.wait()
@@ -96,10 +87,8 @@ class InstanceName:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
 
     async def _find_holder(self) -> Process | None:
-        """Return the live process that has the name; None if it is free.
-
-        A holder that does not reply within the time after which it counts as dead has lost it.
-        """
+        """Return the live process that has the name; None if it is free."""
+        # A holder that does not reply within the time after which it counts as dead has lost it.
         try:
             reply = await self._send_claim(held=False)
         except NoResponders:

@@ -113,11 +113,9 @@ def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
 
 
 def tune_gc() -> None:
-    """Exclude all objects created so far from garbage collection, and collect less often.
-
-    They live as long as the process: a collection that includes them takes 0.2 s in a worker, in
-    which no step starts.
-    """
+    """Exclude all objects created so far from garbage collection, and collect less often."""
+    # They live as long as the process: a collection that includes them takes 0.2 s in a worker, in
+    # which no step starts.
     gc.collect()
     gc.freeze()
     _, *older = gc.get_threshold()
@@ -125,7 +123,6 @@ def tune_gc() -> None:
 
 
 def _export_link_errors(metrics: Metrics, errors: LinkErrors) -> None:
-    """Export background errors of the link, above all messages dropped by slow receivers."""
     metrics.link_errors.labels("dropped").set_function(lambda: errors.dropped)
     metrics.link_errors.labels("forbidden").set_function(lambda: errors.forbidden)
     metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
@@ -155,12 +152,8 @@ async def _until_signal(factory: ServiceFactory[Service], context: ProcessContex
 
 
 def _bound_exit(code: int, *, quiet: bool) -> int:
-    """Bound the rest of the shutdown: joining a hanging thread must not keep the process alive.
-
-    Args:
-        code: The exit status.
-        quiet: Whether the reason is already logged: thread stacks would hide it.
-    """
+    """Bound the rest of the shutdown: joining a hanging thread must not keep the process alive."""
+    # `quiet`: the reason is already logged, and thread stacks would hide it.
     if quiet:
         faulthandler.cancel_dump_traceback_later()
         end = threading.Timer(_LEAVE_S, os._exit, (code,))

@@ -13,13 +13,8 @@ _REST_BYTES = 16 * 1024
 
 
 def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
-    """Reject a bound whose lists would exceed the broker's message size.
-
-    Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
-
-    Raises:
-        CannotStart: Names the bound, and the largest one that fits.
-    """
+    """Reject a bound whose lists would exceed the broker's message size, with `CannotStart`."""
+    # Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
     fits = max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
     if count > fits:
         raise CannotStart(

@@ -14,13 +14,7 @@ from antiphon.telemetry import catalog
 from antiphon.wire.base import ProcessState
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
-from antiphon.wire.metrics import (
-    PARTS_MAX,
-    SERIES_MAX,
-    MetricFamily,
-    MetricSeries,
-    MetricsReport,
-)
+from antiphon.wire.metrics import PARTS_MAX, SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
 from antiphon.wire.routes import METRICS
 
 if TYPE_CHECKING:
@@ -62,7 +56,6 @@ class MetricsPublisher:
                 self.send()
 
     def send(self) -> None:
-        """Send one report. One that cannot be sent is counted; the next one includes it."""
         role, process = self._role, self._runtime.process
         report = report_of(role, self._model, self._runtime)
         self._number += 1
@@ -102,9 +95,8 @@ def report_of(role: Role, model: ModelName | None, runtime: Runtime) -> MetricsR
 def parts_of(report: MetricsReport, bytes_max: int) -> tuple[list[MetricsReport], int]:
     """Split a report into messages of at most `bytes_max`.
 
-    Returns:
-        The messages, and the number of series in none of them: more than `PARTS_MAX` messages would
-        be needed, or one series alone is too large.
+    Returns the messages, and the number of series in none of them: more than `PARTS_MAX` messages
+    would be needed, or one series alone is too large.
     """
     if len(encode(report)) <= bytes_max:
         return [report], 0

@@ -13,13 +13,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends, even if the parent is killed.
-
-    Does nothing on systems other than Linux.
-
-    Raises:
-        CannotStart: The parent has already ended.
-    """
+    """Make the kernel kill this process when its parent ends, even if the parent is killed."""
+    # Does nothing on systems other than Linux. Raises `CannotStart` if the parent has ended
+    # already.
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -27,8 +27,6 @@ OFFSET_MAX_MS = 5_000
 
 
 class Liveness(StrEnum):
-    """Liveness of a peer, by missed heartbeats."""
-
     ALIVE = "alive"
     SUSPECT = "suspect"
     """Gets no new work but keeps its requests."""
@@ -37,8 +35,6 @@ class Liveness(StrEnum):
 
 
 class PeerChange(StrEnum):
-    """Change of a peer."""
-
     APPEARED = "appeared"
     CHANGED = "changed"
     """It sent a heartbeat, or its liveness changed."""
@@ -47,27 +43,21 @@ class PeerChange(StrEnum):
 
 @dataclass(frozen=True)
 class Peer:
-    """One incarnation of another process, with its last heartbeat."""
-
     heartbeat: Heartbeat
     liveness: Liveness
     received_at: float
 
     @property
     def process(self) -> Process:
-        """The peer's instance and incarnation."""
         return self.heartbeat.process
 
     @property
     def accepts_work(self) -> bool:
-        """Whether it may get new work."""
         return self.liveness is Liveness.ALIVE and self.heartbeat.state is ProcessState.READY
 
 
 @dataclass(frozen=True, kw_only=True)
 class LivenessConfig:
-    """Thresholds of liveness."""
-
     heartbeat_s: float
     suspect_beats: int
     dead_beats: int
@@ -95,12 +85,10 @@ class ClockOffset:
         self._differences: deque[int] = deque(maxlen=_OFFSET_BEATS)
 
     def record(self, difference_ms: int) -> None:
-        """Record (receipt time - send time) of one heartbeat.
-
-        Two consecutive ones that agree with each other and exceed the minimum show that a clock was
-        set, or that the minimum was forged: earlier ones are dropped, or all later heartbeats would
-        seem late.
-        """
+        """Record (receipt time - send time) of one heartbeat."""
+        # Two consecutive ones that agree with each other and exceed the minimum show that a clock
+        # was set, or that the minimum was forged: earlier ones are dropped, or all later heartbeats
+        # would seem late.
         self._differences.append(difference_ms)
         *_, last = recent = list(self._differences)[-2:]
         if min(recent) - min(self._differences) > _STEP_MS and abs(last - recent[0]) < _STEP_MS / 2:
@@ -154,20 +142,16 @@ class PeerTable:
         self._count_refused = count
 
     def with_role(self, role: Role) -> list[Peer]:
-        """Return the peers of a role that are not dead, sorted by name."""
         found = [peer for peer in self._peers.values() if peer.heartbeat.role == role]
         return sorted(found, key=lambda peer: peer.process)
 
     def accepting_work(self, role: Role) -> list[Peer]:
-        """Return the peers of a role that accept new work, sorted by name."""
         return [peer for peer in self.with_role(role) if peer.accepts_work]
 
     def all(self) -> list[Peer]:
-        """Return all peers that are not dead."""
         return list(self._peers.values())
 
     def find(self, instance: InstanceId) -> Peer | None:
-        """Return the peer that holds this name."""
         return self._peers.get(instance)
 
     def is_alive(self, process: Process) -> bool:
@@ -186,7 +170,6 @@ class PeerTable:
         ]
 
     def leading(self, model: ModelName | None) -> Term | None:
-        """Return the leading term of a model's queue, by the claims of live schedulers."""
         return leading_term(self.claims(model))
 
     def offset_ms(self, process: Process) -> int | None:
@@ -198,20 +181,16 @@ class PeerTable:
         return None if timing is None else timing.offset_ms
 
     def is_expired(self, not_after_unix_ms: int, sender: Process) -> bool:
-        """Whether a message of this sender has expired.
-
-        A message of a process whose clock offset is unknown counts as expired: it may have been in
-        transit for any time.
-        """
+        """Whether a message of this sender has expired."""
+        # A message of a process whose clock offset is unknown counts as expired: it may have been
+        # in transit for any time.
         offset_ms = self.offset_ms(sender)
         return offset_ms is None or not_after_unix_ms + offset_ms < self._clock.unix_ms()
 
     def to_local_ms(self, unix_ms: int, sender: Process) -> int:
-        """Convert a time of the sender's clock to the local clock.
-
-        Unchanged if the offset is unknown. Used for deadlines, which are then off by some seconds
-        at most.
-        """
+        """Convert a time of the sender's clock to the local clock."""
+        # Unchanged if the offset is unknown. Used for deadlines, which are then off by some seconds
+        # at most.
         return unix_ms + (self.offset_ms(sender) or 0)
 
     def take_name_conflict(self) -> Process | None:
@@ -262,9 +241,7 @@ class PeerTable:
         so that a reconnect is noticed soon. While the link does not work, it is a fifth of the
         interval.
 
-        Args:
-            link_up: Whether the broker is reachable.
-            connect_count: See `Link.connect_count`.
+        `link_up` and `connect_count` are those of `LinkState`.
         """
         if connect_count != self._connect_count:
             self._connect_count = connect_count
@@ -282,7 +259,6 @@ class PeerTable:
         return min(max(due_s, beat_s / 50), beat_s)
 
     def age_s(self, peer: Peer) -> float:
-        """Return the time since the peer's last heartbeat."""
         return self._clock.now() - peer.received_at
 
     @property
@@ -304,10 +280,8 @@ class PeerTable:
         self._echo_at = self._echoed_at = now
 
     def _on_name_conflict(self, beat: Heartbeat, timing: ClockOffset) -> None:
-        """Record another process with our name, if it may own the name rightfully.
-
-        It may if it sent a heartbeat before our first one, or while ours were missing.
-        """
+        """Record another process with our name, if it may own the name rightfully."""
+        # It may if it sent a heartbeat before our first one, or while ours were missing.
         now = self._clock.now()
         silent = self._echoed_at is None or now - self._echoed_at >= self._suspect_s
         back_s = self._liveness.dead_beats * self._liveness.heartbeat_s
@@ -374,15 +348,12 @@ class PeerTable:
         return Liveness.SUSPECT if beats >= self._liveness.suspect_beats else Liveness.ALIVE
 
     def _due_s(self, peer: Peer) -> float:
-        """Return the time until a peer without further heartbeats becomes suspect or dead."""
         silence_s = self._suspect_s if peer.liveness is Liveness.ALIVE else self._dead_s(peer)
         return silence_s - self.age_s(peer)
 
     def _dead_s(self, peer: Peer) -> float:
-        """Return the time without heartbeats after which a peer counts as dead.
-
-        A gateway gets more time: after a pause it finds its requests still running.
-        """
+        """Return the time without heartbeats after which a peer counts as dead."""
+        # A gateway gets more time: after a pause it finds its requests still running.
         dead_s = self._liveness.dead_beats * self._liveness.heartbeat_s
         if (
             peer.heartbeat.role is Role.GATEWAY
@@ -431,8 +402,7 @@ def _reason(field: str) -> str:
     return "cluster" if field.startswith("cluster.") else field
 
 
-def _uncounted(_: str) -> None:
-    """Ignore a rejection."""
+def _uncounted(_: str) -> None: ...
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

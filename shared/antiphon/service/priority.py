@@ -17,20 +17,14 @@ W = TypeVar("W")
 
 
 class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of priority scheduling.
+    """Settings of priority scheduling."""
 
-    Attributes:
-        priority: Whether priority scheduling is enabled.
-        low_first: Whether lower values run first.
-        preempt_threshold: Minimum difference in rank for a waiting request to preempt a running
-            one.
-        max_overtake_s: Maximum time a request waits after a later one was admitted, in total if it
-            waits several times because of preemption.
-    """
-
-    priority: bool = False
-    low_first: bool = False
+    priority: bool = False  # whether priority scheduling is enabled
+    low_first: bool = False  # whether lower values run first
+    # Minimum difference in rank for a waiting request to preempt a running one.
     preempt_threshold: int = 10
+    # Maximum time a request waits after a later one was admitted, in total if it waits several
+    # times because of preemption.
     max_overtake_s: float = 10.0
 
     @classmethod
@@ -58,11 +52,8 @@ class OvertakeTracker(Generic[W]):
     """Tracks waiting requests that were overtaken by later ones, and since when.
 
     Each request is processed once when it is overtaken and once when it leaves, however many wait.
-    Requests that stopped waiting are skipped, so their removal needs no call.
-
-    Args:
-        overtake_s_max: Time after which an overtaken request is overdue.
-        is_waiting: Whether an entry still waits, and has not left and been added again since.
+    Requests that stopped waiting are skipped, so their removal needs no call: `is_waiting` returns
+    whether an entry still waits, and has not left and been added again since.
     """
 
     def __init__(self, overtake_s_max: float, is_waiting: Callable[[W], bool]) -> None:
@@ -81,14 +72,8 @@ class OvertakeTracker(Generic[W]):
     ) -> list[W]:
         """Record an admission: all waiting requests that arrived before `arrival` are overtaken.
 
-        Args:
-            arrival: Arrival of the admitted request.
-            now: Time of the admission.
-            before_s: Returns for how long a request had been overtaken when it waited before; None:
-                no request waits twice.
-
-        Returns:
-            The newly overtaken requests.
+        `before_s` returns for how long a request had been overtaken when it waited before; unset:
+        no request waits twice. Returns the newly overtaken requests.
         """
         overtaken: list[W] = []
         while self._fresh and self._fresh[0][0] <= arrival:

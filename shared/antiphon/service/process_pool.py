@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from antiphon.service.fair_queue import FairQueue, OwnerQuota
+from antiphon.service.fair_queue import FairQueue, OwnerQuota, leaving
 from antiphon.service.parent import die_with
 from antiphon.service.tasks import Tasks, isolated
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Internal, Unavailable
@@ -62,14 +62,9 @@ class ProcessPool:
     ) -> None:
         """Configure the pool; no child is started yet.
 
-        Args:
-            command: Arguments of the Python interpreter; the child must call `serve`.
-            job_s: Maximum time of a job, from when its child is ready.
-            start_s: Maximum time until a child is ready.
-            processes: Maximum number of children.
-            jobs_max: Maximum waiting and running jobs of one owner.
-            bytes_max: Maximum bytes of these jobs.
-            memory_bytes_max: Maximum address space of a child.
+        `command` are arguments of the Python interpreter; the child must call `serve`. `jobs_max`
+        and `bytes_max` bound the waiting and running jobs of one owner, `memory_bytes_max` the
+        address space of a child.
         """
         self._command = tuple(command)
         self._job_s = job_s
@@ -94,16 +89,12 @@ class ProcessPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Ids of the live children."""
         return tuple(child.pid for child in self._children if child.returncode is None)
 
     async def run(self, job: bytes, *, timeout_s: float, owner: str = "") -> bytes:
-        """Run a job in a child and return its result.
+        """Run a job in a child and return its result, within the owner's quota.
 
-        Args:
-            job: Argument of the child's function.
-            timeout_s: Maximum time for the slot, the child's start and the result.
-            owner: The owner whose quota and round-robin turn it uses.
+        `timeout_s` covers the wait for a slot, the child's start and the result.
 
         Raises:
             Overloaded: Too many jobs wait.
@@ -149,7 +140,7 @@ class ProcessPool:
             log.warning("job failed", extra={"code": error.code, "job_bytes": len(job)})
         finally:
             if not result.done():
-                result.set_exception(_leaving() if self._closed else failure)
+                result.set_exception(leaving() if self._closed else failure)
                 result.exception()  # its caller may be leaving at this moment
             self._queue.release()
 
@@ -194,7 +185,7 @@ class ProcessPool:
         ready = False
         try:
             if self._closed:
-                raise _leaving()
+                raise leaving()
             async with asyncio.timeout(self._start_s):
                 await child.stdout.readexactly(len(_READY))
             ready = True
@@ -224,7 +215,6 @@ class ProcessPool:
             raise Internal("a child process ended before its result") from error
 
     async def _end(self, child: Process) -> None:
-        """Kill a child and wait for its end, for a bounded time."""
         _kill(child)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
@@ -238,10 +228,7 @@ class ProcessPool:
 def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str) -> None:
     """Run jobs until the parent closes the pipe or ends. Called by the child's main program.
 
-    Args:
-        work: Computes the result of a job. It raises only on bugs, which end the child.
-        parent_pid: The second to last command-line argument.
-        memory_bytes_max: The last command-line argument.
+    `work` raises only on bugs, which end the child. The others are the last command-line arguments.
     """
     die_with(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
@@ -263,7 +250,3 @@ def _kill(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None:
         with suppress(ProcessLookupError):
             child.kill()
-
-
-def _leaving() -> Unavailable:
-    return Unavailable("this process is shutting down", retry_after_s=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from antiphon.bus.discovery import EndpointCounters as Tally
+    from antiphon.bus.discovery import EndpointCounters
     from antiphon.telemetry.metrics import Metrics
 
 OK = "ok"
@@ -14,7 +14,7 @@ OK = "ok"
 class RouteMetrics:
     """Metrics of one endpoint. Labels are bound once: it is called for every message."""
 
-    def __init__(self, metrics: Metrics, tally: Tally) -> None:
+    def __init__(self, metrics: Metrics, tally: EndpointCounters) -> None:
         self._metrics = metrics
         self._tally = tally
         self._open = metrics.calls_open.labels(tally.name)
@@ -24,7 +24,6 @@ class RouteMetrics:
         metrics.before_collect(self._flush)
 
     def open(self, calls: int) -> None:
-        """Set the number of accepted calls without a reply."""
         self._open.set(calls)
 
     def answered(self, seconds: float, outcome: str) -> None:
@@ -34,17 +33,14 @@ class RouteMetrics:
         self._tally.count(seconds, "" if outcome == OK else outcome)
 
     def refused(self, code: str) -> None:
-        """Count a call rejected without decoding."""
         self._metrics.refused.labels(self._tally.name, code).inc()
         self._tally.count(0.0, code)
 
     def applied(self, seconds: float) -> None:
-        """Count an applied feed message."""
         self._applied += 1
         self._tally.count(seconds)
 
     def dropped(self, seconds: float, code: str) -> None:
-        """Count a feed message that was not applied."""
         self._tally.count(seconds, code)
 
     def message_refused(self, reason: str) -> None:
@@ -52,7 +48,6 @@ class RouteMetrics:
         self._metrics.messages_refused.labels(self._tally.name, reason).inc()
 
     def unsent(self, kind: str) -> None:
-        """Count a message that could not be sent."""
         self._metrics.bus_errors.labels(kind).inc()
 
     def _flush(self) -> None:

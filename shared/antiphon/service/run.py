@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from antiphon.bus.discovery import Discovery
 from antiphon.config.digest import digest
 from antiphon.service.clock import Clock, SystemClock
-from antiphon.service.health import ProcessHealth
+from antiphon.service.endpoint import Listeners
+from antiphon.service.health import ProcessHealth, probe_server
 from antiphon.service.heartbeat import Heartbeater
 from antiphon.service.inbox import InboxLimits
 from antiphon.service.instance_name import InstanceName
-from antiphon.service.listeners import Listeners
 from antiphon.service.metrics_publisher import MetricsPublisher
 from antiphon.service.peers import LivenessConfig, PeerTable
-from antiphon.service.probes import probe_server
 from antiphon.service.service import Runtime, Service, ServiceFactory
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
@@ -39,22 +38,19 @@ _LEAVE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessContext:
-    """Environment of a service process. The bus is not entered yet.
-
-    Attributes:
-        on_started: Called after startup, before any work is accepted.
-    """
+    """Environment of a service process. The bus is not entered yet."""
 
     settings: Settings
     bus: Bus
     clock: Clock = field(default_factory=SystemClock)
     health: ProcessHealth = field(default_factory=ProcessHealth)
     metrics: Metrics = field(default_factory=Metrics)
+    # Called after startup, before any work is accepted.
     on_started: Callable[[], None] = field(default=lambda: None)
 
 
 class StoppedEarly(Exception):
-    """`stop` was set before the process was ready."""
+    pass
 
 
 async def serve(

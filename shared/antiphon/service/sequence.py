@@ -22,8 +22,6 @@ _SENDERS_MAX = 4096
 
 
 class SeqSender:
-    """Numbers the messages to each receiver."""
-
     def __init__(self) -> None:
         # Never cleared: if numbers restarted at 1, a receiver that only seemed dead would take the
         # messages for duplicates.
@@ -36,17 +34,13 @@ class SeqSender:
         return seq
 
     def streams(self) -> tuple[StreamSeq, ...]:
-        """Return the last number of each receiver, for the heartbeat: it reveals a lost tail.
-
-        Only of the most recent receivers: earlier heartbeats have covered the others.
-        """
+        """Return the last number of each receiver, for the heartbeat: it reveals a lost tail."""
+        # Only of the most recent receivers: earlier heartbeats have covered the others.
         recent = list(self._last.items())[-_STREAMS_LISTED:]
         return tuple(StreamSeq(receiver=receiver, seq=seq) for receiver, seq in recent)
 
 
 class Arrival(StrEnum):
-    """Classification of a message by its number."""
-
     NEXT = "next"
     DUPLICATE = "duplicate"
     """It was received before, or is older than the last one."""
@@ -55,8 +49,6 @@ class Arrival(StrEnum):
 
 
 class SeqReceiver:
-    """Checks the numbers of each sender's incarnation."""
-
     def __init__(self) -> None:
         self._last: OrderedDict[Process, int] = OrderedDict()
         self._named: dict[Process, int] = {}
@@ -72,11 +64,9 @@ class SeqReceiver:
     def tail_lost(
         self, sender: Process, receiver: InstanceId, streams: Iterable[StreamSeq]
     ) -> bool:
-        """Whether messages are missing at the end, according to the sender's heartbeats.
-
-        A heartbeat may overtake the messages that it counts, so the received ones are compared with
-        the heartbeat before it. A loss is reported once.
-        """
+        """Whether messages are missing at the end, according to the sender's heartbeats."""
+        # A heartbeat may overtake the messages that it counts, so the received ones are compared
+        # with the heartbeat before it. A loss is reported once.
         seq = next((stream.seq for stream in streams if stream.receiver == receiver), 0)
         named = self._named.get(sender, 0)
         if seq:
@@ -87,7 +77,6 @@ class SeqReceiver:
         return True
 
     def forget(self, sender: Process) -> None:
-        """Drop the state of a dead incarnation."""
         self._last.pop(sender, None)
         self._named.pop(sender, None)
 

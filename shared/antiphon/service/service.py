@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from antiphon.bus.transport import Subscription
     from antiphon.config.settings import Settings
     from antiphon.service.clock import Clock
-    from antiphon.service.endpoint import Endpoint
+    from antiphon.service.endpoint import Endpoint, Listeners
     from antiphon.service.health import ProcessHealth
-    from antiphon.service.listeners import Listeners
     from antiphon.service.peers import PeerTable
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.base import Process, Role, Term
@@ -26,37 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Environment of a service, created by the run loop.
-
-    Attributes:
-        process: Instance and incarnation of this process.
-        bus: Entered before the service's lifespan, left after it.
-        group: For background tasks. They are cancelled after the drain, before the lifespan ends.
-        peers: Peers whose heartbeats this process receives.
-        health: State of this process; `health.changed()` sends a heartbeat at once.
-        metrics: Metrics of this process; a service adds its own to `metrics.registry`.
-        listeners: Open endpoints; use `listen` to add one.
-        metrics_port: Port of this process's `/metrics`.
-    """
+    """Environment of a service, created by the run loop."""
 
     settings: Settings
     process: Process
-    bus: Bus
+    bus: Bus  # entered before `Service.lifespan`, left after it
+    # For background tasks. They are cancelled after the drain, before the lifespan ends.
     group: asyncio.TaskGroup
     clock: Clock
     peers: PeerTable
-    health: ProcessHealth
-    metrics: Metrics
-    listeners: Listeners
+    health: ProcessHealth  # state of this process; `health.changed()` sends a heartbeat at once
+    metrics: Metrics  # metrics of this process; a service adds its own to `metrics.registry`
+    listeners: Listeners  # open endpoints; use `listen` to add one
     metrics_port: int = 0
 
     async def listen(self, endpoint: Endpoint) -> Subscription:
         """Open an endpoint at run time, as a scheduler does when it becomes leader.
 
-        It is drained with the others when the process drains, or earlier by the caller.
-
-        Raises:
-            Unavailable: The process is draining, or the link is down.
+        It is drained with the others when the process drains, or earlier by the caller. Raises
+        `Unavailable` in a draining process, or if the link is down.
         """
         return await self.listeners.open(endpoint)
 
@@ -81,9 +68,7 @@ class Service(Protocol):
     until then. Then background tasks are cancelled and the lifespan is left, also after a failure.
     """
 
-    def endpoints(self) -> Sequence[Endpoint]:
-        """Return its endpoints; called once."""
-        ...
+    def endpoints(self) -> Sequence[Endpoint]: ...
 
     def model(self) -> ModelName | None:
         """Return the served model for the heartbeat; None for services without one."""

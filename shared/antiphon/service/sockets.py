@@ -11,11 +11,7 @@ class CannotStart(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket; port 0: any free port.
-
-    Raises:
-        CannotStart: Names the address and the error.
-    """
+    """Bind a TCP socket; port 0: any free port. Raises `CannotStart`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

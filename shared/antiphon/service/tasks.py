@@ -21,14 +21,8 @@ log = logging.getLogger(__name__)
 async def isolated(
     work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
 ) -> None:
-    """Run `work` so that its errors do not cancel the task group; they are logged.
-
-    Args:
-        work: Work for one request or one message. It is called when the task starts, so that a task
-            cancelled before leaves no un-awaited coroutine.
-        args: Arguments of `work`.
-        kwargs: Keyword arguments of `work`.
-    """
+    """Run `work` for one request or message; its errors are logged and do not cancel the group."""
+    # It is called when the task starts: a task cancelled before leaves no un-awaited coroutine.
     try:
         await work(*args, **kwargs)
     except SharedStateBroken:
@@ -51,14 +45,12 @@ class Tasks(asyncio.TaskGroup):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """Start a task of this group."""
         task = super().create_task(coro, name=name, context=context)
         self._live.add(task)
         task.add_done_callback(self._live.discard)
         return task
 
     def __len__(self) -> int:
-        """Return the number of live tasks."""
         return len(self._live)
 
     async def ended(self) -> None:
@@ -67,7 +59,6 @@ class Tasks(asyncio.TaskGroup):
             await asyncio.wait(self._live)
 
     async def cancel(self, timeout_s: float) -> None:
-        """Cancel all tasks and wait until they have ended, at most `timeout_s`."""
         for task in self._live:
             task.cancel()
         if self._live:

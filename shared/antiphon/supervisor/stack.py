@@ -31,7 +31,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
 from antiphon.resolve.device import detect_device
 from antiphon.resolve.resolved_config import check_context
-from antiphon.service.tls import server_context
+from antiphon.service.web import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.liveness import HangDetector, Readiness

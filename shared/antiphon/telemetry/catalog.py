@@ -15,8 +15,6 @@ MB = 1e6
 
 
 class Kind(StrEnum):
-    """Prometheus metric types."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -31,8 +29,6 @@ class Merge(StrEnum):
 
 
 class Side(StrEnum):
-    """SGLang's label set of a metric."""
-
     REQUEST = "request"
     """Model name and custom labels of requests."""
     SCHEDULER = "scheduler"
@@ -42,49 +38,32 @@ class Side(StrEnum):
 
 
 class SglangMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's form of one of our metrics.
+    """SGLang's form of one of our metrics."""
 
-    Attributes:
-        name: Name after `sglang:`, with `_total` for counters.
-        side: SGLang's label set of the metric.
-        labels: Our labels that it keeps; it is summed over all others.
-        fixed: SGLang's labels that have a fixed value here.
-        scale: Factor from our unit to SGLang's.
-        only: A label of ours and the value to select; unset: all series.
-    """
-
-    name: str
-    side: Side
-    labels: tuple[str, ...] = ()
-    fixed: tuple[tuple[str, str], ...] = ()
-    scale: float = 1.0
+    name: str  # name after `sglang:`, with `_total` for counters
+    side: Side  # SGLang's label set of the metric
+    labels: tuple[str, ...] = ()  # our labels that it keeps; it is summed over all others
+    fixed: tuple[tuple[str, str], ...] = ()  # SGLang's labels that have a fixed value here
+    scale: float = 1.0  # factor from our unit to SGLang's
+    # A label of ours and the value to select; unset: all series.
     only: tuple[str, str] | None = None
 
 
 class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric of a model.
+    """One metric of a model."""
 
-    Attributes:
-        name: Name after `antiphon_`, with `_total` for counters.
-        buckets: Default upper bounds of a histogram.
-        custom: Whether it has the custom labels of requests.
-        private: Whether it names tenants, and so is for operators only.
-        sglang: SGLang's forms of it.
-    """
-
-    name: str
+    name: str  # name after `antiphon_`, with `_total` for counters
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+    buckets: tuple[float, ...] = ()  # default upper bounds of a histogram
     merge: Merge = Merge.SUM
-    custom: bool = False
-    private: bool = False
-    sglang: tuple[SglangMetric, ...] = ()
+    custom: bool = False  # whether it has the custom labels of requests
+    private: bool = False  # whether it names tenants, and so is for operators only
+    sglang: tuple[SglangMetric, ...] = ()  # SGLang's forms of it
 
     @property
     def full_name(self) -> str:
-        """Name on the metrics page."""
         return f"antiphon_{self.name}"
 
 
@@ -114,12 +93,7 @@ _TOKENS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 
 
 
 def _counter(
-    name: str,
-    help_: str,
-    *labels: str,
-    side: Side | None = None,
-    custom: bool = False,
-    private: bool = False,
+    name: str, help_: str, *labels: str, side: Side | None = None, private: bool = False
 ) -> MetricSpec:
     """Create a counter; with a `side`, SGLang has it with the same name and labels."""
     sglang = () if side is None else (SglangMetric(name=name, side=side, labels=labels),)
@@ -128,7 +102,7 @@ def _counter(
         kind=Kind.COUNTER,
         help=help_,
         labels=labels,
-        custom=custom,
+        custom=side is _REQUEST,
         private=private,
         sglang=sglang,
     )
@@ -180,26 +154,20 @@ NUM_REJECTED_REQUESTS = _counter(
     "num_rejected_requests_total", "Requests rejected before they were queued, by error.", "code"
 )
 NUM_ABORTED_REQUESTS = _counter(
-    "num_aborted_requests_total",
-    "Requests that were cancelled or aborted.",
-    side=_REQUEST,
-    custom=True,
+    "num_aborted_requests_total", "Requests that were cancelled or aborted.", side=_REQUEST
 )
 NUM_SO_REQUESTS = _counter(
-    "num_so_requests_total", "Requests with structured output.", side=_REQUEST, custom=True
+    "num_so_requests_total", "Requests with structured output.", side=_REQUEST
 )
-PROMPT_TOKENS = _counter(
-    "prompt_tokens_total", "Prompt tokens of ended requests.", side=_REQUEST, custom=True
-)
+PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of ended requests.", side=_REQUEST)
 GENERATION_TOKENS = _counter(
-    "generation_tokens_total", "Generated tokens of ended requests.", side=_REQUEST, custom=True
+    "generation_tokens_total", "Generated tokens of ended requests.", side=_REQUEST
 )
 CACHED_TOKENS = _counter(
     "cached_tokens_total",
     "Prompt tokens of ended requests found in the prefix cache.",
     "cache_source",
     side=_REQUEST,
-    custom=True,
 )
 TENANT_REQUESTS = _counter(
     "tenant_requests_total",
@@ -346,9 +314,7 @@ RETRACTED_INPUT_TOKENS = _counter(
     "num_retracted_input_tokens_total", "Prompt tokens of retracted requests.", side=_SCHEDULER
 )
 RETRACTED_OUTPUT_TOKENS = _counter(
-    "num_retracted_output_tokens_total",
-    "Generated tokens of retracted requests.",
-    side=_SCHEDULER,
+    "num_retracted_output_tokens_total", "Generated tokens of retracted requests.", side=_SCHEDULER
 )
 NUM_RETRACTIONS = _counter("num_retractions_total", "Retractions of running requests.")
 NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by requests of higher priority.")
@@ -381,9 +347,7 @@ SWA_USED_TOKENS = _gauge(
     "swa_used_tokens", "Tokens of sliding-window KV cache used by requests, in whole pages."
 )
 SWA_TOKEN_USAGE = _gauge(
-    "swa_token_usage",
-    "Share of the sliding-window KV cache used by requests.",
-    merge=Merge.MEAN,
+    "swa_token_usage", "Share of the sliding-window KV cache used by requests.", merge=Merge.MEAN
 )
 MAMBA_AVAILABLE = _gauge("mamba_available_tokens", "Free recurrent states.")
 MAMBA_EVICTABLE = _gauge(
@@ -401,9 +365,7 @@ EVICTED_TOKENS = _counter(
 DECODE_SUM_SEQ_LENS = _gauge("decode_sum_seq_lens", "Tokens of the running requests.")
 UTILIZATION = _gauge("utilization", "Running requests as a share of the maximum.", merge=Merge.MEAN)
 NEW_TOKEN_RATIO = _gauge(
-    "new_token_ratio",
-    "Share of max_tokens for which pages are reserved.",
-    merge=Merge.MEAN,
+    "new_token_ratio", "Share of max_tokens for which pages are reserved.", merge=Merge.MEAN
 )
 MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Capacity of the KV cache in tokens.")
 MAX_TOTAL_NUM_TOKENS_SWA = _gauge(
@@ -441,9 +403,7 @@ NUM_GRAMMAR = _counter(
     "num_grammar_total", "Choices with a grammar received by a worker.", side=_SCHEDULER
 )
 NUM_GRAMMAR_CACHE_HIT = _counter(
-    "num_grammar_cache_hit_total",
-    "Choices whose compiled grammar was cached.",
-    side=_SCHEDULER,
+    "num_grammar_cache_hit_total", "Choices whose compiled grammar was cached.", side=_SCHEDULER
 )
 NUM_GRAMMAR_ABORTED = _counter(
     "num_grammar_aborted_total",

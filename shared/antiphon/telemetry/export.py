@@ -54,12 +54,7 @@ def start(*, endpoint: str, service: str, instance: str, ratio: float) -> Tracer
     """Start to send this process's spans to a collector, in batches from a thread.
 
     Returns the provider for `stop`. Spans that the collector does not accept in time are dropped.
-
-    Args:
-        endpoint: See `OtlpTarget.parse`.
-        service: `service.name` of the spans.
-        instance: `service.instance.id` of the spans.
-        ratio: Share of the traces started here that is sampled; other traces follow their parent.
+    `ratio` is the share of the traces started here that is sampled; others follow their parent.
     """
     exporter = _exporter(OtlpTarget.parse(endpoint))
     return start_with(exporter, service=service, instance=instance, ratio=ratio)
@@ -83,7 +78,6 @@ def _exporter(target: OtlpTarget) -> SpanExporter:
 def start_with(
     exporter: SpanExporter, *, service: str, instance: str, ratio: float
 ) -> TracerProvider:
-    """Start to send this process's spans to an exporter."""
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(ratio)),
         resource=Resource.create(

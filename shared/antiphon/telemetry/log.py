@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.telemetry.context import request_id_var, trace_id
+from antiphon.telemetry.tracing import request_id_var, trace_id
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -48,7 +48,6 @@ class TextFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one line; a value with spaces or line breaks is quoted as JSON."""
         words = [
             _time(record),
             record.levelname,
@@ -68,7 +67,6 @@ class JsonFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one line; values that JSON does not support are converted by `str`."""
         line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),

@@ -99,14 +99,12 @@ class Metrics:
         GCCollector(registry=self.registry)
 
     def counter(self, family: MetricSpec, *custom: str) -> Counter:
-        """Register a counter of the catalog, with additional labels."""
         labels = (*family.labels, *custom)
         metric = Counter(family.full_name, family.help, labels, registry=self.registry)
         self._shared[family.name] = _Shared(family, labels, (), metric)
         return metric
 
     def gauge(self, family: MetricSpec) -> Gauge:
-        """Register a gauge of the catalog."""
         metric = Gauge(family.full_name, family.help, family.labels, registry=self.registry)
         self._shared[family.name] = _Shared(family, family.labels, (), metric)
         return metric
@@ -114,7 +112,6 @@ class Metrics:
     def histogram(
         self, family: MetricSpec, *custom: str, buckets: tuple[float, ...] = ()
     ) -> Histogram:
-        """Register a histogram of the catalog; `buckets` replace its default ones."""
         labels, bounds = (*family.labels, *custom), buckets or family.buckets
         metric = Histogram(
             family.full_name, family.help, labels, registry=self.registry, buckets=bounds
@@ -123,10 +120,9 @@ class Metrics:
         return metric
 
     def before_collect(self, settle: Callable[[], None]) -> None:
-        """Call `settle` before metrics are read, to transfer values that were counted elsewhere.
-
-        Updating a Prometheus metric takes ten calls and a lock: too much for each message or tick.
-        """
+        """Call `settle` before metrics are read, to transfer values that were counted elsewhere."""
+        # Updating a Prometheus metric takes ten calls and a lock: too much for each message or
+        # tick.
         self._collect_hooks.calls.append(settle)
 
     def published(self) -> list[Published]:

@@ -1,4 +1,4 @@
-"""Fetch claimed blobs and verify their size and checksum."""
+"""The fetch protocol, and fetching claimed blobs: their size and checksum are verified."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import secrets
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from antiphon.transfer.protocol import (
-    GONE,
-    HELLO,
-    SIZE_BYTES,
-    ConnectionClosed,
-    read_exactly,
-    write,
-)
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
@@ -24,8 +17,18 @@ if TYPE_CHECKING:
 
     from antiphon.wire.claim import Claim
 
+HELLO: Final = b"APT1"
+TOKEN_BYTES: Final = 16
+SIZE_BYTES: Final = 8
+GONE: Final = b"\xff" * SIZE_BYTES
+"""Sent in place of a size: the token is unknown or expired."""
+
 HASH_INLINE_BYTES = 256 * 1024
 """More than this is hashed in a thread: it would block the event loop for over 0.2 ms."""
+
+
+class ConnectionClosed(Exception):
+    """The other side closed the connection before the end of a frame."""
 
 
 class BlobGone(Unavailable):
@@ -37,7 +40,6 @@ class BlobCorrupt(Unavailable):
 
 
 async def fetch(claim: Claim, *, timeout_s: float, bytes_max: int) -> bytearray:
-    """Fetch one claim. See `fetch_all`."""
     (data,) = await fetch_all([claim], timeout_s=timeout_s, bytes_max=bytes_max)
     return data
 
@@ -47,10 +49,7 @@ async def fetch_all(
 ) -> list[bytearray]:
     """Fetch several claims of one address over one connection, in order.
 
-    Args:
-        claims: Claims of one address.
-        timeout_s: Timeout of all of them together.
-        bytes_max: Maximum size of one claim; checked before anything is sent.
+    `timeout_s` covers all of them; `bytes_max` of one claim is checked before anything is sent.
 
     Raises:
         RequestTooLarge: A claim exceeds `bytes_max`.
@@ -66,12 +65,7 @@ async def fetch_all(
 async def fetch_prefix(
     claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
 ) -> list[bytearray]:
-    """Fetch as `fetch_all` does, up to the first claim that fails.
-
-    Raises:
-        RequestTooLarge: A claim exceeds `bytes_max`.
-        InvalidRequest: The claims have several addresses, or are malformed.
-    """
+    """Fetch as `fetch_all` does, up to the first claim that is gone or corrupt."""
     blobs: list[bytearray] = []
     with contextlib.suppress(BlobGone, BlobCorrupt):
         await _fetch_into(blobs, claims, timeout_s=timeout_s, bytes_max=bytes_max)
@@ -126,6 +120,27 @@ async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
     if not hmac.compare_digest(digest, claim.digest):
         raise BlobCorrupt(f"{claim.address} sent bytes with another checksum than it claimed")
     return data
+
+
+def new_token() -> str:
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+async def read_exactly(connection: socket.socket, size: int) -> bytearray:
+    """Read a frame of known size into one buffer, without copies; raises `ConnectionClosed`."""
+    loop = asyncio.get_running_loop()
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = await loop.sock_recv_into(connection, rest)
+        if count == 0:
+            raise ConnectionClosed
+        rest = rest[count:]
+    return data
+
+
+async def write(connection: socket.socket, data: bytes | bytearray | memoryview) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
 def _digest(data: bytearray) -> bytes:

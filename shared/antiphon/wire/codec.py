@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.wire.base import Message
-from antiphon.wire.errors import (
-    ErrorReply,
-    Internal,
-    InvalidRequest,
-    decode_error,
-)
+from antiphon.wire.errors import ErrorReply, Internal, InvalidRequest, decode_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
 """Errors that decoding raises on invalid bytes, including deep nesting and long numbers."""
@@ -108,6 +104,23 @@ def unpack_ids(packed: bytes) -> Sequence[int]:
 def id_count(packed: bytes) -> int:
     """Count the ids in packed bytes without unpacking them."""
     return len(packed) // ID_BYTES
+
+
+def split_rows(
+    rows: Iterable[T], size_bytes: Callable[[T], int], bytes_max: int
+) -> Iterator[list[T]]:
+    """Yield the rows in order, in parts of at most `bytes_max`. A row is never split."""
+    part: list[T] = []
+    used = 0
+    for row in rows:
+        size = size_bytes(row)
+        if part and used + size > bytes_max:
+            yield part
+            part, used = [], 0
+        part.append(row)
+        used += size
+    if part:
+        yield part
 
 
 @cache

@@ -57,6 +57,10 @@ class EngineError(Exception):
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
 
+    def __init_subclass__(cls, *, code: str = "", status: int = 0) -> None:
+        super().__init_subclass__()
+        cls.code, cls.status = code or cls.code, status or cls.status
+
     def __init__(
         self,
         message: str,
@@ -77,17 +81,12 @@ class EngineError(Exception):
         return cls(f"{field}: {problem}", param=field)
 
 
-class InvalidRequest(EngineError):
+class InvalidRequest(EngineError, code="invalid_request", status=400):
     """The request can never be served as sent; `param` names the field."""
 
-    code = "invalid_request"
-    status = 400
 
-
-class PromptTooLong(InvalidRequest):
+class PromptTooLong(InvalidRequest, code="prompt_too_long"):
     """The prompt does not fit even in an empty KV cache."""
-
-    code = "prompt_too_long"
 
     @classmethod
     def of(cls, *, prompt_tokens: int, tokens_max: int, param: str | None = None) -> PromptTooLong:
@@ -127,17 +126,12 @@ class PromptTooLong(InvalidRequest):
         )
 
 
-class Unsupported(InvalidRequest):
+class Unsupported(InvalidRequest, code="unsupported"):
     """The field or call is known, but not supported by this build or model."""
 
-    code = "unsupported"
 
-
-class UnknownModel(InvalidRequest):
+class UnknownModel(InvalidRequest, code="model_not_found", status=404):
     """The model is not served here."""
-
-    code = "model_not_found"
-    status = 404
 
     @classmethod
     def of(cls, model: str, served: Sequence[str]) -> UnknownModel:
@@ -146,11 +140,8 @@ class UnknownModel(InvalidRequest):
         return cls(f"The model '{model}' does not exist{known}.", param="model")
 
 
-class UnknownResponse(InvalidRequest):
+class UnknownResponse(InvalidRequest, code="response_not_found", status=404):
     """No response with this id is stored for this tenant."""
-
-    code = "response_not_found"
-    status = 404
 
     @classmethod
     def of(cls, response_id: str) -> UnknownResponse:
@@ -158,11 +149,8 @@ class UnknownResponse(InvalidRequest):
         return cls(f"response with id '{response_id}' not found.", param="id")
 
 
-class RequestTooLarge(InvalidRequest):
+class RequestTooLarge(InvalidRequest, code="request_too_large", status=413):
     """A body or message exceeds its size limit."""
-
-    code = "request_too_large"
-    status = 413
 
     @classmethod
     def of(cls, *, size_bytes: int, bytes_max: int) -> RequestTooLarge:
@@ -173,53 +161,32 @@ class RequestTooLarge(InvalidRequest):
         )
 
 
-class HeadersTooLarge(RequestTooLarge):
+class HeadersTooLarge(RequestTooLarge, code="request_headers_too_large", status=431):
     """The headers or the path of a request exceed their size limit."""
 
-    code = "request_headers_too_large"
-    status = 431
 
-
-class Unauthorized(EngineError):
+class Unauthorized(EngineError, code="invalid_api_key", status=401):
     """An API key is required, and the request has none or an unknown one."""
 
-    code = "invalid_api_key"
-    status = 401
 
-
-class Forbidden(EngineError):
+class Forbidden(EngineError, code="forbidden", status=403):
     """The API key is valid but lacks permission."""
 
-    code = "forbidden"
-    status = 403
 
-
-class RateLimited(EngineError):
+class RateLimited(EngineError, code="rate_limit_exceeded", status=429):
     """The tenant has reached one of its limits; `details` names it. Has `retry_after_s`."""
 
-    code = "rate_limit_exceeded"
-    status = 429
 
-
-class DuplicateRequest(EngineError):
+class DuplicateRequest(EngineError, code="duplicate_request", status=409):
     """A live request has the same id but other content or another owner."""
 
-    code = "duplicate_request"
-    status = 409
 
-
-class WrongTerm(EngineError):
+class WrongTerm(EngineError, code="wrong_term", status=409):
     """The sender's term is lower than a known one; `details` names the higher one."""
 
-    code = "wrong_term"
-    status = 409
 
-
-class Overloaded(EngineError):
+class Overloaded(EngineError, code="overloaded", status=503):
     """The request was not admitted and nothing was started. Always has `retry_after_s`."""
-
-    code = "overloaded"
-    status = 503
 
     @classmethod
     def late(cls, *, timeout_s: float, retry_after_s: float) -> Overloaded:
@@ -228,63 +195,30 @@ class Overloaded(EngineError):
         return cls(message, retry_after_s=retry_after_s)
 
 
-class Unavailable(EngineError):
+class Unavailable(EngineError, code="unavailable", status=503):
     """The process is draining or there are no responders; retry elsewhere or later."""
 
-    code = "unavailable"
-    status = 503
 
-
-class WorkerLost(EngineError):
+class WorkerLost(EngineError, code="worker_lost", status=503):
     """The worker of a running request died, and the request ends with it."""
 
-    code = "worker_lost"
-    status = 503
 
-
-class DeadlineExceeded(EngineError):
+class DeadlineExceeded(EngineError, code="deadline", status=504):
     """The request's deadline passed before it ended."""
 
-    code = "deadline"
-    status = 504
 
-
-class Cancelled(EngineError):
+class Cancelled(EngineError, code="cancelled", status=499):
     """The client disconnected, or the request was aborted."""
 
-    code = "cancelled"
-    status = 499
 
-
-class Internal(EngineError):
+class Internal(EngineError, code="internal", status=500):
     """A bug in the server. The traceback is in the log, not in the message."""
-
-    code = "internal"
-    status = 500
 
 
 _TYPES: dict[str, type[EngineError]] = {
     error.code: error
-    for error in (
-        InvalidRequest,
-        PromptTooLong,
-        Unsupported,
-        UnknownModel,
-        UnknownResponse,
-        RequestTooLarge,
-        HeadersTooLarge,
-        Unauthorized,
-        Forbidden,
-        RateLimited,
-        DuplicateRequest,
-        WrongTerm,
-        Overloaded,
-        Unavailable,
-        WorkerLost,
-        DeadlineExceeded,
-        Cancelled,
-        Internal,
-    )
+    for error in tuple(globals().values())
+    if isinstance(error, type) and issubclass(error, EngineError)
 }
 
 
@@ -302,8 +236,5 @@ def encode_error(error: EngineError) -> ErrorReply:
 def decode_error(reply: ErrorReply) -> EngineError:
     """Convert a message back to its error. Unknown codes become `Internal`."""
     return _TYPES.get(reply.code, Internal)(
-        reply.message,
-        param=reply.param,
-        retry_after_s=reply.retry_after_s,
-        details=reply.details,
+        reply.message, param=reply.param, retry_after_s=reply.retry_after_s, details=reply.details
     )

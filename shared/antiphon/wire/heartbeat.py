@@ -1,4 +1,4 @@
-"""Heartbeats: liveness, state and load of every process; and discovery."""
+"""Heartbeats: liveness, state and load of every process; discovery; and claims of names."""
 
 from __future__ import annotations
 
@@ -175,3 +175,24 @@ class Discover(Message):
     """A process (re)connected: all others reply with a heartbeat, after a random delay."""
 
     asker: Process
+
+
+class ClaimName(Message):
+    """Sent before a process's first heartbeat, to find out whether its name is taken.
+
+    With no responders, which the broker reports at once, the name is free. A frozen holder does not
+    reply, and loses the name when it counts as dead.
+
+    Attributes:
+        held: The sender already holds the name. A holder that receives this claims again: if two
+            processes found the name free at the same time, one of them must exit.
+    """
+
+    process: Process
+    held: bool = False
+
+
+class NameTaken(Message):
+    """A live process has the name."""
+
+    process: Process

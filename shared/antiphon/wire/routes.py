@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
-from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Message, Role
 from antiphon.wire.command import (
     CommandBatch,
@@ -39,12 +38,10 @@ from antiphon.wire.generate import (
     GenerateResume,
     GenerateText,
 )
-from antiphon.wire.heartbeat import Discover, Heartbeat
+from antiphon.wire.heartbeat import ClaimName, Discover, Heartbeat, NameTaken
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
-from antiphon.wire.instance_name import ClaimName, NameTaken
 from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.metrics import MetricsReport
-from antiphon.wire.notice import NoticeBatch
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,
@@ -56,8 +53,10 @@ from antiphon.wire.storage import (
     ReleaseLease,
 )
 from antiphon.wire.submit import (
+    AbortRequests,
     CancelAccepted,
     CancelRequest,
+    NoticeBatch,
     OpenList,
     SubmitAccepted,
     SubmitRequest,
@@ -272,14 +271,7 @@ STOP = Route(
 WORKER_CONTROL = RequestRoute(
     name="worker.control",
     subject="worker.{worker}.control",
-    carries=(
-        DrainWorker,
-        FlushCache,
-        PauseWorker,
-        ContinueWorker,
-        SetWeightVersion,
-        DumpPlans,
-    ),
+    carries=(DrainWorker, FlushCache, PauseWorker, ContinueWorker, SetWeightVersion, DumpPlans),
     replies=(ControlDone,),
     senders=(Role.SCHEDULER, Role.GATEWAY),
     listeners=(Role.WORKER,),
@@ -350,13 +342,7 @@ KV_CONTROL = RequestRoute(
 )
 HEARTBEAT_SOURCES = {
     Role.SCHEDULER: (Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
-    Role.GATEWAY: (
-        Role.SCHEDULER,
-        Role.GATEWAY,
-        Role.TOKENIZER,
-        Role.WORKER,
-        Role.DETOKENIZER,
-    ),
+    Role.GATEWAY: (Role.SCHEDULER, Role.GATEWAY, Role.TOKENIZER, Role.WORKER, Role.DETOKENIZER),
     Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER),
     Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
 }
@@ -395,31 +381,7 @@ METRICS = Route(
     delivery=DeliveryMode.ALL,
 )
 
-ROUTES: Sequence[Route[Message]] = (  # pyright: ignore[reportAssignmentType]  # Route is invariant
-    GENERATE,
-    EMBED,
-    CLIENT_TEXT,
-    GATEWAY_CONTROL,
-    TOKENIZE,
-    CANCEL_ENCODE,
-    DECODE,
-    ENCODE_IMAGE,
-    SUBMIT,
-    CANCEL,
-    OPEN,
-    COMMAND,
-    STOP,
-    WORKER_CONTROL,
-    KV_EVENTS,
-    KV_REPLAY,
-    TOKENS,
-    DETOKENIZER_CONTROL,
-    TEXT,
-    NOTICE,
-    ABORT,
-    KV_CONTROL,
-    HEARTBEAT,
-    NAME,
-    DISCOVER,
-    METRICS,
-)
+ROUTES: Sequence[Route[Message]] = [
+    cast("Route[Message]", one) for one in tuple(globals().values()) if isinstance(one, Route)
+]
+"""All routes, in the order of the definitions."""

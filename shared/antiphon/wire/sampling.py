@@ -10,7 +10,6 @@ from antiphon.wire.base import Value
 from antiphon.wire.bounds import INT64_MAX, Count, Positive, Signed
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.processors import LogitProcessors, TokenId
-from antiphon.wire.thinking import ThinkingMarks
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -40,6 +39,11 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_MAX)]
 NamedIds = Annotated[tuple[TokenId, ...], Meta(max_length=NAMED_MAX)]
 PromptStart = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 Dimensions = Positive
+
+Mark = Annotated[str, Meta(min_length=1, max_length=128)]
+MARKS_MAX = 16
+SPACE_MAX = 16
+"""Maximum white space before reasoning at the start of the output."""
 
 TEMPERATURE_MIN = 1e-6
 """A lower temperature means greedy sampling: the division would only produce infinities."""
@@ -163,6 +167,26 @@ class SamplingParams(Value):
     def greedy(self) -> bool:
         """Whether sampling is greedy, so that neither the seed nor top-p and min-p matter."""
         return self.temperature < TEMPERATURE_MIN or self.top_k == 1
+
+
+class ThinkingMarks(Value):
+    """Marks of reasoning in the text of a choice.
+
+    Reasoning tokens are those from the first mark to the last, both included.
+
+    Attributes:
+        begin: The mark before reasoning.
+        end: The mark after reasoning.
+        cuts: Other marks that end reasoning without being part of it.
+        inside: The output begins as reasoning: its first mark is in the prompt.
+        again: Reasoning may occur anywhere and repeatedly; else only at the start of the output.
+    """
+
+    begin: Mark
+    end: Mark
+    cuts: Annotated[tuple[Mark, ...], Meta(max_length=MARKS_MAX)] = ()
+    inside: bool = False
+    again: bool = False
 
 
 class StopStrings(Value):

@@ -1,4 +1,4 @@
-"""Gateway and scheduler: submit, cancel, and the list of open requests."""
+"""Gateways and scheduler: submit, cancel, abort, the list of open requests, and lost requests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
-from antiphon.wire.bounds import Choices, Count, Milliseconds, Number, UnixMs, check_ids
+from antiphon.wire.bounds import Choices, Count, LongText, Milliseconds, Number, UnixMs, check_ids
 from antiphon.wire.digests import CacheSalt
+from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 
@@ -93,4 +94,55 @@ class OpenList(Message):
     whole: bool
     opened: tuple[OpenRequest, ...] = ()
     closed: tuple[RequestId, ...] = ()
+    not_after_unix_ms: UnixMs
+
+
+class LostRequest(Value):
+    """A request that ends with an error because no worker can finish it.
+
+    `attempt` is the lost one: an owner that follows a higher attempt ignores the entry. Unset, the
+    request was never bound.
+    """
+
+    request_id: RequestId
+    attempt: Attempt | None = None
+    error: ErrorReply
+
+
+class NoticeBatch(Message):
+    """Requests that one gateway must end, and requests that it must submit again.
+
+    Lost requests are repeated at each heartbeat until the gateway's open list no longer has them,
+    lacking ones at each whole open list that has them. There is no `seq`: repeats are harmless, and
+    the next message repairs a loss.
+
+    Attributes:
+        requests: Lost requests.
+        lacking: In the gateway's open list but unknown to the leader. Those whose submission is
+            still in flight need no action; those that the leader had accepted are submitted again.
+    """
+
+    leader: Term
+    gateway: Process
+    requests: tuple[LostRequest, ...]
+    lacking: tuple[RequestId, ...] = ()
+    not_after_unix_ms: UnixMs
+
+
+class AbortRequests(Message):
+    """Each gateway aborts its requests whose names begin with `prefix`.
+
+    A request without a client-supplied name goes by its id. Sending the message again is harmless.
+
+    Attributes:
+        tenant: Only requests of this tenant; None: of all tenants.
+        exact: Only the request whose name equals `prefix`.
+        sender: The process by whose clock `not_after_unix_ms` is given; None in messages of an
+            earlier version.
+    """
+
+    prefix: LongText
+    tenant: TenantId | None = None
+    exact: bool = False
+    sender: Process | None = None
     not_after_unix_ms: UnixMs

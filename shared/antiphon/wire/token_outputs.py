@@ -51,30 +51,12 @@ class TokenOutputs(Value):
     @property
     def columns(self) -> tuple[bytes, ...]:
         """All columns, in the order of `from_columns`."""
-        return (
-            self.token_ids,
-            self.logprobs,
-            self.top_ids,
-            self.top_logprobs,
-            self.named_logprobs,
-            self.hidden,
-            self.pooled,
-        )
+        return msgspec.structs.astuple(self)[1:]
 
     @classmethod
     def from_columns(cls, count: int, columns: Iterable[bytes]) -> TokenOutputs:
         """Build from columns in the order of `columns`."""
-        token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
-        return cls(
-            count=count,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            named_logprobs=named_logprobs,
-            hidden=hidden,
-            pooled=pooled,
-        )
+        return cls(count=count, **dict(zip(cls.__struct_fields__[1:], columns, strict=True)))
 
     @property
     def size_bytes(self) -> int:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
-    from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.routes import RequestRoute
+    from antiphon.wire.submit import NoticeBatch
     from antiphon.wire.text import TextBatch
 
 M = TypeVar("M")

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import StreamSeq
     from antiphon.wire.ids import ModelName
-    from antiphon.wire.notice import NoticeBatch
-    from antiphon.wire.submit import OpenList, SubmitRequest
+    from antiphon.wire.submit import NoticeBatch, OpenList, SubmitRequest
     from antiphon.wire.text import TextBatch, TextRow
 
 

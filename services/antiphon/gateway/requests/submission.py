@@ -23,9 +23,8 @@ from antiphon.gateway.requests.token_output_budget import TokenOutputBudget, che
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
-from antiphon.service.deadline import deadline_in
-from antiphon.telemetry.context import request_context
-from antiphon.telemetry.tracing import span
+from antiphon.service.clock import deadline_in
+from antiphon.telemetry.tracing import request_context, span
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (

@@ -10,7 +10,7 @@ import msgspec
 
 from antiphon.config.gateway import read_template_kwargs
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.service.clock import deadline_in, remaining_s
 from antiphon.service.peers import Liveness, PeerChange
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids

@@ -27,7 +27,7 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.thinking import with_end_token, with_thinking_budget
 from antiphon.model_card.served_model import served_names
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id

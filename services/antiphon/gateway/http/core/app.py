@@ -13,8 +13,7 @@ from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineToo
 
 from antiphon.config.errors import ConfigError
 from antiphon.gateway.http.core.errors import retry_after, shape_of
-from antiphon.service.tls import server_context
-from antiphon.service.web import web_server
+from antiphon.service.web import server_context, web_server
 from antiphon.wire.errors import (
     EngineError,
     HeadersTooLarge,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClientKey, new_request_id

@@ -22,7 +22,7 @@ from antiphon.gateway.http.openai.schema import (
 )
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.model_card.served_model import served_names
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.reader import WHITE, Emit, Marks, Steps
-from antiphon.wire.thinking import SPACE_MAX, ThinkingMarks
+from antiphon.wire.sampling import SPACE_MAX, ThinkingMarks
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import EventSink

@@ -36,7 +36,7 @@ from antiphon.gateway.http.openai.responses.store import (
 from antiphon.gateway.http.openai.responses.write import ResponsesWriter, draft
 from antiphon.gateway.http.openai.unsupported import RESPONSES
 from antiphon.model_card.served_model import served_names
-from antiphon.service.deadline import deadline_in
+from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     InvalidRequest,

@@ -22,7 +22,6 @@ from antiphon.gateway.http.openai.responses.events import (
 from antiphon.gateway.http.openai.responses.items import Item
 from antiphon.gateway.http.openai.responses.replies import ItemList, ResponseReply
 from antiphon.gateway.http.openai.responses.write import as_failed
-from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Process
 from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import (
@@ -35,6 +34,7 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.ids import ModelName
 from antiphon.wire.routes import ABORT
+from antiphon.wire.submit import AbortRequests
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
