@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.service.process_pool import ProcessPool, serve
-from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
+from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
 from antiphon.wire.tokenize import EncodeRequest
 
@@ -39,7 +39,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
 
     def encoder(self) -> TextEncoder:
-        words = vocabulary.read_model_tokenizer(
+        words = read_model_tokenizer(
             Path(self.folder),
             self.chat_template,
             self.completion_template,
