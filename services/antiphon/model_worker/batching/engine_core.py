@@ -83,7 +83,7 @@ class EngineCore:
         self._outcomes = OutcomeProcessor(
             self._batch,
             self._pending_grammar,
-            report=self._report_running,
+            report=lambda request: self._report(request, self.limits.stream_interval),
             end=self._end,
             fail=self._fail_alone,
         )
@@ -369,9 +369,6 @@ class EngineCore:
         request.finish = request.finish or finish
         self._report(request)
         self._free(request)
-
-    def _report_running(self, request: Request) -> None:
-        self._report(request, self.limits.stream_interval)
 
     def _report(self, request: Request, interval: int = 1) -> None:
         """Report the new tokens of a choice, if there are at least `interval`, or it finishes."""

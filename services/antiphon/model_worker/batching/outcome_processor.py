@@ -213,7 +213,7 @@ class OutcomeProcessor:
             if sampled:
                 request.prefilling = False
                 batch.prefix_sharing.unregister(request)
-        elif batch.pools.states and batch.checkpoint_due(request):
+        elif batch.checkpoints is not None and batch.checkpoints.due(request.computed):
             batch.cache_prefix(request)
         elif batch.pools.windows:
             batch.slots.update(request)

@@ -101,9 +101,6 @@ class RunningBatch:
         self.slots.fill(request)
         self.prefix_sharing.register(request)
 
-    def checkpoint_due(self, request: Request) -> bool:
-        return self.checkpoints is not None and self.checkpoints.due(request.computed)
-
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
         """Insert the computed tokens into the prefix cache, if the current weights computed them.
 
@@ -181,10 +178,7 @@ class PrefixSharing:
                 del self._leaders[first_page]
 
     def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
-        """Whether a waiting request should wait until another one has prefilled their prefix.
-
-        `cached_tokens` is called only if it matters.
-        """
+        """Whether a waiting request should wait until another one has prefilled their prefix."""
         if request.following is not None and request.following.computing:
             return True
         leaders = self._leaders.get(self._first_page(request))

@@ -325,9 +325,6 @@ class LruCache(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: K) -> V | None:
         value = self._entries.get(key)
         if value is not None:

@@ -28,10 +28,7 @@ _NICE = 10
 
 
 class MatcherTask:
-    """Advances a matcher over the sampled tokens of its row, up to a token with a finish.
-
-    The thread that runs the task owns the matcher until it is done.
-    """
+    """Advances a matcher, which it owns until it is done, over the tokens of a row to a finish."""
 
     def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
         self.matcher = matcher

@@ -40,10 +40,7 @@ def read_json(text: str) -> Json:
 
 
 def prepare_schema(schema: Json) -> None:
-    """Rewrite a schema, in place, so that no output can violate it.
-
-    An `InvalidRequest` names the keyword that cannot be enforced.
-    """
+    """Rewrite a schema, in place, so that no output can violate it, or name what prevents that."""
     kinds = SchemaTypes(schema)
     seen: set[int] = set()
     waiting: list[tuple[str, Json]] = [("#", schema)]
