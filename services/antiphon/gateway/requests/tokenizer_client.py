@@ -197,17 +197,13 @@ class TokenizerClient:
             text = f"token id {max(prompt_ids)} is out of range; the vocabulary ends at {last}"
             raise InvalidRequest.at("prompt", text)
         ids = pack_ids(prompt_ids)
-        return EncodeReply(
+        return msgspec.structs.replace(
+            card,
             request_id=request_id,
             token_ids=ids,
             block_digests=block_digests(salted(self._root, gen_request.cache_salt), ids),
-            vocabulary_size=card.vocabulary_size,
-            context_tokens=card.context_tokens,
-            hidden_size=card.hidden_size,
-            defaults=card.defaults,
-            reranks=card.reranks,
-            pooling=card.pooling,
-            token_characters=card.token_characters,
+            text_end="",
+            second_from=None,
             untruncated_tokens=untruncated_tokens,
         )
 

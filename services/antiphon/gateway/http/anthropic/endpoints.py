@@ -24,8 +24,8 @@ from antiphon.gateway.http.anthropic.schema import (
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.app import REQUEST_ID, warn
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.thinking import with_end_token, with_thinking_budget
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import id_count

@@ -18,16 +18,16 @@ from antiphon.gateway.http.anthropic.schema import (
     ToolUseBlock,
     Unread,
 )
-from antiphon.gateway.http.core.fields import decode, model_of
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.sampling import single_grammar
-from antiphon.gateway.http.core.thinking import FORMAT_UNKNOWN
-from antiphon.gateway.http.core.tool_calls import (
+from antiphon.gateway.http.core.chat import (
+    FORMAT_UNKNOWN,
     template_options,
     template_tools,
     to_json,
     with_tool_constraints,
 )
+from antiphon.gateway.http.core.fields import decode, model_of
+from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling import single_grammar
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered, plan_tools
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import GenerationRequest, ReasoningParams

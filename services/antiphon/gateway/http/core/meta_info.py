@@ -128,14 +128,6 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states: States | UnsetType = UNSET
 
 
-class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprob columns for a run of tokens."""
-
-    tokens: list[Scored]
-    tops: list[list[Scored] | None]
-    named: list[list[Scored] | None]
-
-
 def weight_spans(origins: Sequence[Origin], tokens: int) -> list[WeightSpan]:
     """Spans of output tokens by weight version. Empty unless more than one version was used.
 
@@ -190,49 +182,44 @@ def scores(
     texts: Mapping[int, str],
     first_text: str | None,
     begins: bool,
-) -> dict[str, Sequence[object]]:
+) -> dict[str, list[object]]:
     """Compute the logprob fields of `MetaInfo` for a piece; it may include prompt tokens."""
     first = reply_options.start - len(prompt_ids)
     entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
-    output_scores = _scores(
-        (token for offset, token in entries if offset >= 0), texts, reply_options
-    )
-    columns = _columns("output", output_scores, reply_options)
+    output = (token for offset, token in entries if offset >= 0)
+    columns = _columns("output", output, texts, reply_options)
     if reply_options.start < 0 or (piece.offset >= 0 and not begins):
         return columns
-    read = _scores(
-        (token for offset, token in entries if first <= offset < 0), texts, reply_options
-    )
+    prompt = (token for offset, token in entries if first <= offset < 0)
+    read = _columns("input", prompt, texts, reply_options)
     if begins and reply_options.start == 0:  # the first prompt token has no logprob
-        read.tokens.insert(0, (None, prompt_ids[0], first_text))
-        read.tops.insert(0, None)
-        read.named.insert(0, None)
-    return columns | _columns("input", read, reply_options)
+        for name, column in read.items():
+            unscored = (None, prompt_ids[0], first_text)
+            column.insert(0, unscored if name == "input_token_logprobs" else None)
+    return {**columns, **read}
 
 
 def _columns(
-    side: str, scored: Scores, reply_options: GenerateResponseOptions
-) -> dict[str, Sequence[object]]:
-    columns: dict[str, Sequence[object]] = {f"{side}_token_logprobs": scored.tokens}
-    if reply_options.top:
-        columns[f"{side}_top_logprobs"] = scored.tops
-    if reply_options.named_ids:
-        columns[f"{side}_token_ids_logprobs"] = scored.named
-    return columns
-
-
-def _scores(
-    tokens: Iterable[TokenOutput], texts: Mapping[int, str], reply_options: GenerateResponseOptions
-) -> Scores:
-    scored = Scores(tokens=[], tops=[], named=[])
+    side: str,
+    tokens: Iterable[TokenOutput],
+    texts: Mapping[int, str],
+    reply_options: GenerateResponseOptions,
+) -> dict[str, list[object]]:
+    scored: list[object] = []
+    tops: list[object] = []
+    named: list[object] = []
     for token in tokens:
         if token.token_id >= 0:
-            scored.tokens.append(_scored(token.logprob, token.token_id, texts))
-        tops = [_scored(logprob, each, texts) for each, logprob in token.top if each >= 0]
-        scored.tops.append(tops)
-        named = zip(token.named, reply_options.named_ids, strict=False)
-        scored.named.append([_scored(logprob, each, texts) for logprob, each in named])
-    return scored
+            scored.append(_scored(token.logprob, token.token_id, texts))
+        tops.append([_scored(logprob, each, texts) for each, logprob in token.top if each >= 0])
+        pairs = zip(token.named, reply_options.named_ids, strict=False)
+        named.append([_scored(logprob, each, texts) for logprob, each in pairs])
+    columns = {f"{side}_token_logprobs": scored}
+    if reply_options.top:
+        columns[f"{side}_top_logprobs"] = tops
+    if reply_options.named_ids:
+        columns[f"{side}_token_ids_logprobs"] = named
+    return columns
 
 
 def _scored(logprob: float | None, token_id: int, texts: Mapping[int, str]) -> Scored:

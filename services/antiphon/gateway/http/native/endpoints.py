@@ -11,11 +11,11 @@ from aiohttp import web
 from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.chat import with_thinking_budget
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.thinking import with_thinking_budget
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter

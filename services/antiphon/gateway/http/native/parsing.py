@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import to_json
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import Tools
 from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.tool_calls import to_json
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import with_end_token
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.thinking import with_end_token
 from antiphon.gateway.http.core.writer import NDJSON
 from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate
 from antiphon.gateway.http.ollama.schema import (

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.gateway.http.core import fields
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.sampling import as_tuple
-from antiphon.gateway.http.core.thinking import FORMAT_UNKNOWN
-from antiphon.gateway.http.core.tool_calls import (
+from antiphon.gateway.http.core.chat import (
+    FORMAT_UNKNOWN,
     template_options,
     template_tools,
     to_json,
     with_tool_constraints,
 )
+from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling import as_tuple
 from antiphon.gateway.http.ollama.schema import OLLAMA_OPTIONS_UNSUPPORTED, OllamaOptions
 from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
-from antiphon.gateway.http.core.thinking import with_end_token, with_thinking_budget
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply

@@ -13,6 +13,8 @@ from antiphon.gateway.http.openai.responses.items import (
     CustomCallOutputItem,
     MessageItem,
     ReasoningItem,
+    ToolCallItem,
+    ToolOutputItem,
     text_of,
 )
 from antiphon.gateway.http.openai.responses.tools import custom_arguments, model_name
@@ -53,7 +55,7 @@ def turns(items: Sequence[Item], instructions: str | None) -> list[ChatMessagePa
     growing: _OpenTurn | None = None
     called: set[str] = set()
     for item in items:
-        if isinstance(item, CallItem | CustomCallItem):
+        if isinstance(item, ToolCallItem):
             called.add(item.call_id)
         if _is_assistant(item):
             if growing is None or not _fits(growing, item):
@@ -72,14 +74,14 @@ def _closed(growing: _OpenTurn | None) -> list[ChatMessageParam]:
 
 
 def _is_assistant(item: Item) -> bool:
-    return isinstance(item, ReasoningItem | CallItem | CustomCallItem) or (
+    return isinstance(item, ReasoningItem | ToolCallItem) or (
         isinstance(item, MessageItem) and item.role == "assistant"
     )
 
 
 def _fits(growing: _OpenTurn, item: Item) -> bool:
     """Whether it follows in the order of templates: reasoning, content, tool calls."""
-    if isinstance(item, CallItem | CustomCallItem):
+    if isinstance(item, ToolCallItem):
         return True
     if growing.calls or growing.content is not None:
         return False
@@ -106,7 +108,7 @@ def _add(growing: _OpenTurn, item: Item) -> None:
 
 
 def _turn(item: Item, called: set[str]) -> ChatMessageParam:
-    if isinstance(item, CallOutputItem | CustomCallOutputItem):
+    if isinstance(item, ToolOutputItem):
         if item.call_id not in called:
             text = f"no call with the call_id '{item.call_id}' precedes this output"
             raise InvalidRequest(text, param="input")
@@ -136,12 +138,8 @@ def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | 
     if not gone:
         return None
     left = [item for index, item in enumerate(items) if index not in gone]
-    called = {item.call_id for item in left if isinstance(item, CallItem | CustomCallItem)}
-    return [
-        item
-        for item in left
-        if not isinstance(item, CallOutputItem | CustomCallOutputItem) or item.call_id in called
-    ]
+    called = {item.call_id for item in left if isinstance(item, ToolCallItem)}
+    return [item for item in left if not isinstance(item, ToolOutputItem) or item.call_id in called]
 
 
 def _share(error: PromptTooLong) -> float:
@@ -152,16 +150,16 @@ def _share(error: PromptTooLong) -> float:
     return numbers["characters_max"] / numbers["characters"]
 
 
-def _last_outputs(items: Sequence[Item]) -> list[CallOutputItem | CustomCallOutputItem]:
-    found: list[CallOutputItem | CustomCallOutputItem] = []
+def _last_outputs(items: Sequence[Item]) -> list[ToolOutputItem]:
+    found: list[ToolOutputItem] = []
     for item in reversed(items):
-        if not isinstance(item, CallOutputItem | CustomCallOutputItem):
+        if not isinstance(item, ToolOutputItem):
             break
         found.append(item)
     return found
 
 
 def _must_keep(item: Item, answered: AbstractSet[str]) -> bool:
-    if isinstance(item, CallItem | CustomCallItem | CallOutputItem | CustomCallOutputItem):
+    if isinstance(item, ToolCallItem | ToolOutputItem):
         return item.call_id in answered
     return isinstance(item, MessageItem) and item.role in ("system", "developer")

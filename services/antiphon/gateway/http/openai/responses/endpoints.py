@@ -8,8 +8,8 @@ import msgspec
 
 from antiphon.gateway.http.core.app import REQUEST_ID, warn
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.chat import with_end_token
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.thinking import with_end_token
 from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
 from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
 from antiphon.gateway.http.openai.responses.events import stream_error
@@ -221,7 +221,13 @@ class ResponsesEndpoints:
         async def writer(streams: Sequence[RequestStream]) -> ResponsesWriter:
             (stream,) = streams
             return ResponsesWriter(
-                self._draft(parsed, stream, stored=stored),
+                draft(
+                    parsed,
+                    stream.submit.sampling,
+                    model=self._model,
+                    now=self._now(),
+                    store=stored,
+                ),
                 asking.parser_options,
                 starts_in_reasoning=stream.starts_in_reasoning,
                 logprobs=parsed.logprobs,
@@ -311,12 +317,6 @@ class ResponsesEndpoints:
         if not record.response.ended:
             raise InvalidRequest.at(field, f"the response '{response_id}' has not ended")
         return [*record.items, *record.response.output]
-
-    def _draft(
-        self, parsed: ParsedResponsesRequest, stream: RequestStream, *, stored: bool
-    ) -> ResponseReply:
-        sampling = stream.submit.sampling
-        return draft(parsed, sampling, model=self._model, now=self._now(), store=stored)
 
     def _persist_function(
         self,

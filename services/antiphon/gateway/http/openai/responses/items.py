@@ -56,69 +56,55 @@ class ReasoningText(
 Part = InputText | OutputText | RefusalText
 
 
-class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A message of a conversation."""
-
+class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     id: str | None = None
     status: Status | None = None
+
+
+class MessageItem(ConversationItem, frozen=True, kw_only=True, tag="message"):
+    """A message of a conversation."""
+
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts[Part]
 
 
-class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+class ReasoningItem(ConversationItem, frozen=True, kw_only=True, tag="reasoning"):
     """Reasoning of the model."""
 
-    id: str | None = None
-    status: Status | None = None
     summary: Parts[SummaryText] = msgspec.field(default_factory=list[SummaryText])
     content: Parts[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
-class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A function call. `arguments` is the JSON text of an object, complete or in fragments."""
-
-    id: str | None = None
-    status: Status | None = None
+class ToolCallItem(ConversationItem, frozen=True, kw_only=True):
     call_id: CallId
     name: Name
     namespace: Name | None = None
+
+
+class CallItem(ToolCallItem, frozen=True, kw_only=True, tag="function_call"):
+    """A function call. `arguments` is the JSON text of an object, complete or in fragments."""
+
     arguments: str
 
 
-class CustomCallItem(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
-):
+class CustomCallItem(ToolCallItem, frozen=True, kw_only=True, tag="custom_tool_call"):
     """A custom tool call. `input` is free-form text."""
 
-    id: str | None = None
-    status: Status | None = None
-    call_id: CallId
-    name: Name
-    namespace: Name | None = None
     input: str
 
 
-class CallOutputItem(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
-):
+class ToolOutputItem(ConversationItem, frozen=True, kw_only=True):
+    call_id: CallId
+    output: str | Parts[InputText]
+
+
+class CallOutputItem(ToolOutputItem, frozen=True, tag="function_call_output"):
     """The output of a function call."""
 
-    id: str | None = None
-    status: Status | None = None
-    call_id: CallId
-    output: str | Parts[InputText]
 
-
-class CustomCallOutputItem(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
-):
+class CustomCallOutputItem(ToolOutputItem, frozen=True, tag="custom_tool_call_output"):
     """The output of a custom tool call."""
-
-    id: str | None = None
-    status: Status | None = None
-    call_id: CallId
-    output: str | Parts[InputText]
 
 
 Item = (
@@ -126,14 +112,6 @@ Item = (
 )
 OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
-_KINDS: Mapping[str, type[Item]] = {
-    "message": MessageItem,
-    "reasoning": ReasoningItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-    "custom_tool_call": CustomCallItem,
-    "custom_tool_call_output": CustomCallOutputItem,
-}
 _PREFIXES: Mapping[type[Item], str] = {
     MessageItem: "msg",
     ReasoningItem: "rs",
@@ -142,6 +120,7 @@ _PREFIXES: Mapping[type[Item], str] = {
     CustomCallItem: "ctc",
     CustomCallOutputItem: "ctco",
 }
+_KINDS = {str(kind.__struct_config__.tag): kind for kind in _PREFIXES}
 _BUILT_IN = frozenset(
     {
         *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),

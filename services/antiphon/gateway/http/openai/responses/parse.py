@@ -10,8 +10,8 @@ from uuid import uuid4
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import to_json
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.tool_calls import to_json
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses.conversation import turns
 from antiphon.gateway.http.openai.responses.items import (

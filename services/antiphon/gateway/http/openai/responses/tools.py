@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import to_json
 from antiphon.gateway.http.core.fields import decode
 from antiphon.gateway.http.core.sampling import Json
-from antiphon.gateway.http.core.tool_calls import to_json
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
