@@ -123,7 +123,7 @@ docs: setup  ## Write the generated pages again
 	$(BIN)/python -m tests.support.bus_reference
 	$(BIN)/python -m tests.support.metrics_reference
 	$(BIN)/python -m antiphon.gateway.http.reference
-	$(BIN)/python -m antiphon.model_worker.model.reference
+	$(BIN)/python -m tests.support.models_page
 	$(BIN)/python -m antiphon.gateway.parsing.reference
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
 	$(BIN)/python -m tests.support.status_page

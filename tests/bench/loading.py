@@ -165,12 +165,12 @@ def touch(size: int) -> None:
 def load_once(folder: Path, linear: str) -> Load:
     """Load in this process, which has loaded nothing but the smallest model, for its libraries."""
     import torch  # noqa: PLC0415 only the process that loads
+    from tests.support.models import load  # noqa: PLC0415
 
     from antiphon import embedded  # noqa: PLC0415
     from antiphon.config.model import LinearFormat  # noqa: PLC0415
     from antiphon.model_card.card import read_card  # noqa: PLC0415
     from antiphon.model_card.memory import weight_bytes  # noqa: PLC0415
-    from antiphon.model_worker.model.load import load  # noqa: PLC0415
     from antiphon.resolve.device import detect_device  # noqa: PLC0415
 
     # As the worker's plan has it.

@@ -20,6 +20,7 @@ from rich.table import Table
 from tests.bench.figures import Machine, machine
 from tests.bench.summary import Measurement, Summary, single, write_results
 from tests.models.specs import attention_of
+from tests.support.models import load
 from tests.training.batches import Encoder
 from tests.training.dialogue import seeded
 from tests.training.grammar import conversations
@@ -32,13 +33,13 @@ from antiphon.kernels.rotary import apply_rotary, cos_sin
 from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import METHODS
 from antiphon.layers.tp import SingleRank
-from antiphon.model_worker.model.load import LoadedModel, load
 
 if TYPE_CHECKING:
     from tests.training.batches import Row
     from torch import Tensor
 
     from antiphon.layers.context import AttentionParams
+    from antiphon.model_worker.model.load import LoadedModel
 
 SEED = 20_000
 """Training starts from another."""

@@ -34,13 +34,13 @@ from tests.bench.peers.peer import NotHere
 from tests.bench.summary import RESULTS, Summary, single, write_results
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
+from tests.support.models import open_model
 
 from antiphon.cli.serve import fetch_models
 from antiphon.config.models import packaged
 from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,9 +34,7 @@ from antiphon.model_worker.model.spec import (
     Norms,
 )
 
-if TYPE_CHECKING:
-    from tests.models.mutants import Mutant
-
+Mutant = Callable[[ModelSpec], ModelSpec]
 Found = Iterator[tuple[str, object]]
 """Features, each with what the field is without it."""
 Rule = Callable[[Any], Found]
@@ -252,6 +250,17 @@ def _pooling(part: ModelSpec) -> Found:
         yield features[part.pooling], "last" if part.pooling == "cls" else "cls"
 
 
+def _context(part: ModelSpec) -> Found:
+    """The table of positions has rows before the first."""
+    if first := part.embedding.positions_first:
+        yield "positions after padding", part.context_tokens + first
+
+
+def _branches(part: ParallelMixersSpec) -> Found:
+    """Attention alone."""
+    yield "state", tuple(each for each in part.branches if isinstance(each.mixer, AttentionSpec))
+
+
 def _nothing(_: object) -> Found:
     """Of a part that may be absent, which is no switch."""
     return iter(())
@@ -262,7 +271,12 @@ def _biases(*names: str) -> Mapping[str, Rule]:
 
 
 RULES: Mapping[type, Mapping[str, Rule]] = {
-    ModelSpec: {"layers": _layers, "pooling": _pooling, "head": _nothing},
+    ModelSpec: {
+        "layers": _layers,
+        "pooling": _pooling,
+        "head": _nothing,
+        "context_tokens": _context,
+    },
     EmbeddingSpec: {
         "scale": _off("scale", "scaled embedding", 1.0),
         "positions": _off("positions", "learned positions", None),
@@ -311,7 +325,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "interleaved_rope": _off("interleaved_rope", "interleaved RoPE", plain=False),
         **_biases("bias"),
     },
-    ParallelMixersSpec: {},
+    ParallelMixersSpec: {"branches": _branches},
     MixerBranch: {
         "scale_in": _off("scale_in", "scaled branches", 1.0),
         "scale_out": _off("scale_out", "scaled branches", 1.0),
@@ -363,7 +377,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
 NEUTRAL: Mapping[type, frozenset[str]] = {
     kind: frozenset(fields.split())
     for kind, fields in {
-        ModelSpec: "family vocabulary hidden context_tokens norm_name layer_name ignored prefix"
+        ModelSpec: "vocabulary hidden norm_name layer_name ignored prefix"
         " old_endings passed_over further_layers",
         EmbeddingSpec: "name types_count norm_name",
         HeadSpec: "name tied",

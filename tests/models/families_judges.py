@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from tests.models import mutants as no
-from tests.models import mutants_judges as no_judge
 from tests.models.families import LAYERS, SIZES, VOCABULARY, WINDOWS_IN_TURN, Row
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2PreTrainedModel
@@ -16,7 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3PreTrained
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.models.mutants import Mutant
     from torch import Tensor
 
 LABELS = {"id2label": {str(index): f"label {index}" for index in range(5)}}
@@ -26,26 +23,6 @@ ENCODER_SIZES: Mapping[str, object] = {
 PADDING = VOCABULARY + 2
 """An id that no text has: a token of padding has another position in transformers."""
 PADDED: Mapping[str, object] = {"vocab_size": VOCABULARY + 3, "pad_token_id": PADDING}
-CLASSIFIER: Mapping[str, Mutant] = {"last token": no_judge.last_token}
-ENCODER: Mapping[str, Mutant] = {
-    "bidirectional attention": no_judge.both_ways,
-    "norm of the embedding": no_judge.norm_of_embedding,
-}
-BERT: Mapping[str, Mutant] = {
-    **ENCODER,
-    "biases": no.biases,
-    "post-norms": no_judge.norms_of_stream,
-    "learned positions": no.learned_positions,
-    "token types": no_judge.types_of_tokens,
-}
-ROBERTA: Mapping[str, Mutant] = {
-    **BERT,
-    "positions after padding": no_judge.positions_after_padding,
-}
-HEAD: Mapping[str, Mutant] = {
-    "dense layer": no_judge.dense_layer,
-    "first token": no_judge.first_token,
-}
 IDLE = ("self.key.bias",)
 """What is added to all keys adds the same to all scores of a query, if keys are not rotated."""
 MODERN: Mapping[str, object] = {
@@ -60,14 +37,6 @@ MODERN: Mapping[str, object] = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     },
-}
-MODERN_MUTANTS: Mapping[str, Mutant] = {
-    **ENCODER,
-    "window": no.windows,
-    "local RoPE": no.local_rotation,
-    "exact GELU": no_judge.gelu,
-    "biases": no.biases,
-    "layer norms": no.layer_norms,
 }
 
 
@@ -102,45 +71,24 @@ class Qwen3ForRewardModel(_Reward, Qwen3PreTrainedModel):
         self.post_init()
 
 
-def classifier(
-    architecture: type[transformers.PreTrainedModel],
-    config: type[transformers.PreTrainedConfig],
-    **fields: object,
-) -> Row:
+def classifier(architecture: type[transformers.PreTrainedModel], **fields: object) -> Row:
     """A decoder whose last token is scored."""
-    return Row(
-        name=architecture.__name__,
-        architecture=architecture,
-        config=config,
-        fields={**LABELS, **fields},
-        mutants=CLASSIFIER,
-    )
+    return base(architecture, **LABELS, **fields)
 
 
-def base(
-    architecture: type[transformers.PreTrainedModel],
-    config: type[transformers.PreTrainedConfig],
-    **fields: object,
-) -> Row:
+def base(architecture: type[transformers.PreTrainedModel], **fields: object) -> Row:
     """A decoder without a head."""
-    return Row(name=architecture.__name__, architecture=architecture, config=config, fields=fields)
+    return Row(architecture.__name__, architecture, fields)
 
 
 ROWS = (
-    classifier(
-        transformers.LlamaForSequenceClassification, transformers.LlamaConfig, attention_bias=True
-    ),
-    classifier(
-        transformers.MistralForSequenceClassification,
-        transformers.MistralConfig,
-        sliding_window=20,
-    ),
-    classifier(transformers.Qwen2ForSequenceClassification, transformers.Qwen2Config),
-    classifier(transformers.Qwen3ForSequenceClassification, transformers.Qwen3Config, head_dim=32),
-    classifier(transformers.GemmaForSequenceClassification, transformers.GemmaConfig, head_dim=32),
+    classifier(transformers.LlamaForSequenceClassification, attention_bias=True),
+    classifier(transformers.MistralForSequenceClassification, sliding_window=20),
+    classifier(transformers.Qwen2ForSequenceClassification),
+    classifier(transformers.Qwen3ForSequenceClassification, head_dim=32),
+    classifier(transformers.GemmaForSequenceClassification, head_dim=32),
     classifier(
         transformers.Gemma2ForSequenceClassification,
-        transformers.Gemma2Config,
         head_dim=32,
         sliding_window=20,
         attn_logit_softcapping=2.0,
@@ -148,146 +96,85 @@ ROWS = (
     ),
     classifier(
         transformers.Gemma3TextForSequenceClassification,
-        transformers.Gemma3TextConfig,
         head_dim=32,
         sliding_window=20,
         layer_types=WINDOWS_IN_TURN,
     ),
+    Row("Qwen2ForRewardModel", Qwen2ForRewardModel),
+    Row("Qwen3ForRewardModel", Qwen3ForRewardModel, {"head_dim": 32}),
+    base(transformers.Gemma2Model, head_dim=32, sliding_window=20, attn_logit_softcapping=2.0),
+    base(transformers.Gemma3TextModel, head_dim=32, sliding_window=20, layer_types=WINDOWS_IN_TURN),
     Row(
-        name="Qwen2ForRewardModel",
-        architecture=Qwen2ForRewardModel,
-        config=transformers.Qwen2Config,
-        mutants={**CLASSIFIER, "dense layer": no_judge.dense_layer},
-    ),
-    Row(
-        name="Qwen3ForRewardModel",
-        architecture=Qwen3ForRewardModel,
-        config=transformers.Qwen3Config,
-        fields={"head_dim": 32},
-        mutants={**CLASSIFIER, "dense layer": no_judge.dense_layer},
-    ),
-    base(
-        transformers.Gemma2Model,
-        transformers.Gemma2Config,
-        head_dim=32,
-        sliding_window=20,
-        attn_logit_softcapping=2.0,
-    ),
-    base(
+        "Gemma3TextModel that sees both ways",
         transformers.Gemma3TextModel,
-        transformers.Gemma3TextConfig,
-        head_dim=32,
-        sliding_window=20,
-        layer_types=WINDOWS_IN_TURN,
-    ),
-    Row(
-        name="Gemma3TextModel that sees both ways",
-        architecture=transformers.Gemma3TextModel,
-        config=transformers.Gemma3TextConfig,
-        fields={
+        {
             "head_dim": 32,
             "sliding_window": 20,
             "layer_types": WINDOWS_IN_TURN,
             "use_bidirectional_attention": True,
         },
-        mutants={"bidirectional attention": no_judge.both_ways},
     ),
-    base(transformers.LlamaModel, transformers.LlamaConfig),
-    base(transformers.MistralModel, transformers.MistralConfig, sliding_window=20),
-    base(transformers.Qwen2Model, transformers.Qwen2Config),
-    base(transformers.Qwen3Model, transformers.Qwen3Config),
+    base(transformers.LlamaModel),
+    base(transformers.MistralModel, sliding_window=20),
+    base(transformers.Qwen2Model),
+    base(transformers.Qwen3Model),
     Row(
-        name="BertModel",
-        architecture=transformers.BertModel,
-        config=transformers.BertConfig,
+        "BertModel",
+        transformers.BertModel,
+        {"type_vocab_size": 3, "pad_token_id": 0},
         sizes=ENCODER_SIZES,
-        fields={"type_vocab_size": 3, "pad_token_id": 0},
-        mutants=BERT,
         types=3,
         idle=IDLE,
     ),
     Row(
-        name="BertForSequenceClassification",
-        architecture=transformers.BertForSequenceClassification,
-        config=transformers.BertConfig,
+        "BertForSequenceClassification",
+        transformers.BertForSequenceClassification,
+        {**LABELS, "pad_token_id": 0},
         sizes=ENCODER_SIZES,
-        fields={**LABELS, "pad_token_id": 0},
-        mutants={**BERT, **HEAD},
+        types=2,
+        idle=IDLE,
+    ),
+    Row("RobertaModel", transformers.RobertaModel, PADDED, sizes=ENCODER_SIZES, types=2, idle=IDLE),
+    Row(
+        "RobertaForSequenceClassification",
+        transformers.RobertaForSequenceClassification,
+        {**LABELS, **PADDED},
+        sizes=ENCODER_SIZES,
         types=2,
         idle=IDLE,
     ),
     Row(
-        name="RobertaModel",
-        architecture=transformers.RobertaModel,
-        config=transformers.RobertaConfig,
+        "XLMRobertaModel",
+        transformers.XLMRobertaModel,
+        PADDED,
         sizes=ENCODER_SIZES,
-        fields=PADDED,
-        mutants=ROBERTA,
         types=2,
         idle=IDLE,
     ),
     Row(
-        name="RobertaForSequenceClassification",
-        architecture=transformers.RobertaForSequenceClassification,
-        config=transformers.RobertaConfig,
+        "XLMRobertaForSequenceClassification",
+        transformers.XLMRobertaForSequenceClassification,
+        {**LABELS, **PADDED},
         sizes=ENCODER_SIZES,
-        fields={**LABELS, **PADDED},
-        mutants={**ROBERTA, **HEAD},
         types=2,
         idle=IDLE,
     ),
+    Row("ModernBertModel", transformers.ModernBertModel, MODERN, sizes=ENCODER_SIZES),
     Row(
-        name="XLMRobertaModel",
-        architecture=transformers.XLMRobertaModel,
-        config=transformers.XLMRobertaConfig,
+        "ModernBertForSequenceClassification by its first token",
+        transformers.ModernBertForSequenceClassification,
+        {**LABELS, **MODERN, "classifier_bias": True},
         sizes=ENCODER_SIZES,
-        fields=PADDED,
-        mutants=ROBERTA,
-        types=2,
-        idle=IDLE,
     ),
     Row(
-        name="XLMRobertaForSequenceClassification",
-        architecture=transformers.XLMRobertaForSequenceClassification,
-        config=transformers.XLMRobertaConfig,
-        sizes=ENCODER_SIZES,
-        fields={**LABELS, **PADDED},
-        mutants={**ROBERTA, **HEAD},
-        types=2,
-        idle=IDLE,
-    ),
-    Row(
-        name="ModernBertModel",
-        architecture=transformers.ModernBertModel,
-        config=transformers.ModernBertConfig,
-        sizes=ENCODER_SIZES,
-        fields=MODERN,
-        mutants=MODERN_MUTANTS,
-    ),
-    Row(
-        name="ModernBertForSequenceClassification by its first token",
-        architecture=transformers.ModernBertForSequenceClassification,
-        config=transformers.ModernBertConfig,
-        sizes=ENCODER_SIZES,
-        fields={**LABELS, **MODERN, "classifier_bias": True},
-        mutants={
-            **MODERN_MUTANTS,
-            "dense layer": no_judge.dense_layer,
-            "norm of the dense layer": no_judge.norm_of_dense,
-            "first token": no_judge.pooling,
-        },
-    ),
-    Row(
-        name="ModernBertForSequenceClassification by the mean of its tokens",
-        architecture=transformers.ModernBertForSequenceClassification,
-        config=transformers.ModernBertConfig,
-        sizes=ENCODER_SIZES,
-        fields={
+        "ModernBertForSequenceClassification by the mean of its tokens",
+        transformers.ModernBertForSequenceClassification,
+        {
             **LABELS,
             "pad_token_id": 0,
             "local_attention": 20,
             "classifier_pooling": "mean",
         },
-        mutants={"mean of tokens": no_judge.pooling},
+        sizes=ENCODER_SIZES,
     ),
 )

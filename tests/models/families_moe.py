@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import transformers
-from tests.models import mutants as no
-from tests.models import mutants_moe as no_moe
-from tests.models import state_rows as states
-from tests.models.families import WINDOWS_IN_TURN, Row, stretched
+from tests.models.families import QWEN_NEXT, STATE_LIMIT, WINDOWS_IN_TURN, Row, stretched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from tests.models.mutants import Mutant
 
 GROUPED: Mapping[str, object] = {
     "n_routed_experts": 8,
@@ -24,15 +19,6 @@ GROUPED: Mapping[str, object] = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
-}
-CORRECTED: Mapping[str, Mutant] = {
-    "shared expert": no_moe.shared_block,
-    "scaling": no_moe.scaling,
-    "groups": no_moe.groups,
-    "sigmoid scores": no_moe.sigmoid_scores,
-    "correction": no_moe.correction,
-    "groups by their two best": no_moe.two_best,
-    "normalised top-k weights": no_moe.renormalised,
 }
 LLAMA4: Mapping[str, object] = {
     "head_dim": 16,
@@ -56,25 +42,17 @@ LATENT: Mapping[str, object] = {
         "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7
     ),
 }
-LATENT_MUTANTS: Mapping[str, Mutant] = {
-    "rope scaling": no.rope_scaling,
-    "mscale": no_moe.grown_scores,
-    "interleaved RoPE": no.neighbouring_pairs,
-}
 
 ROWS = (
     Row(
-        name="mixtral",
-        architecture=transformers.MixtralForCausalLM,
-        config=transformers.MixtralConfig,
-        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
-        mutants={"normalised top-k weights": no_moe.renormalised, "window": no.windows},
+        "mixtral",
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
     ),
     Row(
-        name="qwen2-moe",
-        architecture=transformers.Qwen2MoeForCausalLM,
-        config=transformers.Qwen2MoeConfig,
-        fields={
+        "qwen2-moe",
+        transformers.Qwen2MoeForCausalLM,
+        {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
@@ -84,32 +62,22 @@ ROWS = (
             "sliding_window": 20,
             "layer_types": WINDOWS_IN_TURN,
         },
-        mutants={
-            "biases": no_moe.biases,
-            "window": no.windows,
-            "shared expert": no_moe.shared_block,
-            "shared gate": no_moe.shared_gate,
-            "unnormalised top-k weights": no_moe.plain_shares,
-        },
     ),
     Row(
-        name="qwen2-moe without windows",
-        architecture=transformers.Qwen2MoeForCausalLM,
-        config=transformers.Qwen2MoeConfig,
-        fields={
+        "qwen2-moe without windows",
+        transformers.Qwen2MoeForCausalLM,
+        {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
             "norm_topk_prob": True,
         },
-        mutants={"normalised top-k weights": no_moe.renormalised},
     ),
     Row(
-        name="qwen3-moe",
-        architecture=transformers.Qwen3MoeForCausalLM,
-        config=transformers.Qwen3MoeConfig,
-        fields={
+        "qwen3-moe",
+        transformers.Qwen3MoeForCausalLM,
+        {
             "num_experts": 6,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
@@ -120,19 +88,12 @@ ROWS = (
             "use_sliding_window": True,
             "sliding_window": 20,
         },
-        mutants={
-            "qk-norm": no.qk_norm,
-            "biases": no_moe.biases,
-            "window": no.windows,
-            "normalised top-k weights": no_moe.renormalised,
-        },
     ),
     Row(
-        name="qwen3-next with experts",
-        architecture=transformers.Qwen3NextForCausalLM,
-        config=transformers.Qwen3NextConfig,
-        fields={
-            **states.QWEN,
+        "qwen3-next with experts",
+        transformers.Qwen3NextForCausalLM,
+        {
+            **QWEN_NEXT,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
@@ -140,18 +101,12 @@ ROWS = (
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
-        mutants={
-            "shared expert": no_moe.shared_block,
-            "shared gate": no_moe.shared_gate,
-            "normalised top-k weights": no_moe.renormalised,
-        },
-        limit=states.LIMIT,
+        limit=STATE_LIMIT,
     ),
     Row(
-        name="glm4-moe",
-        architecture=transformers.Glm4MoeForCausalLM,
-        config=transformers.Glm4MoeConfig,
-        fields={
+        "glm4-moe",
+        transformers.Glm4MoeForCausalLM,
+        {
             **GROUPED,
             "head_dim": 32,
             "attention_bias": True,
@@ -162,18 +117,11 @@ ROWS = (
                 "partial_rotary_factor": 0.5,
             },
         },
-        mutants={
-            "biases": no_moe.biases,
-            "qk-norm": no.qk_norm,
-            "partial RoPE": no.partial_rotation,
-            **CORRECTED,
-        },
     ),
     Row(
-        name="gpt-oss",
-        architecture=transformers.GptOssForCausalLM,
-        config=transformers.GptOssConfig,
-        fields={
+        "gpt-oss",
+        transformers.GptOssForCausalLM,
+        {
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "head_dim": 16,
@@ -181,24 +129,11 @@ ROWS = (
             "swiglu_limit": 0.5,
             **stretched("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
         },
-        mutants={
-            "sinks": no.sinks,
-            "window": no.windows,
-            "biases": no_moe.biases,
-            "rope scaling": no.rope_scaling,
-            "expert biases": no_moe.expert_biases,
-            "router bias": no_moe.router_bias,
-            "normalised top-k weights": no_moe.renormalised,
-            "clamped gate": no_moe.clamped_gate,
-            "gate alpha": no_moe.sharpened_gate,
-            "interleaved gate and up": no_moe.in_turn,
-        },
     ),
     Row(
-        name="llama4",
-        architecture=transformers.Llama4ForCausalLM,
-        config=transformers.Llama4TextConfig,
-        fields={
+        "llama4",
+        transformers.Llama4ForCausalLM,
+        {
             **LLAMA4,
             **stretched(
                 "llama3",
@@ -208,24 +143,11 @@ ROWS = (
                 original_max_position_embeddings=64,
             ),
         },
-        mutants={
-            "NoPE layers": no.unrotated_layers,
-            "chunked attention": no.runs_of_tokens,
-            "temperature": no.temperature,
-            "qk-norm": no.qk_norm,
-            "interleaved RoPE": no.neighbouring_pairs,
-            "rope scaling": no.rope_scaling,
-            "biases": no_moe.biases,
-            "sigmoid scores": no_moe.sigmoid_scores,
-            "router weight on the input": no_moe.weighed_input,
-            "shared expert": no_moe.shared_block,
-        },
     ),
     Row(
-        name="llama4 with two experts a token and no norms of heads",
-        architecture=transformers.Llama4ForCausalLM,
-        config=transformers.Llama4TextConfig,
-        fields={
+        "llama4 with two experts a token and no norms of heads",
+        transformers.Llama4ForCausalLM,
+        {
             **LLAMA4,
             "num_experts_per_tok": 2,
             "interleave_moe_layer_step": 2,
@@ -233,38 +155,25 @@ ROWS = (
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
         },
-        mutants={"chunked attention": no.runs_of_tokens},
     ),
     Row(
-        name="deepseek-v2",
-        architecture=transformers.DeepseekV2ForCausalLM,
-        config=transformers.DeepseekV2Config,
-        fields={**GROUPED, **LATENT, "topk_method": "group_limited_greedy"},
-        mutants={
-            **LATENT_MUTANTS,
-            "shared expert": no_moe.shared_block,
-            "scaling": no_moe.scaling,
-            "groups": no_moe.groups,
-        },
+        "deepseek-v2",
+        transformers.DeepseekV2ForCausalLM,
+        {**GROUPED, **LATENT, "topk_method": "group_limited_greedy"},
     ),
     Row(
-        name="deepseek-v2 without groups and bottleneck",
-        architecture=transformers.DeepseekV2ForCausalLM,
-        config=transformers.DeepseekV2Config,
-        fields={**GROUPED, **LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0},
-        mutants=LATENT_MUTANTS,
+        "deepseek-v2 without groups and bottleneck",
+        transformers.DeepseekV2ForCausalLM,
+        {**GROUPED, **LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0},
     ),
     Row(
-        name="deepseek-v3",
-        architecture=transformers.DeepseekV3ForCausalLM,
-        config=transformers.DeepseekV3Config,
-        fields={**GROUPED, **LATENT, "attention_bias": True},
-        mutants={**LATENT_MUTANTS, **CORRECTED},
+        "deepseek-v3",
+        transformers.DeepseekV3ForCausalLM,
+        {**GROUPED, **LATENT, "attention_bias": True},
     ),
     Row(
-        name="deepseek-v3 with halves rotated",
-        architecture=transformers.DeepseekV3ForCausalLM,
-        config=transformers.DeepseekV3Config,
-        fields={**GROUPED, **LATENT, "rope_interleave": False, "v_head_dim": 24},
+        "deepseek-v3 with halves rotated",
+        transformers.DeepseekV3ForCausalLM,
+        {**GROUPED, **LATENT, "rope_interleave": False, "v_head_dim": 24},
     ),
 )

@@ -27,7 +27,6 @@ VISION: Mapping[str, object] = {
 def seeing(
     text: str,
     architecture: type[transformers.PreTrainedModel],
-    config: type[transformers.PreTrainedConfig],
     **vision: object,
 ) -> Row:
     """The row of a model whose text part is that of another row."""
@@ -37,7 +36,6 @@ def seeing(
         row,
         name=f"{text} that sees",
         architecture=architecture,
-        config=config,
         sizes={},
         fields={
             "text_config": within,
@@ -49,17 +47,11 @@ def seeing(
 
 
 ROWS = (
-    seeing(
-        "gemma3",
-        transformers.Gemma3ForConditionalGeneration,
-        transformers.Gemma3Config,
-        image_size=56,
-    ),
+    seeing("gemma3", transformers.Gemma3ForConditionalGeneration, image_size=56),
     *(
         seeing(
             text,
             transformers.Llama4ForConditionalGeneration,
-            transformers.Llama4Config,
             vision_output_dim=32,
             projector_input_dim=32,
             projector_output_dim=32,
@@ -67,10 +59,6 @@ ROWS = (
         for text in ("llama4", "llama4 with two experts a token and no norms of heads")
     ),
     seeing(
-        "mistral",
-        transformers.Mistral3ForConditionalGeneration,
-        transformers.Mistral3Config,
-        model_type="pixtral",
-        head_dim=16,
+        "mistral", transformers.Mistral3ForConditionalGeneration, model_type="pixtral", head_dim=16
     ),
 )

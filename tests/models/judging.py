@@ -23,8 +23,7 @@ from antiphon.model_worker.runner.input_batch import build_input_batch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from antiphon.model_worker.runner.open import OpenModel
-
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "last": lambda stream: stream[-1],

@@ -13,6 +13,7 @@ from tests.models.derived import derived
 from tests.models.families import LENGTHS, VOCABULARY, Row
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_llama_parity import prompts
+from tests.support.models import load
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -20,17 +21,16 @@ from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import LoadedModel, load
+from antiphon.model_worker.model.load import LoadedModel
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.open import OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.models.mutants import Mutant
+    from tests.models.derived import Mutant
 
 STEPS = 32
 NEAR_TIE = 1e-4
@@ -251,7 +251,7 @@ def check_tensors(saved: Saved) -> None:
 
 def mutants(saved: Saved) -> dict[str, Mutant]:
     """By feature: what its spec says it has, and the row's own ways of doing without."""
-    return {**derived(load(saved.folder, dtype="float32").spec), **saved.row.mutants}
+    return derived(load(saved.folder, dtype="float32").spec)
 
 
 def check_mutants(saved: Saved) -> None:

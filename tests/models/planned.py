@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tests.support.models import load
+
 from antiphon.config.model import Dtype, LinearFormat, LoadFormat
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.memory import weight_bytes
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from tests.models.parity import Saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.support.models import open_model
 
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
@@ -15,7 +16,6 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.runner.open import open_model
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams

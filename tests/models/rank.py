@@ -1,86 +1,105 @@
-"""One of two ranks: replays recorded plans on its shard and writes down what it sampled."""
+"""Plans recorded on one rank, replayed by processes over gloo, each with its own shard.
+
+As a program it is one of these: it samples by the recorded plans of every case of a folder.
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.models.stepper import Stepper
+from tests.models.tiny import VOCABULARY
+from tests.support.models import open_model
 
 from antiphon.layers.tp import GroupRank
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
-from antiphon.model_worker.runner.open import open_model
+
+COLUMNS = ("slot", "query_start", "query_len", "kv_len", "adapter", "tokens", "positions")
+KINDS = {"seed": np.int64, **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32)}
+SAMPLING = (*KINDS, "top_k", "choice")
 
 
-class RecordedPlan(msgspec.Struct):
+def check_two_ranks(run: Path, vocabulary: int = VOCABULARY) -> dict[Path, list[list[int]]]:
+    """Two ranks sample what one does, of every `case-*/model` in `run`; the tokens of each case."""
+    expected: dict[Path, list[list[int]]] = {}
+    for case in sorted(run.glob("case-*")):
+        plans, expected[case] = run_on_one_rank(case / "model", vocabulary)
+        (case / "plans.json").write_bytes(msgspec.json.encode(list(map(recorded, plans))))
+    run_on(2, run)
+    for case, tokens in expected.items():
+        for rank in range(2):
+            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
+            assert sampled == tokens, f"rank {rank} of {case.name}"
+    return expected
+
+
+def run_on_one_rank(folder: Path, vocabulary: int) -> tuple[list[StepPlan], list[list[int]]]:
+    model = open_model(folder, dtype="float32")
+    batch = Stepper(model.runner, model.groups)
+    random = np.random.default_rng(3)
+    for length in (3, 18, 40):
+        line = batch.add(random.integers(0, vocabulary, length).tolist())
+        line.temperature, line.seed = (0.0 if length == 3 else 0.8), length
+    tokens: list[list[int]] = []
+    run = model.runner.run
+
+    def recording(plan):
+        outcome = run(plan)
+        tokens.append(outcome.token_ids.tolist())
+        return outcome
+
+    model.runner.run = recording
+    batch.prefill(chunk=9)
+    batch.decode(12, as_future=True)
+    return batch.plans, tokens
+
+
+def run_on(ranks: int, run: Path) -> None:
+    command = [sys.executable, "-m", __name__, run]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE)
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def recorded(plan: StepPlan) -> dict[str, Any]:
     """A plan as lists, so that it can be written to a file."""
-
-    step: int
-    slot: list[int]
-    query_start: list[int]
-    query_len: list[int]
-    kv_len: list[int]
-    adapter: list[int]
-    tokens: list[int]
-    positions: list[list[int]]
-    logit_tokens: list[int]
-    page_tables: list[list[list[int]]]
-    temperature: list[float]
-    top_p: list[float]
-    min_p: list[float]
-    top_k: list[int]
-    seed: list[int]
-    choice: list[int]
+    return {
+        "step": plan.step,
+        "page_tables": [table.tolist() for table in plan.page_tables],
+        "columns": {n: getattr(plan, n).tolist() for n in (*COLUMNS, "logit_tokens")},
+        "sampling": {name: getattr(plan.sampling, name).tolist() for name in SAMPLING},
+    }
 
 
-def record(plan: StepPlan) -> RecordedPlan:
-    def column(name: str):
-        owner = plan if hasattr(plan, name) else plan.sampling
-        return getattr(owner, name).tolist()
-
-    names = set(RecordedPlan.__struct_fields__) - {"step", "page_tables"}
-    return RecordedPlan(
-        step=plan.step,
-        page_tables=[table.tolist() for table in plan.page_tables],
-        **{name: column(name) for name in names},
-    )
-
-
-def replayed(recorded: RecordedPlan) -> StepPlan:
-    def ints(values: list) -> np.ndarray:
-        return np.array(values, np.int32)
-
-    def floats(values: list[float]) -> np.ndarray:
-        return np.array(values, np.float32)
-
+def replayed(plan: dict[str, Any]) -> StepPlan:
+    sampling = {n: np.array(v, KINDS.get(n, np.int32)) for n, v in plan["sampling"].items()}
+    columns: dict[str, Any] = {n: np.array(v, np.int32) for n, v in plan["columns"].items()}
     return StepPlan(
-        step=recorded.step,
-        slot=ints(recorded.slot),
-        query_start=ints(recorded.query_start),
-        query_len=ints(recorded.query_len),
-        kv_len=ints(recorded.kv_len),
-        adapter=ints(recorded.adapter),
-        tokens=ints(recorded.tokens),
-        positions=ints(recorded.positions),
-        logit_tokens=ints(recorded.logit_tokens),
-        page_tables=tuple(map(ints, recorded.page_tables)),
-        sampling=SamplingColumns(
-            temperature=floats(recorded.temperature),
-            top_p=floats(recorded.top_p),
-            min_p=floats(recorded.min_p),
-            top_k=ints(recorded.top_k),
-            seed=np.array(recorded.seed, np.int64),
-            choice=ints(recorded.choice),
-        ),
+        step=plan["step"],
+        page_tables=tuple(np.array(table, np.int32) for table in plan["page_tables"]),
+        sampling=SamplingColumns(**sampling),
+        **columns,
     )
 
 
-def main(run: Path, rank: int, ranks: int, pages: int, page_tokens: int) -> None:
-    """Replay every case of `run`: a folder each, with `model/` and `plans.json`."""
+def main(run: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -93,14 +112,8 @@ def main(run: Path, rank: int, ranks: int, pages: int, page_tokens: int) -> None
     assert group is not None
     try:
         for case in sorted(run.glob("case-*")):
-            model = open_model(
-                case / "model",
-                page_tokens=page_tokens,
-                pages=pages,
-                dtype="float32",
-                tp=GroupRank(group),
-            )
-            plans = msgspec.json.decode((case / "plans.json").read_bytes(), type=list[RecordedPlan])
+            model = open_model(case / "model", dtype="float32", tp=GroupRank(group))
+            plans = msgspec.json.decode((case / "plans.json").read_bytes())
             tokens = [model.runner.run(replayed(plan)).token_ids.tolist() for plan in plans]
             (case / f"tokens.{rank}.json").write_bytes(msgspec.json.encode(tokens))
     finally:

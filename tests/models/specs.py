@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.parallel_mixers import ParallelMixersSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,34 +33,6 @@ def mixed(spec: ModelSpec, **changes: object) -> ModelSpec:
         msgspec.structs.replace(layer, mixer=replace(layer.mixer, **changes))
         for layer in spec.layers
     )
-    return msgspec.structs.replace(spec, layers=changed)
-
-
-def mixed_kind(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
-    """Every mixer of a kind changed, those side by side with others too."""
-
-    def change(mixer: Any) -> Any:
-        if isinstance(mixer, ParallelMixersSpec):
-            return ParallelMixersSpec(
-                tuple(replace(branch, mixer=change(branch.mixer)) for branch in mixer.branches)
-            )
-        return replace(mixer, **changes) if isinstance(mixer, kind) else mixer
-
-    changed = tuple(
-        msgspec.structs.replace(layer, mixer=change(layer.mixer)) for layer in spec.layers
-    )
-    return msgspec.structs.replace(spec, layers=changed)
-
-
-def fed(spec: ModelSpec, **changes: object) -> ModelSpec:
-    """The feed-forward part of every layer changed."""
-
-    def change(layer: LayerSpec) -> LayerSpec:
-        assert layer.feed_forward is not None
-        fed = replace(layer.feed_forward, **changes)
-        return msgspec.structs.replace(layer, feed_forward=fed)
-
-    changed = tuple(map(change, spec.layers))
     return msgspec.structs.replace(spec, layers=changed)
 
 

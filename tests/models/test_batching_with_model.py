@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tests.models.tiny import VOCABULARY
+from tests.support.models import open_model
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.runner.open import open_model
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
@@ -45,7 +45,7 @@ def mail(*runs: tuple[ChoiceKey, RequestState]) -> Mail:
 
 def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]], StepReport]:
     """The texts of some requests that arrive one a turn, and the last report."""
-    model = open_model(folder, page_tokens=4, pages=pages, dtype="float32")
+    model = open_model(folder, pages=pages, dtype="float32")
     pools = CachePools(model.groups)
     limits = EngineLimits(
         step_tokens_max=40,

@@ -21,18 +21,19 @@ from tests.models.parity import (
     save,
     texts,
 )
+from tests.support.models import load, open_model
 
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
-from antiphon.model_worker.runner.open import OpenModel, open_model
 from antiphon.model_worker.startup.engine import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 GEMMA4 = {
     "head_dim": 16,
@@ -46,48 +47,34 @@ FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 UNSCALED_LIMIT = 2e-3
 """Scores are not scaled and softmax saturates: transformers' float32 is 3e-4 from its float64."""
 BORROWED = (
+    Row("helium", transformers.HeliumForCausalLM, {"head_dim": 16}),
+    Row("stablelm", transformers.StableLmForCausalLM, {"use_qkv_bias": True, "qk_layernorm": True}),
     Row(
-        name="helium",
-        architecture=transformers.HeliumForCausalLM,
-        config=transformers.HeliumConfig,
-        fields={"head_dim": 16},
-    ),
-    Row(
-        name="stablelm",
-        architecture=transformers.StableLmForCausalLM,
-        config=transformers.StableLmConfig,
-        fields={"use_qkv_bias": True, "qk_layernorm": True},
-    ),
-    Row(
-        name="exaone4",
-        architecture=transformers.Exaone4ForCausalLM,
-        config=transformers.Exaone4Config,
-        fields={
+        "exaone4",
+        transformers.Exaone4ForCausalLM,
+        {
             "sliding_window": 20,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     Row(
-        name="cohere2",
-        architecture=transformers.Cohere2ForCausalLM,
-        config=transformers.Cohere2Config,
-        fields={
+        "cohere2",
+        transformers.Cohere2ForCausalLM,
+        {
             "sliding_window": 20,
             "logit_scale": 0.3,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
     Row(
-        name="olmoe",
-        architecture=transformers.OlmoeForCausalLM,
-        config=transformers.OlmoeConfig,
-        fields={"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        "olmoe",
+        transformers.OlmoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     ),
     Row(
-        name="granitemoeshared",
-        architecture=transformers.GraniteMoeSharedForCausalLM,
-        config=transformers.GraniteMoeSharedConfig,
-        fields={
+        "granitemoeshared",
+        transformers.GraniteMoeSharedForCausalLM,
+        {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 48,
@@ -98,10 +85,9 @@ BORROWED = (
         },
     ),
     Row(
-        name="phimoe",
-        architecture=transformers.PhimoeForCausalLM,
-        config=transformers.PhimoeConfig,
-        fields={
+        "phimoe",
+        transformers.PhimoeForCausalLM,
+        {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "sliding_window": 20,
@@ -110,16 +96,14 @@ BORROWED = (
         },
     ),
     Row(
-        name="jetmoe",
-        architecture=transformers.JetMoeForCausalLM,
-        config=transformers.JetMoeConfig,
-        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 24},
+        "jetmoe",
+        transformers.JetMoeForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 24},
     ),
     Row(
-        name="granite 4 without recurrent layers",
-        architecture=transformers.GraniteMoeHybridForCausalLM,
-        config=transformers.GraniteMoeHybridConfig,
-        fields={
+        "granite 4 without recurrent layers",
+        transformers.GraniteMoeHybridForCausalLM,
+        {
             "layer_types": ["attention"] * 3,
             "num_local_experts": 0,
             "shared_intermediate_size": 96,
@@ -129,25 +113,22 @@ BORROWED = (
         },
     ),
     Row(
-        name="helium with dynamic rope",
-        architecture=transformers.HeliumForCausalLM,
-        config=transformers.HeliumConfig,
-        fields={**stretched("dynamic", factor=3.0), "max_position_embeddings": 32, "head_dim": 16},
+        "helium with dynamic rope",
+        transformers.HeliumForCausalLM,
+        {**stretched("dynamic", factor=3.0), "max_position_embeddings": 32, "head_dim": 16},
         by_token=True,
     ),
     Row(
-        name="gemma4 with embeddings by layer and shared keys",
-        architecture=transformers.Gemma4ForCausalLM,
-        config=transformers.Gemma4TextConfig,
-        fields={**GEMMA4, "num_kv_shared_layers": 2},
+        "gemma4 with embeddings by layer and shared keys",
+        transformers.Gemma4ForCausalLM,
+        {**GEMMA4, "num_kv_shared_layers": 2},
         sizes=FOUR_LAYERS,
         limit=UNSCALED_LIMIT,
     ),
     Row(
-        name="gemma4 with experts and values that are keys",
-        architecture=transformers.Gemma4ForCausalLM,
-        config=transformers.Gemma4TextConfig,
-        fields={
+        "gemma4 with experts and values that are keys",
+        transformers.Gemma4ForCausalLM,
+        {
             **GEMMA4,
             "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": True,
@@ -161,10 +142,9 @@ BORROWED = (
         limit=UNSCALED_LIMIT,
     ),
     Row(
-        name="glm4 moe lite, whose values are wider than its keys",
-        architecture=transformers.Glm4MoeLiteForCausalLM,
-        config=transformers.Glm4MoeLiteConfig,
-        fields={
+        "glm4 moe lite, whose values are wider than its keys",
+        transformers.Glm4MoeLiteForCausalLM,
+        {
             **families_moe.LATENT,
             **families_moe.GROUPED,
             "v_head_dim": 40,
@@ -172,10 +152,9 @@ BORROWED = (
         },
     ),
     Row(
-        name="minicpm3",
-        architecture=transformers.MiniCPM3ForCausalLM,
-        config=transformers.MiniCPM3Config,
-        fields={**families_moe.LATENT, "scale_depth": 1.2, "scale_emb": 3.0, "dim_model_base": 32},
+        "minicpm3",
+        transformers.MiniCPM3ForCausalLM,
+        {**families_moe.LATENT, "scale_depth": 1.2, "scale_emb": 3.0, "dim_model_base": 32},
     ),
 )
 OURS = {row.name: row for row in (*ROWS, *families_moe.ROWS)}
@@ -187,14 +166,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def opened(saved: Saved, implementation: str = "auto", linear: str = "plain") -> OpenModel:
-    return open_model(
-        saved.folder,
-        page_tokens=4,
-        pages=128,
-        dtype="float32",
-        linear=linear,
-        implementation=implementation,
-    )
+    return open_model(saved.folder, dtype="float32", linear=linear, implementation=implementation)
 
 
 def test_logits_and_text_are_those_of_transformers(saved: Saved) -> None:
@@ -291,19 +263,17 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
 REFUSED = {
     "tokens that see what comes after them": (
         Row(
-            name="gemma4 both ways",
-            architecture=transformers.Gemma4ForCausalLM,
-            config=transformers.Gemma4TextConfig,
-            fields={**GEMMA4, "use_bidirectional_attention": "all"},
+            "gemma4 both ways",
+            transformers.Gemma4ForCausalLM,
+            {**GEMMA4, "use_bidirectional_attention": "all"},
             sizes=FOUR_LAYERS,
         ),
         "its mask is neither causal nor a window",
     ),
     "a bias that grows with distance": (
         Row(
-            name="bloom",
-            architecture=transformers.BloomForCausalLM,
-            config=transformers.BloomConfig,
+            "bloom",
+            transformers.BloomForCausalLM,
             sizes={
                 "vocab_size": 128,
                 "hidden_size": 64,
@@ -315,44 +285,28 @@ REFUSED = {
         "0 of its 3 layers use standard attention",
     ),
     "state beside keys and values": (
-        Row(
-            name="zaya",
-            architecture=transformers.ZayaForCausalLM,
-            config=transformers.ZayaConfig,
-        ),
+        Row("zaya", transformers.ZayaForCausalLM),
         "it keeps state beside keys and values",
     ),
     **{
         f"attentions of its own: {row.name}": (row, f"{row.name}.*choose among attentions of their")
         for row in (
-            Row(
-                name="falcon",
-                architecture=transformers.FalconForCausalLM,
-                config=transformers.FalconConfig,
-                sizes=WITHOUT_KV_HEADS,
-            ),
-            Row(
-                name="gptj",
-                architecture=transformers.GPTJForCausalLM,
-                config=transformers.GPTJConfig,
-                sizes={**GPT2_SIZES, "rotary_dim": 8},
-            ),
+            Row("falcon", transformers.FalconForCausalLM, sizes=WITHOUT_KV_HEADS),
+            Row("gptj", transformers.GPTJForCausalLM, sizes={**GPT2_SIZES, "rotary_dim": 8}),
         )
     },
     "keys beside those of its tokens": (
         Row(
-            name="deepseek v4",
-            architecture=transformers.DeepseekV4ForCausalLM,
-            config=transformers.DeepseekV4Config,
+            "deepseek v4",
+            transformers.DeepseekV4ForCausalLM,
             sizes={**SIZES, "num_hidden_layers": 4},
         ),
         r"layer \d has \d+ keys for \d+ tokens",
     ),
     "layers without attention": (
         Row(
-            name="mamba",
-            architecture=transformers.MambaForCausalLM,
-            config=transformers.MambaConfig,
+            "mamba",
+            transformers.MambaForCausalLM,
             sizes={"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2},
         ),
         "num_attention_heads",
@@ -376,14 +330,14 @@ def test_state_beside_keys_and_values_is_found_in_the_dtype_of_the_weights(
     saved = save(row, tmp_path)
     cast("Any", saved.model).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
-        open_model(tmp_path, page_tokens=4, pages=128, dtype=dtype)
+        open_model(tmp_path, dtype=dtype)
 
 
 @pytest.mark.parametrize("row", BORROWED, ids=str)
 def test_rounding_is_no_state(tmp_path: Path, row: Row) -> None:
     saved = save(row, tmp_path)
     cast("Any", saved.model).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert open_model(tmp_path, page_tokens=4, pages=128, dtype="bfloat16").groups
+    assert open_model(tmp_path, dtype="bfloat16").groups
 
 
 def test_a_padding_id_beyond_the_vocabulary_is_refused_by_name(tmp_path: Path) -> None:

@@ -16,14 +16,15 @@ from tests.kernels.rows import ISAS
 from tests.models.specs import windowed
 from tests.models.stepper import Line, Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
+from tests.support.models import load
 
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import LoadedModel, load, load_weights
+from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.memory import cache_groups
 from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable

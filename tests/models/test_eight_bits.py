@@ -20,6 +20,7 @@ from tests.kernels.rows import ISAS
 from tests.models import families, families_moe
 from tests.models.parity import Saved, error, logits_of, opened, save, texts
 from tests.models.stepper import Stepper, spy_on_logits
+from tests.support.models import load, open_model
 from torch import Tensor
 
 from antiphon.kernels.kv import KvScales, quantize_fp8
@@ -27,11 +28,9 @@ from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import CACHE_DTYPES, load
-from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
-from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.model.load import CACHE_DTYPES
+from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.pools import PageCodec, PageCorrupt, cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -187,8 +186,6 @@ def opened_at(
 ) -> OpenModel:
     return open_model(
         folder,
-        page_tokens=4,
-        pages=128,
         dtype="float32",
         implementation=implementation,
         cache_dtype=cache_dtype,

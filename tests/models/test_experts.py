@@ -6,13 +6,13 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models import families_moe
 from tests.models.parity import check_logits, save
-from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
+from tests.models.rank import check_two_ranks
+from tests.support.models import load
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
@@ -31,7 +31,6 @@ from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,20 +140,11 @@ def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
 
 @pytest.mark.timeout(120)
 def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
-    script = load_script()
-    expected: dict[Path, list[list[int]]] = {}
     for name in ("qwen2-moe", "gpt-oss", "deepseek-v3"):
         case = tmp_path / f"case-{name}"
         case.mkdir()
         save(BY_NAME[name], case / "model")
-        batch, expected[case] = run_on_one_rank(case / "model", vocabulary=128)
-        recorded = [script.record(plan) for plan in batch.plans]
-        (case / "plans.json").write_bytes(msgspec.json.encode(recorded))
-    run_on(2, tmp_path)
-    for case, tokens in expected.items():
-        for rank in range(2):
-            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
-            assert sampled == tokens, f"rank {rank} of {case.name}"
+    check_two_ranks(tmp_path, vocabulary=128)
 
 
 @pytest.mark.parametrize("linear", sorted(METHODS))

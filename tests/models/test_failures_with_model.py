@@ -10,6 +10,7 @@ from tests.models.stepper import Stepper
 from tests.models.test_batching_with_model import state
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
+from tests.support.models import open_model
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -19,7 +20,6 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.observability.recording import RecordingHeader, read, write
 from antiphon.model_worker.observability.replay import replay
-from antiphon.model_worker.runner.open import open_model
 from antiphon.model_worker.runner.sampling import Sampler
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.sampling import SamplingParams
@@ -92,7 +92,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def undisturbed(llama: Path) -> list[list[int]]:
-    model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    model = open_model(llama, pages=256, dtype="float32")
     return run(model.runner, model.groups, requests(None))[0]
 
 
@@ -100,7 +100,7 @@ def undisturbed(llama: Path) -> list[list[int]]:
 def test_whoever_is_not_to_blame_says_the_same(
     llama: Path, undisturbed: list[list[int]], culprit: int
 ) -> None:
-    model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    model = open_model(llama, pages=256, dtype="float32")
     cursed = CursedRunner(model.runner, CURSE)
     texts, ends, _ = run(cursed, model.groups, requests(culprit))
     assert cursed.raised > 1
@@ -119,7 +119,7 @@ def test_whoever_is_not_to_blame_says_the_same(
 def test_steps_that_are_launched_ahead_say_the_same(
     llama: Path, undisturbed: list[list[int]], culprit: int | None
 ) -> None:
-    model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    model = open_model(llama, pages=256, dtype="float32")
     apart = ApartRunner(CursedRunner(model.runner, CURSE), resolves=False)
     texts, ends, _ = run(apart, model.groups, requests(culprit), overlap=True)
     apart.close()
@@ -139,7 +139,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
         def sample(self, *_: Any, **__: Any) -> Ints:
             raise NoToken
 
-    model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    model = open_model(llama, pages=256, dtype="float32")
     model.runner._sampler = Raises(model.runner.ops)
     batch = Stepper(model.runner, model.groups)
     batch.add(range(20)).temperature = 1.0
@@ -149,7 +149,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
 
 
 def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_path: Path) -> None:
-    model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    model = open_model(llama, pages=256, dtype="float32")
     records = run(model.runner, model.groups, requests(None))[2]
     header = RecordingHeader(
         reason="test",
@@ -161,12 +161,12 @@ def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_pat
         resolved=None,
     )
     found = read(write(tmp_path, header, records))
-    fresh = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    fresh = open_model(llama, pages=256, dtype="float32")
     result = replay(found.records, found.header.groups, fresh.runner)
     assert result.difference is None
     assert (result.passed, result.plans) == (0, len(records))
 
-    fresh = open_model(llama, page_tokens=4, pages=256, dtype="float32")
+    fresh = open_model(llama, pages=256, dtype="float32")
     result = replay(found.records[3:], found.header.groups, fresh.runner)
     assert result.difference is None
     assert result.passed > 0
@@ -174,7 +174,7 @@ def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_pat
 
 def test_a_recording_of_another_model_differs(llama: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
-    one, two = (open_model(f, page_tokens=4, pages=256, dtype="float32") for f in (llama, other))
+    one, two = (open_model(f, pages=256, dtype="float32") for f in (llama, other))
     records = run(one.runner, one.groups, requests(None))[2]
     result = replay(records, one.groups, two.runner)
     assert result.difference is not None

@@ -19,6 +19,7 @@ import torch
 from tests.models.specs import attention_of, windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
+from tests.support.models import load, open_model
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -28,13 +29,12 @@ from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.layer import NotStackable
 from antiphon.model_worker.model.llama_parts import attention, gated, layers, rms_norm
 from antiphon.model_worker.model.llama_parts import model as model_of
-from antiphon.model_worker.model.load import LoadedModel, load, load_weights
+from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.runner.input_batch import PlanRefused
+from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.pools import cache_groups
 
 RANDOM = np.random.default_rng(11)
 PROMPT = RANDOM.integers(0, VOCABULARY, 21).tolist()
@@ -42,7 +42,7 @@ OTHER = RANDOM.integers(0, VOCABULARY, 40).tolist()
 
 
 def opened(folder: Path, **options) -> OpenModel:
-    return open_model(folder, page_tokens=4, pages=128, dtype="float32", **options)
+    return open_model(folder, dtype="float32", **options)
 
 
 def decoded(folder: Path, ids: list[int], tokens: int, temperature: float = 0.0) -> list[int]:
@@ -152,10 +152,10 @@ def declare(config):
     norm = rms_norm(config)
 
     def layer(window: int | None) -> LayerSpec:
-        mixer = replace(attention(config, window=window), qkv_bias=True)
+        mixer = attention(config, window=window, qkv_bias=True)
         return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
 
-    return model_of("qwen2", config, layers(config.windows(), layer), norm)
+    return model_of(config, layers(config.windows(), layer))
 
 
 QWEN2 = ModelFamily(name="qwen2", declare=declare)
@@ -297,7 +297,7 @@ def test_a_plan_that_the_runner_cannot_follow_is_refused(llama, change, message)
 
 def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
     for dtype, item in (("float32", 4), ("bfloat16", 2)):
-        model = open_model(llama, page_tokens=4, pages=8, dtype=dtype)
+        model = open_model(llama, pages=8, dtype=dtype)
         layers, keys_and_values, heads, head_size = 4, 2, 2, 16
         assert model.groups[0].page_bytes == 4 * layers * keys_and_values * heads * head_size * item
         assert len(model.runner.pools[0].read(3)) == model.groups[0].page_bytes

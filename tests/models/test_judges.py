@@ -27,10 +27,12 @@ from tests.models.parity import LINEARS, Saved, error, opened, save, texts
 from tests.models.planned import check_counted, check_counted_nearly
 from tests.models.pooling import PoolingEngine
 from tests.models.stepper import Stepper
+from tests.support.models import load
 
+from antiphon.model_card.card import read_card
+from antiphon.model_card.pooling import read_pooling
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.errors import PlanRefused
+from antiphon.model_worker.runner.input_batch import PlanRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,7 +135,8 @@ def test_a_model_trained_on_gaps_gives_the_vectors_of_its_base(
         save_file({key.removeprefix(prefix): t for key, t in load_file(file).items()}, file)
     below = cast("transformers.PreTrainedModel", whole.model).base_model
     check_said(Saved(base, tmp_path, below), "plain")
-    assert load(tmp_path, headless=True).spec == load(tmp_path).spec
+    pooling = read_pooling(tmp_path, read_card(tmp_path), embedding=True)
+    assert load(tmp_path, pooling=pooling).spec == load(tmp_path).spec
 
 
 def test_a_base_is_loaded_beside_a_head_for_gaps(tmp_path: Path) -> None:

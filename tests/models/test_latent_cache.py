@@ -10,14 +10,12 @@ from tests.kernels.rows import ISAS
 from tests.models import families_moe
 from tests.models.parity import Saved, save, texts
 from tests.models.stepper import Stepper, spy_on_logits
+from tests.support.models import load, open_model
 
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
-from antiphon.model_worker.runner.memory import cache_groups
 from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.open import open_model
+from antiphon.model_worker.runner.pools import PageCodec, PageCorrupt, cache_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +30,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_all_layers_share_a_group_of_one_vector_a_token(deepseek: Saved) -> None:
-    model = open_model(deepseek.folder, page_tokens=4, pages=8, dtype="bfloat16")
+    model = open_model(deepseek.folder, pages=8, dtype="bfloat16")
     (group,) = model.groups
     assert (group.kind, group.layers) == (GroupKind.LATENT, (0, 1, 2))
     latent, position, item = 16, 8, 2
@@ -40,9 +38,7 @@ def test_all_layers_share_a_group_of_one_vector_a_token(deepseek: Saved) -> None
 
 
 def test_a_page_of_latents_travels_whole(deepseek: Saved) -> None:
-    here, there = (
-        open_model(deepseek.folder, page_tokens=4, pages=32, dtype="float32") for _ in range(2)
-    )
+    here, there = (open_model(deepseek.folder, pages=32, dtype="float32") for _ in range(2))
     ids = texts()[-1]
     first, second = Stepper(here.runner, here.groups), Stepper(there.runner, there.groups)
     line = first.add(ids)

@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models.test_llama_parity import assert_close, logits_of, prompts, stepper
 from tests.models.tiny import write_llama
+from tests.support.models import load, open_model
 
 from antiphon.kernels.cpu.linear import quantize
 from antiphon.layers.methods import METHODS, unsupported_reason
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 CPU = torch.device("cpu")
 LACKING = unsupported_reason("packed", CPU, torch.float32)
@@ -31,7 +32,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def opened(folder: Path, linear: str, dtype: str = "float32") -> OpenModel:
-    return open_model(folder, page_tokens=4, pages=256, dtype=dtype, linear=linear)
+    return open_model(folder, pages=256, dtype=dtype, linear=linear)
 
 
 def round_weights(folder: Path, *, tied: bool) -> None:

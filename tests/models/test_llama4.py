@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.models.families_moe import ROWS
 from tests.models.parity import save
+from tests.support.models import load, open_model
 
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,17 +11,17 @@ import torch
 from tests.models.specs import layered, mixed, windowed
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
+from tests.support.models import load, open_model
 from torch import Tensor
 
 from antiphon import embedded
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import LoadedModel, load, load_weights
+from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.spec import PRE, Norms
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def prompts(vocabulary: int = VOCABULARY, lengths: tuple[int, ...] = LENGTHS) ->
 
 
 def opened(folder: Path, dtype: str = "float32") -> OpenModel:
-    return open_model(folder, page_tokens=4, pages=256, dtype=dtype)
+    return open_model(folder, pages=256, dtype=dtype)
 
 
 def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.models import load, open_model
 
 from antiphon.config.errors import ConfigError
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.open import open_model
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_code_beside_a_model_that_we_know_is_left_alone(
 
 def test_a_device_that_this_build_cannot_use_is_refused(llama: Path) -> None:
     with pytest.raises(KernelUnavailable, match="on cpu, not on meta"):
-        open_model(llama, page_tokens=4, pages=4, device="meta")
+        open_model(llama, pages=4, device="meta")
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

@@ -16,18 +16,16 @@ import torch
 from safetensors.torch import load_file
 from tests.models.stepper import Stepper
 from tests.models.tiny import QWEN2, write_llama, write_qwen2
+from tests.support.models import load, open_model
 from torch import Tensor
 
 from antiphon.config.model import LoadFormat
 from antiphon.layers.weights import WeightSource
 from antiphon.model_card.files import ModelFiles, find_files
+from antiphon.model_worker.model import weights as loading
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats import prefetch as ahead
-from antiphon.model_worker.model.formats.files import Copied, Mapped
-from antiphon.model_worker.model.formats.progress import LoadProgress
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.open import open_model
+from antiphon.model_worker.model.formats.stored_tensor import Copied, Mapped
+from antiphon.model_worker.model.weights import Checkpoint, LoadProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,7 +300,7 @@ def test_a_gguf_file_that_was_cut_short_is_refused(
 
 
 def greedy(place: Path | ModelFiles) -> list[int]:
-    model = open_model(place, page_tokens=4, pages=32, dtype="float32")
+    model = open_model(place, pages=32, dtype="float32")
     batch = Stepper(model.runner, model.groups)
     line = batch.add([5, 7, 11, 13])
     batch.prefill()
@@ -385,8 +383,8 @@ def test_a_tensor_of_several_takers_is_read_once(llama: Path) -> None:
 
 
 def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
-    monkeypatch.setattr(ahead, "ASKED_BYTES", 200)
+    monkeypatch.setattr(loading, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(loading, "ASKED_BYTES", 200)
     held: set[int] = set()
     asked: list[int] = []
     most = asked_most = 0
@@ -407,7 +405,7 @@ def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPa
             held.discard(self.number)
 
     tensors = [Counted(number) for number in range(20)]
-    for number, content in enumerate(ahead.prefetch_tensors(tensors)):
+    for number, content in enumerate(loading.prefetch_tensors(tensors)):
         assert content.item() == number
         most = max(most, len(held))
         asked_most = max(asked_most, len(asked) - number)

@@ -8,16 +8,18 @@ import pytest
 import transformers
 from tests.models.families import SIZES, Row, long_rope
 from tests.models.parity import Saved, error, logits_of, save, texts
+from tests.support.models import open_model
 
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_card.served_model import model_files
-from antiphon.model_worker.runner.open import OpenModel, open_model
-from antiphon.model_worker.startup.engine import content_digest, open_engine
+from antiphon.model_worker.startup.checksums import content_digest
+from antiphon.model_worker.startup.engine import open_engine
 
 if TYPE_CHECKING:
     from antiphon.model_card.files import ModelFiles
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 TRAINED, LONGEST = 64, 256
 """Tokens that the model was trained with, and `max_position_embeddings`."""
@@ -31,10 +33,7 @@ BOTH = pytest.mark.parametrize("implementation", ["antiphon", "transformers"])
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     row = Row(
-        name="phi3",
-        architecture=transformers.Phi3ForCausalLM,
-        config=transformers.Phi3Config,
-        fields={**long_rope(trained=TRAINED), "sliding_window": None},
+        "phi3", transformers.Phi3ForCausalLM, {**long_rope(trained=TRAINED), "sliding_window": None}
     )
     assert row.sizes is SIZES
     return save(row, tmp_path_factory.mktemp("model"))
@@ -53,11 +52,7 @@ def opened(
     saved: Saved, context_tokens: int | None, implementation: Implementation = "antiphon"
 ) -> OpenModel:
     return open_model(
-        files_of(saved, context_tokens),
-        page_tokens=4,
-        pages=64,
-        dtype="float32",
-        implementation=implementation,
+        files_of(saved, context_tokens), pages=64, dtype="float32", implementation=implementation
     )
 
 

@@ -14,6 +14,7 @@ from tests.models.families_moe import ROWS as MOE_ROWS
 from tests.models.families_seeing import ROWS as SEEING_ROWS
 from tests.models.parity import Saved, check_logits, save
 from tests.models.specs import attention_of
+from tests.support.models import load
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
@@ -25,7 +26,6 @@ from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
-from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.registry import find_family
 from antiphon.model_worker.model.weights import Checkpoint
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models import families_moe
 from tests.models.parity import error, logits_of, save, texts
+from tests.support.models import open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +24,7 @@ BLOCK = (16, 32)
 
 
 def says(folder: Path) -> Tensor:
-    model = open_model(folder, page_tokens=4, pages=128, dtype="float32")
+    model = open_model(folder, dtype="float32")
     return logits_of(model, texts()[-1], chunk=23)
 
 

@@ -15,14 +15,15 @@ from tests.models.test_llama_parity import (
     stepper,
 )
 from tests.models.tiny import write_qwen2
+from tests.support.models import load, open_model
 
 from antiphon.layers.methods import unsupported_reason
 from antiphon.layers.mlp import GatedMlpSpec
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 LIMIT = 5e-5
 """Random biases of queries and keys make sharper attention, so errors grow more than in Llama."""
@@ -43,7 +44,7 @@ SHAPES: dict[str, dict[str, object]] = {
 def opened(folder: Path, linear: str) -> OpenModel:
     if lacks := unsupported_reason(linear, torch.device("cpu"), torch.float32):
         pytest.skip(lacks)
-    return open_model(folder, page_tokens=4, pages=256, dtype="float32", linear=linear)
+    return open_model(folder, pages=256, dtype="float32", linear=linear)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -11,14 +11,14 @@ import torch
 from tests.kernels.rows import ISAS
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
+from tests.support.models import load
 from torch import Tensor
 
 from antiphon.kernels.op import table
 from antiphon.model_worker.batching.plan import RowStatus, Splice
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.models.engine import Engine, Mode
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
+from tests.models.rank import check_two_ranks
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
-from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 from tests.models.tiny import VOCABULARY
+from tests.support.models import load, open_model
 
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
@@ -27,10 +27,8 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
 from antiphon.model_worker.observability.replay import replay
-from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.open import open_model
+from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
@@ -112,7 +110,7 @@ def test_chunks_may_be_cut_anywhere(folder: Path) -> None:
     ids = np.random.default_rng(1).integers(0, VOCABULARY, 200).tolist()
     whole: torch.Tensor | None = None
     for chunk in (200, 64, 128, 50, 7, 1):
-        model = open_model(folder, page_tokens=4, pages=64, states=256, dtype="float32")
+        model = open_model(folder, pages=64, states=256, dtype="float32")
         seen = spy_on_logits(model.runner)
         batch = Stepper(model.runner, model.groups)
         batch.add(ids)
@@ -164,24 +162,15 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
 
 @pytest.mark.timeout(90)
 def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
-    script = load_script()
     shapes = [
         (FAMILIES["qwen3-next"], {}),
         (FAMILIES["falcon-h1"], {}),
         # B and C of the one group are on both ranks; its norm could not be.
         (FAMILIES["falcon-h1"], {"mamba_n_groups": 1, "mamba_rms_norm": False}),
     ]
-    expected: dict[Path, list[list[int]]] = {}
     for index, (row, fields) in enumerate(shapes):
-        case = tmp_path / f"case-{index}"
-        batch, expected[case] = run_on_one_rank(write_row(case / "model", row, **fields))
-        recorded = [script.record(plan) for plan in batch.plans]
-        (case / "plans.json").write_bytes(msgspec.json.encode(recorded))
-    run_on(2, tmp_path)
-    for case, tokens in expected.items():
-        for rank in range(2):
-            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
-            assert sampled == tokens, f"rank {rank} of {case.name}"
+        write_row(tmp_path / f"case-{index}" / "model", row, **fields)
+    check_two_ranks(tmp_path)
 
 
 class SecondOfTwo:
@@ -203,7 +192,7 @@ def test_a_norm_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
 
 def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(KernelUnavailable, match=r"packed|recurrent"):
-        open_model(folder, page_tokens=4, pages=8, dtype="float32", deterministic=True)
+        open_model(folder, pages=8, dtype="float32", deterministic=True)
 
 
 def test_infinity_in_a_config_file_is_read(tmp_path: Path) -> None:

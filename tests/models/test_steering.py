@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.models.tiny import VOCABULARY
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
+from tests.support.models import open_model
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -19,7 +20,6 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.runner.open import open_model
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import PauseMode
@@ -79,7 +79,7 @@ class World:
         through: Callable[[PlanRunner], PlanRunner] = lambda runner: runner,
         overlap: bool = False,
     ) -> None:
-        model = open_model(folder, page_tokens=4, pages=256, dtype="float32")
+        model = open_model(folder, pages=256, dtype="float32")
         self.pools = CachePools(model.groups)
         limits = EngineLimits(
             step_tokens_max=40,

@@ -10,11 +10,10 @@ from tests.bench.page import write as benchmarks
 from tests.bench.page.open_load import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
-from tests.support import bus_reference, config_page, status_page
+from tests.support import bus_reference, config_page, models_page, status_page
 
 from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
-from antiphon.model_worker.model import reference as model_reference
 from antiphon.wire.base import Role
 from antiphon.wire.routes import CLIENT, NAME, ROUTES, DeliveryMode, RequestRoute
 
@@ -88,7 +87,7 @@ def test_generated_pages_are_current():
     assert (ROOT / config_page.PAGE).read_text() == config_page.page()
     assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
     assert http_reference.PAGE.read_text() == http_reference.page()
-    assert (ROOT / model_reference.PAGE).read_text() == model_reference.page()
+    assert models_page.PAGE.read_text() == models_page.page()
 
 
 def test_the_page_of_benchmarks_says_what_the_committed_results_say():

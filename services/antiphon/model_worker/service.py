@@ -28,8 +28,7 @@ from antiphon.model_worker.protocol.peers import (
 from antiphon.model_worker.protocol.reports import ReportQueue
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
-from antiphon.model_worker.startup.engine import Engine, open_engine
-from antiphon.model_worker.startup.warmup import warm_up
+from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
 from antiphon.service.dropped_messages import LOG_PAUSE_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.message_limits import HELD_ENTRY_BYTES, check_message_fits

@@ -24,13 +24,13 @@ from tests.bench.figures import figure, machine
 from tests.bench.kernels.step_report import DEFAULT, DETERMINISTIC, Case, Report, Result, summarize
 from tests.bench.models import SHAPES, VOCABULARY, Shape, made
 from tests.bench.summary import write_results
+from tests.support.models import load
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.op import REGISTRY
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.memory import cache_groups
 from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable

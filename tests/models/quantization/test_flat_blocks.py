@@ -9,11 +9,11 @@ import torch
 from tests.models.quantization.made import bits_and_bytes
 from tests.models.quantization.rows import ROWS, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from tests.support.models import open_model
 
 from antiphon.layers.quantization.assemble import quantized_sources
 from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
 from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequantized
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,5 +58,5 @@ def test_a_model_whose_sizes_are_no_whole_blocks_is_served(
     sizes = {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 2}
     stored, plain = write(tmp_path, row, sizes)
     ids = prompts()[-1]
-    model = open_model(stored, page_tokens=4, pages=128, dtype="float32")
+    model = open_model(stored, dtype="float32")
     assert_close(logits_of(model, ids, 31), reference(plain).logits(ids))

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from tests.models.families import SIZES, Row
 from tests.models.parity import LINEARS, Saved, error, logits_of, save, texts
 from tests.models.test_load_formats import rotated_as_llama_cpp_does
+from tests.support.models import load, open_model
 from tests.unit.config.described.gguf_files import byte_level, write
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -27,8 +28,6 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.converted.folder import gguf_folder
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,10 +80,9 @@ CASES = (
     Case(
         name="llama",
         row=Row(
-            name="mixtral",
-            architecture=transformers.MixtralForCausalLM,
-            config=transformers.MixtralConfig,
-            fields={"num_local_experts": 6, **EXPERTS, "sliding_window": None},
+            "mixtral",
+            transformers.MixtralForCausalLM,
+            {"num_local_experts": 6, **EXPERTS, "sliding_window": None},
             sizes=SIZE,
         ),
         settings={"expert_count": 6, "expert_used_count": 2},
@@ -94,10 +92,9 @@ CASES = (
     Case(
         name="qwen2moe",
         row=Row(
-            name="qwen2-moe",
-            architecture=transformers.Qwen2MoeForCausalLM,
-            config=transformers.Qwen2MoeConfig,
-            fields={
+            "qwen2-moe",
+            transformers.Qwen2MoeForCausalLM,
+            {
                 "num_experts": 6,
                 **EXPERTS,
                 "moe_intermediate_size": 32,
@@ -117,10 +114,9 @@ CASES = (
     Case(
         name="qwen3moe",
         row=Row(
-            name="qwen3-moe",
-            architecture=transformers.Qwen3MoeForCausalLM,
-            config=transformers.Qwen3MoeConfig,
-            fields={
+            "qwen3-moe",
+            transformers.Qwen3MoeForCausalLM,
+            {
                 "num_experts": 6,
                 **EXPERTS,
                 "head_dim": 32,
@@ -139,13 +135,7 @@ CASES = (
     ),
     Case(
         name="gemma",
-        row=Row(
-            name="gemma",
-            architecture=transformers.GemmaForCausalLM,
-            config=transformers.GemmaConfig,
-            fields={"head_dim": 32},
-            sizes=SIZE,
-        ),
+        row=Row("gemma", transformers.GemmaForCausalLM, {"head_dim": 32}, sizes=SIZE),
         settings={"attention.key_length": 32, "attention.value_length": 32},
         changed=one_more,
         by_transformers=False,
@@ -153,10 +143,9 @@ CASES = (
     Case(
         name="gemma2",
         row=Row(
-            name="gemma2",
-            architecture=transformers.Gemma2ForCausalLM,
-            config=transformers.Gemma2Config,
-            fields={
+            "gemma2",
+            transformers.Gemma2ForCausalLM,
+            {
                 "head_dim": 32,
                 "query_pre_attn_scalar": 32,
                 "sliding_window": 20,
@@ -249,7 +238,7 @@ def test_lone_file_has_the_logits_of_the_model_it_was_made_from(
     saved: Saved, file: Path, tmp_path: Path, linear: str
 ) -> None:
     files = find_files(file, described_in=gguf_folder([file], tmp_path))
-    model = open_model(files, page_tokens=4, pages=128, dtype="float32", linear=linear)
+    model = open_model(files, dtype="float32", linear=linear)
     ours = logits_of(model, texts()[-1], chunk=23)
     assert error(ours, saved.of_prompt) < saved.row.limit
 

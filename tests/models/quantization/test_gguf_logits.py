@@ -14,9 +14,9 @@ from tests.models.quantization.packing import q4_k, q6_k
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from tests.models.test_load_formats import Kind, tensors_of, write_gguf
 from tests.models.tiny import write_llama
+from tests.support.models import open_model
 
 from antiphon.model_card.files import find_files
-from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,11 +112,5 @@ def test_logits_are_those_of_the_numbers_that_the_blocks_stand_for(
     plain = reference(llama).logits(ids)
     assert (theirs - plain).abs().max() / theirs.std() > 100 * LIMIT, "rounding does not show"
     for linear in LINEARS:
-        model = open_model(
-            find_files(llama / "model.gguf"),
-            page_tokens=4,
-            pages=128,
-            dtype="float32",
-            linear=linear,
-        )
+        model = open_model(find_files(llama / "model.gguf"), dtype="float32", linear=linear)
         assert_close(logits_of(model, ids, 31), theirs, LIMIT)

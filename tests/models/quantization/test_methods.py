@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.models.quantization.rows import ROWS, SKIPPED, Change, Row, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from tests.support.models import load, open_model
 from torch import Tensor
 
 from antiphon.config.load import load as settings_of
@@ -26,10 +27,8 @@ from antiphon.layers.weights import BuildContext
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import read_quantization
-from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.open import OpenModel, open_model
 from antiphon.model_worker.startup.engine import load_resolved
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.layers.methods import LinearMethod
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 LACKING = extension.unavailable_reason()
 ALL = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -199,13 +199,7 @@ MXFP4 = row_scheme(next(row for row in ROWS if row.name == "mxfp4"))
 
 def opened(folder: Path, row: Row, linear: str, quantized: str) -> OpenModel:
     return open_model(
-        folder,
-        page_tokens=4,
-        pages=128,
-        dtype="float32",
-        linear=linear,
-        quantization=row.said,
-        quantized=quantized,
+        folder, dtype="float32", linear=linear, quantization=row.said, quantized=quantized
     )
 
 
@@ -258,7 +252,7 @@ class Rank:
 
 def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor]:
     """All weights of linears on one rank, in the order of the layers."""
-    model = loading.load(
+    model = load(
         folder,
         dtype="float32",
         quantization=None if row is None else row.said,

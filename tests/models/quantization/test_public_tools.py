@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.models.parity import LINEARS
 from tests.models.test_llama_parity import assert_close, logits_of
+from tests.support.models import open_model
 from torch import Tensor
 
 from antiphon.layers.quantization.assemble import quantized_sources
@@ -25,7 +26,6 @@ from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequ
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.open import open_model
 
 FOLDERS = sorted(file.parent for file in (Path(__file__).parent / "fixtures").glob("*/config.json"))
 LIMIT = 2e-5
@@ -93,9 +93,7 @@ def test_weights_are_to_the_bit_what_the_tool_makes_of_them(expected: Expected) 
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_logits_are_those_of_a_model_with_these_weights(expected: Expected, linear: str) -> None:
-    model = open_model(
-        expected.folder, page_tokens=4, pages=32, dtype="float32", linear=linear, quantized=linear
-    )
+    model = open_model(expected.folder, pages=32, dtype="float32", linear=linear, quantized=linear)
     ids = expected.tensors["ids"].tolist()
     assert_close(logits_of(model, ids, 7), expected.tensors["logits"], LIMIT)
 

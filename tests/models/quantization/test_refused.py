@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.models.quantization.rows import ROWS, write
+from tests.support.models import load
 
 from antiphon.config.model import LoadFormat
 from antiphon.model_card.files import find_files
-from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def test_inputs_of_a_group_that_is_not_there_are_refused(tmp_path: Path) -> None
     tensors = load_file(stored / "model.safetensors")
     save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")
     with pytest.raises(ModelLoadError, match="group indices of inputs exceed the 4 groups"):
-        loading.load(stored)
+        load(stored)
 
 
 def test_what_belongs_to_no_linear_is_unexpected_unless_it_is_blank(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_what_belongs_to_no_linear_is_unexpected_unless_it_is_blank(tmp_path: Pa
     assert name in tensors
     save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")
     with pytest.raises(ModelLoadError, match=f"unexpected: {name}$"):
-        loading.load(stored)
+        load(stored)
 
 
 def test_a_linear_that_is_stored_otherwise_than_its_config_says_is_named(tmp_path: Path) -> None:
@@ -46,11 +46,11 @@ def test_a_linear_that_is_stored_otherwise_than_its_config_says_is_named(tmp_pat
     tensors = load_file(stored / "model.safetensors")
     save_file(tensors | {name: tensors[name].float()}, stored / "model.safetensors")
     with pytest.raises(ModelLoadError, match=f"{name} float32, not float8_e4m3fn"):
-        loading.load(stored)
+        load(stored)
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     with pytest.raises(ModelLoadError, match="not float32 or bfloat16 or float16"):
-        loading.load(stored)
+        load(stored)
 
 
 def test_sizes_that_cannot_be_stored_so_are_named(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_sizes_that_cannot_be_stored_so_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"q_proj: 256 inputs .* divisible by the group size 96"
     ):
-        loading.load(find_files(stored, overrides=overrides))
+        load(find_files(stored, overrides=overrides))
 
 
 def test_dummy_weights_are_plain_numbers(tmp_path: Path) -> None:
     stored, _ = write(tmp_path, next(row for row in ROWS if row.name == "awq"))
     with pytest.raises(ModelLoadError, match="dummy weights are plain numbers"):
-        loading.load(find_files(stored, LoadFormat.DUMMY))
+        load(find_files(stored, LoadFormat.DUMMY))
     nothing = json.dumps({"quantization_config": None})
-    assert loading.load(find_files(stored, LoadFormat.DUMMY, overrides=nothing)).spec.layers
+    assert load(find_files(stored, LoadFormat.DUMMY, overrides=nothing)).spec.layers

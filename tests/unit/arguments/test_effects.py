@@ -29,7 +29,7 @@ from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.model_worker.startup.engine import open_engine_core
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.telemetry import log as logs
@@ -58,9 +58,7 @@ def plan(settings: Settings) -> ResolvedConfig:
 
 
 def batching(settings: Settings) -> EngineCore:
-    return open_engine_core(
-        settings, plan(settings), pools(999), vocab_size=100, weights_digest="w"
-    )
+    return open_engine_core(settings, plan(settings), pools(999), vocab_size=100)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.unit.model_worker.steps import Steps, pools
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.queue import QueueRules
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.model_worker.startup.engine import open_engine_core
 from antiphon.resolve.resolved_config import resolve
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def opened(line: str = "") -> EngineCore:
     settings = serve(line).settings
     resolved = resolve(settings, CARD, DEVICE)
-    return open_engine_core(settings, resolved, pools(999), vocab_size=100, weights_digest="w")
+    return open_engine_core(settings, resolved, pools(999), vocab_size=100)
 
 
 def test_by_default_prefixes_are_kept_and_who_comes_first_goes_first() -> None:

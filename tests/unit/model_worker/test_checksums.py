@@ -17,8 +17,8 @@ from antiphon.config.settings import Settings
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile
 from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.checksums import HUB, verify
-from antiphon.model_worker.startup.engine import content_digest, open_engine
+from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
+from antiphon.model_worker.startup.engine import open_engine
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:

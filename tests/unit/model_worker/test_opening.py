@@ -17,8 +17,8 @@ from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.model_worker.startup.engine import Engine, content_digest, open_engine
-from antiphon.model_worker.startup.warmup import warm_up
+from antiphon.model_worker.startup.checksums import content_digest
+from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId

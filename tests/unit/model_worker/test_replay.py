@@ -14,8 +14,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.observability.recording import PlanDumps, read, write
 from antiphon.model_worker.observability.replay import CANNOT_RUN, DIFFERENT, SAME, main
-from antiphon.model_worker.startup.engine import open_engine
-from antiphon.model_worker.startup.warmup import warm_up
+from antiphon.model_worker.startup.engine import open_engine, warm_up
 from antiphon.service.clock import SystemClock
 from antiphon.wire.ids import InstanceId
 

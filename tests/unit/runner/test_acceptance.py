@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from antiphon.model_worker.runner.acceptance import accept
+from antiphon.model_worker.runner.sampling import accept
 
 
 def accepted(rows: list[tuple[list[int], list[int]]], failed: tuple[int, ...] = ()):

@@ -7,13 +7,14 @@ import pytest
 import torch
 from tests.models.stepper import Line, Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY
+from tests.support.models import open_model
 
 from antiphon.model_worker.batching.plan import RowStatus
-from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 RANDOM = np.random.default_rng(2)
 POISON = VOCABULARY - 1
@@ -22,7 +23,7 @@ PROMPTS[1][2] = POISON
 
 
 def opened(folder: Path) -> OpenModel:
-    return open_model(folder, page_tokens=4, pages=128, dtype="float32")
+    return open_model(folder, dtype="float32")
 
 
 def batch_of(model: OpenModel, prompts: list[list[int]]) -> Stepper:

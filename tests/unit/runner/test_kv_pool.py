@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from tests.support.models import open_model
 
-from antiphon.model_worker.runner.kv_pool import KvPool, PageCodec, PageCorrupt
-from antiphon.model_worker.runner.open import open_model
+from antiphon.model_worker.runner.pools import KvPool, PageCodec, PageCorrupt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def pool(llama: Path, request: pytest.FixtureRequest) -> KvPool:
-    model = open_model(llama, page_tokens=4, pages=6, dtype=request.param)
+    model = open_model(llama, pages=6, dtype=request.param)
     pool = model.runner.pools[0]
     for layer in range(4):
         for half in pool.layer(layer):

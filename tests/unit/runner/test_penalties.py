@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Penalties
-from antiphon.model_worker.runner.penalties import TokenCounts
+from antiphon.model_worker.runner.sampling import TokenCounts
 
 OPS = select(DeviceCapability("cpu"))
 VOCABULARY = 9

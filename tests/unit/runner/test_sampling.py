@@ -14,7 +14,7 @@ from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.token_masks import pack
-from antiphon.model_worker.runner.errors import PlanRefused
+from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.sampling import Sampler
 
 VOCABULARY = 12

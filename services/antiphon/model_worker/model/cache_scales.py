@@ -34,9 +34,6 @@ def take_scales(checkpoint: Checkpoint, layers: int) -> dict[int, KvScales]:
     """Remove the scales from a checkpoint, by layer: none of them is a weight.
 
     A layer that has a scale for keys alone, or for values alone, uses it for both.
-
-    Raises:
-        ModelLoadError: A scale is not a single positive number.
     """
     found: dict[int, dict[str, float]] = {}
     for name in list(checkpoint.tensors):
@@ -76,11 +73,7 @@ class _KvScalesFile(msgspec.Struct):
 
 
 def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
-    """Read the scales of layers from `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, ...}}}}`.
-
-    Raises:
-        ModelLoadError: The file cannot be read, a layer has no scale, or a scale is not positive.
-    """
+    """Read scales from `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, ...}}}}`, by layer."""
     try:
         file = msgspec.json.decode(Path(path).read_bytes(), type=_KvScalesFile)
     except (OSError, msgspec.DecodeError) as error:
@@ -97,7 +90,6 @@ def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
 
 
 def scales_digest(scales: Mapping[int, KvScales]) -> str:
-    """A digest of the scales; empty if there are none."""
     if not scales:
         return ""
     return hashlib.sha256(msgspec.msgpack.encode(sorted(scales.items()))).hexdigest()

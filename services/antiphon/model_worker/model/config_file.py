@@ -1,27 +1,36 @@
-"""config.json of a model folder in the Hugging Face format: the fields that many families share.
-
-A family reads the fields that only it has with `ConfigFile.family_fields`.
-"""
+"""config.json of a model folder in the Hugging Face format."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
+from antiphon.kernels.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotaryScaling,
+    RotarySpec,
+    YarnScaling,
+)
 from antiphon.model_card.config_json import check_shape
 from antiphon.model_card.files import files_at
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
-from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.rotary import RotarySpec
     from antiphon.model_card.files import ModelLocation
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0)]
+Part = Annotated[float, Meta(gt=0, le=1)]
+"""A fraction of a head."""
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 T = TypeVar("T")
 
 ACTIVATIONS: dict[str, ActivationKind] = {
@@ -37,8 +46,100 @@ ACTIVATIONS: dict[str, ActivationKind] = {
 """By the names of transformers; three of them name the same formula."""
 
 
+class RopeField(msgspec.Struct, frozen=True):
+    """`rope_scaling` (`type` in old files), or `rope_parameters`, which includes theta.
+
+    Some models have one of these for each type of layer.
+    """
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Part | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Annotated[int, Meta(ge=1)] | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    full_attention: RopeField | None = None
+    sliding_attention: RopeField | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+    def of(self, kind: str) -> RopeField:
+        own = self.sliding_attention if kind == "sliding_attention" else self.full_attention
+        return own or self
+
+    def scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
+        """The scaling of a head's `rotated` elements; `trained` tokens were extended."""
+        match self.kind:
+            case "default":
+                return None
+            case "dynamic":
+                return self._dynamic(rotated, context_tokens)
+            case "linear":
+                return LinearScaling(self.factor or 1.0)
+            case "llama3":
+                return Llama3Scaling(
+                    self.factor or 1.0, self.low_freq_factor, self.high_freq_factor, trained
+                )
+            case "yarn":
+                return self._yarn(self.factor or context_tokens / trained, trained)
+            case "longrope" | "su":
+                return self._long(rotated, self.factor or context_tokens / trained, trained)
+            case kind:
+                raise ModelLoadError(
+                    f"config.json: rope scaling {kind!r} is not supported:"
+                    f" there are {', '.join(KINDS)}"
+                )
+
+    def _dynamic(self, rotated: int, trained: int) -> DynamicScaling:
+        if rotated <= 2:  # the exponent of the base divides by rotated - 2
+            raise ModelLoadError("config.json: dynamic RoPE scaling needs over 2 rotated elements")
+        return DynamicScaling(self.factor or 1.0, trained)
+
+    def _yarn(self, factor: float, trained: int) -> YarnScaling:
+        amplitude = self.attention_factor
+        if amplitude is None and self.mscale and self.mscale_all_dim:
+            amplitude = _grown(factor, self.mscale) / _grown(factor, self.mscale_all_dim)
+        return YarnScaling(
+            factor,
+            trained,
+            self.beta_fast or 32.0,
+            self.beta_slow or 1.0,
+            _grown(factor, 1.0) if amplitude is None else amplitude,
+            self.truncate,
+        )
+
+    def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
+        # The context length has selected one list by now, see `longrope_factors` of model_card;
+        # not with RoPE by layer type, which uses the model's maximum context length.
+        factors = self.long_factor if factor > 1.0 else self.short_factor
+        if len(factors) != rotated // 2:
+            raise ModelLoadError(
+                f"config.json: rope scaling has {len(factors)} factors for {rotated // 2} pairs"
+            )
+        amplitude = self.attention_factor
+        if amplitude is None:
+            amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+        return LongScaling(factors, amplitude)
+
+
+def _grown(factor: float, by: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The shared fields; other fields belong to families or to other programs."""
+    """The fields that many families share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -80,7 +181,6 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_size(self) -> int:
-        """Elements of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -96,40 +196,26 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def context_tokens(self) -> int:
         """Maximum context length; with dynamic RoPE it exceeds the trained length."""
-        rope = self.rope_parameters or self.rope_scaling or RopeField()
-        return rope.context_tokens(self.max_position_embeddings)
+        field, trained = self.rope.of("full_attention"), self.max_position_embeddings
+        return int(trained * (field.factor or 1.0)) if field.kind == "dynamic" else trained
 
     @property
-    def rope_kind(self) -> str:
-        """`default`, or the name of a RoPE scaling."""
-        return (self.rope_parameters or self.rope_scaling or RopeField()).kind
+    def rope(self) -> RopeField:
+        return self.rope_parameters or self.rope_scaling or RopeField()
 
     @property
     def activation(self) -> ActivationKind:
-        """The activation of the feed-forward block.
-
-        Raises:
-            ModelLoadError: The activation is not supported.
-        """
         return activation_of(self.hidden_act, "hidden_act")
 
     def family_fields(self, type_: type[T]) -> T:
-        """Decode the fields that only one family has.
-
-        Raises:
-            ModelLoadError: A field is missing or of a wrong type.
-        """
+        """Decode the fields that only one family has."""
         try:
             return msgspec.json.decode(self.raw, type=type_)
         except msgspec.DecodeError as error:
             raise ModelLoadError(f"config.json: {error}") from error
 
     def check(self) -> None:
-        """Refuse contradictory fields, independent of the family.
-
-        Raises:
-            ModelLoadError: Names the field and what is supported.
-        """
+        """Refuse contradictory fields, independent of the family."""
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ModelLoadError(
                 f"config.json: layer_types names {len(self.layer_types)} of"
@@ -144,11 +230,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer, by `layer_types`; None is full attention.
-
-        Raises:
-            ModelLoadError: A layer is of another type, or the window has no size.
-        """
+        """The attention window of each layer, by `layer_types`; None is full attention."""
         kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
@@ -158,27 +240,19 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
     def rotary(self, kind: str = "full_attention") -> RotarySpec:
-        """The RoPE of layers of a type.
-
-        Raises:
-            ModelLoadError: The RoPE scaling is not supported.
-        """
-        field = self.rope_parameters or self.rope_scaling or RopeField()
-        return field.of(kind).rotary(
-            head_size=self.head_size,
-            theta=self.rope_theta,
-            partial=self.partial_rotary_factor,
-            context_tokens=self.max_position_embeddings,
-            trained_tokens=self.original_max_position_embeddings,
+        field, context_tokens = self.rope.of(kind), self.max_position_embeddings
+        rotated = int(self.head_size * (field.partial_rotary_factor or self.partial_rotary_factor))
+        trained = (
+            field.original_max_position_embeddings
+            or self.original_max_position_embeddings
+            or context_tokens
         )
+        scaling = field.scaling(rotated, context_tokens, trained)
+        return RotarySpec(rotated, field.rope_theta or self.rope_theta, scaling)
 
 
 def activation_of(name: str, field: str) -> ActivationKind:
-    """The activation that transformers has under this name.
-
-    Raises:
-        UnsupportedVariant: It is not supported; names the field.
-    """
+    """The activation that transformers has under this name; an error names the field."""
     if name not in ACTIVATIONS:
         raise UnsupportedVariant(
             f"config.json: {field} {name!r} is not supported: there are {', '.join(ACTIVATIONS)}"
@@ -187,11 +261,7 @@ def activation_of(name: str, field: str) -> ActivationKind:
 
 
 def read_config(place: ModelLocation) -> ConfigFile:
-    """Read config.json and its overrides.
-
-    Raises:
-        ModelLoadError: It is missing, or a field is missing or of a wrong type.
-    """
+    """Read config.json and its overrides."""
     files = files_at(place)
     try:
         raw = files.config()

@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
-from antiphon.layers.embedding import VocabParallelEmbedding
+from antiphon.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from antiphon.layers.methods import PlainLinearMethod
 from antiphon.layers.norm import RmsNorm, build_norm
 from antiphon.layers.sublayer import LayerBuildContext
-from antiphon.model_worker.model.embedding_transform import EmbeddingTransform
 from antiphon.model_worker.model.layer import DecoderLayer, NotStackable
 from antiphon.model_worker.model.spec import HeadSpec
 
@@ -92,7 +93,6 @@ class Decoder:
 
     @property
     def operations(self) -> frozenset[str]:
-        """Names of the kernels that its layers call."""
         ends = (self._entry, self._norm, self._score)
         parts = (*self.layers.values(), *(part for part in ends if part is not None))
         return frozenset[str]().union(*(part.operations for part in parts))
@@ -137,11 +137,7 @@ class Decoder:
         return Hidden(normed, aux)
 
     def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
-        """Fuse the layers and the final norm, or the whole model, into one call of the CPU kernels.
-
-        Raises:
-            NotStackable: The fused decoder does not support these layers.
-        """
+        """Fuse the layers and the final norm, or the whole model, into one call of the kernels."""
         if not (self._first and self._last):
             raise NotStackable("this is a pipeline stage")
         if not isinstance(self._norm, RmsNorm):
@@ -173,15 +169,10 @@ class Decoder:
 
     @property
     def rotary(self) -> RotarySpec | None:
-        """The RoPE that all layers share, for the fused decoder; None without RoPE.
-
-        Raises:
-            NotStackable: The layers cannot be fused.
-        """
+        """The RoPE that all layers share, for the fused decoder; None without RoPE."""
         return self._shared()[1]
 
     def _shared(self) -> tuple[float, RotarySpec | None]:
-        """The attention scale and RoPE that all layers share."""
         mixers: list[object] = [layer.mixer for layer in self._spec.layers]
         ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
         if len(ways) != 1:
@@ -207,19 +198,11 @@ class Decoder:
         return self._score(ctx, pooled)
 
     def sources(self) -> Iterator[WeightSource]:
-        """All tensors that these layers load from the checkpoint."""
-        if self._embedding is not None:
-            yield from self._embedding.sources()
-        if self._entry is not None:
-            yield from self._entry.sources()
-        for layer in self.layers.values():
-            yield from layer.sources()
-        if self._norm is not None:
-            yield from self._norm.sources()
-        if self._head is not None and self._head is not self._embedding:
-            yield from self._head.sources()
-        if self._score is not None:
-            yield from self._score.sources()
+        head = None if self._head is self._embedding else self._head
+        ends = (self._norm, head, self._score)
+        for part in (self._embedding, self._entry, *self.layers.values(), *ends):
+            if part is not None:
+                yield from part.sources()
 
     def pack(self) -> None:
         """Prepare weights for computing; called once all sources are loaded."""
@@ -229,7 +212,6 @@ class Decoder:
             self._score.pack()
 
     def _tables(self) -> set[VocabParallelEmbedding]:
-        """The embedding and the head, which may be the same table."""
         return {table for table in (self._embedding, self._head) if table is not None}
 
 
@@ -244,3 +226,49 @@ def _table(
     spec: ModelSpec, name: str, build: BuildContext, method: LinearMethod, *, bias: bool = False
 ) -> VocabParallelEmbedding:
     return VocabParallelEmbedding(name, spec.vocabulary, spec.hidden, build, method, bias=bias)
+
+
+class EmbeddingTransform:
+    """Scale, token-type embeddings, position embeddings and norm, as far as a model has them."""
+
+    def __init__(self, spec: ModelSpec, build: BuildContext) -> None:
+        embedding = spec.embedding
+        # The scale is rounded to the dtype of the embeddings, as in transformers.
+        self._scale = float(torch.tensor(embedding.scale, dtype=build.dtype))
+        self._types = self._positions = self._norm = None
+        if embedding.types is not None:
+            self._types = TokenTypes(embedding.types, embedding.types_count, spec.hidden, build)
+        if embedding.positions is not None:
+            self._positions = LearnedPositions(
+                embedding.positions,
+                spec.context_tokens,
+                embedding.positions_first,
+                spec.hidden,
+                build,
+            )
+        if embedding.norm is not None:
+            self._norm = build_norm(embedding.norm, embedding.norm_name, spec.hidden, build)
+
+    @property
+    def plain(self) -> bool:
+        parts = (self._types, self._positions, self._norm)
+        return self._scale == 1.0 and all(part is None for part in parts)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return frozenset[str]() if self._norm is None else self._norm.operations
+
+    def __call__(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
+        """Make the residual stream from embeddings (T, hidden)  ->  (T, hidden)."""
+        if self._scale != 1.0:
+            embedded = embedded * self._scale
+        if self._types is not None:
+            embedded = self._types.add(ctx, embedded)
+        if self._positions is not None:
+            embedded = self._positions.add(ctx, embedded)
+        return embedded if self._norm is None else self._norm(ctx, embedded)
+
+    def sources(self) -> Iterator[WeightSource]:
+        for part in (self._types, self._positions, self._norm):
+            if part is not None:
+                yield from part.sources()

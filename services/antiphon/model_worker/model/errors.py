@@ -9,3 +9,7 @@ class ModelLoadError(Exception):
 
 class UnsupportedVariant(ModelLoadError):
     """The family does not support this variant; the transformers backend may."""
+
+
+class UnknownArchitecture(UnsupportedVariant):
+    """No family is of this architecture."""

@@ -40,14 +40,12 @@ FEED_FORWARDS: Mapping[type, Callable[..., Sublayer]] = {
 
 
 def mixer_of(site: LayerBuildContext, spec: MixerSpec) -> Sublayer:
-    """Build a mixer."""
     if isinstance(spec, ParallelMixersSpec):
         return ParallelMixers(site, spec, mixer_of)
     return MIXERS[type(spec)](site, spec)
 
 
 def feed_forward_of(site: LayerBuildContext, spec: FeedForwardSpec) -> Sublayer:
-    """Build a feed-forward part."""
     return FEED_FORWARDS[type(spec)](site, spec)
 
 
@@ -81,7 +79,6 @@ class DecoderLayer:
 
     @property
     def operations(self) -> frozenset[str]:
-        """Names of the kernels that it calls."""
         parts = (*self._parts(), *self._norms())
         return frozenset[str]().union(*(part.operations for part in parts))
 
@@ -109,11 +106,7 @@ class DecoderLayer:
         return _join(ctx, self._with_feed_forward, transformed, residual)
 
     def stacked(self) -> FusedDecoderLayer:
-        """This layer in the form that the fused decoder takes.
-
-        Raises:
-            NotStackable: The fused decoder does not support it.
-        """
+        """This layer in the form that the fused decoder takes."""
         mixer, feed_forward = self._mixer, self._feed_forward
         before, between = self._before_mixer, self._before_feed_forward
         other = self._parallel or self._multiplier != 1.0 or len(self._norms()) != 2
@@ -136,12 +129,10 @@ class DecoderLayer:
         )
 
     def sources(self) -> Iterator[WeightSource]:
-        """The tensors of all parts."""
         for part in (*self._norms(), *self._parts()):
             yield from part.sources()
 
     def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
         for part in self._parts():
             part.pack()
 

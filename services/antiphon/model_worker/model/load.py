@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,17 +25,15 @@ from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
 from antiphon.model_card.files import files_at
 from antiphon.model_card.quantization_config import read_quantization
-from antiphon.model_card.weight_counts import read_weights
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.quantization import StoredLinears
+from antiphon.model_worker.model.registry import family_of
 from antiphon.model_worker.model.spec import HeadSpec
-from antiphon.model_worker.model.transformers_backend.support import (
-    declared_spec,
-    load_transformers,
-)
+from antiphon.model_worker.model.transformers_backend.support import load_transformers
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
+    from antiphon.resolve.resolved_config import ResolvedConfig
 
 log = logging.getLogger(__name__)
 
@@ -71,78 +70,56 @@ class LoadedModel:
 
     @property
     def own_decoder(self) -> Decoder:
-        """The decoder, for models that do not use the transformers backend."""
         assert isinstance(self.decoder, Decoder), "its layers are those of transformers"
         return self.decoder
 
 
-def load(
-    place: ModelLocation,
-    *,
-    dtype: str = "auto",
-    linear: str = "plain",
-    quantization: str | None = None,
-    quantized: str | None = None,
-    device: str = "cpu",
-    tp: Tp | None = None,
-    implementation: str = "auto",
-    headless: bool = False,
-    cache_dtype: str = "auto",
-    cache_scales: str = "",
-) -> LoadedModel:
-    """Build the decoder that config.json describes and load its weights.
+def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) -> LoadedModel:
+    """Build the decoder that config.json describes and load its weights as planned.
 
-    Args:
-        place: The model: its folder in the Hugging Face layout, or its files.
-        dtype: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
-        linear: Weight format of linear layers in memory: a name of `layers.methods.METHODS`.
-        quantization: Quantization of the checkpoint, or the one to apply at load time; unset: from
-            config.json.
-        quantized: Weight format in memory of linears that the checkpoint quantizes; unset:
-            `linear`.
-        device: A torch device.
-        tp: This rank in a tensor-parallel group; unset for a single rank.
-        implementation: `antiphon` for our decoder, `transformers` for the transformers backend,
-            `auto` for our decoder where the family is supported.
-        headless: Whether to leave out the head that computes logits, even if the checkpoint has it.
-        cache_dtype: Dtype of the KV cache: a name of `CACHE_DTYPES`; any other name, or `auto`, is
-            the dtype of the model.
-        cache_scales: A file of scales for the 8-bit KV cache; empty: the checkpoint's.
+    A plan that pools leaves out the head that computes logits, even if the checkpoint has it.
+    `tp` is this rank in a tensor-parallel group; unset for a single rank.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; raised before anything runs.
     """
+    own = plan.implementation.value != "transformers"
     try:
         files = files_at(place)
         config = read_config(files)
-        spec = declared_spec(files, config, implementation)
-        number = _dtype(dtype, config.dtype or config.torch_dtype, files)
-        stored = _quantization(files, quantization)
+        spec = read_spec(family_of(config.architectures, files), config) if own else None
+        stored = _quantization(files, plan.quantization.value)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
-    device_ = torch.device(device)
-    for method in {linear, quantized or linear}:
-        if lacks := unsupported_reason(method, device_, number):
+    dtype, device = DTYPES[plan.dtype.value], torch.device(plan.device.value)
+    linear, quantized = str(plan.linear.value), str(plan.quantized.value)
+    for method in {linear, quantized}:
+        if lacks := unsupported_reason(method, device, dtype):
             raise ModelLoadError(f"linear weights cannot be stored as {method!r} here: {lacks}")
-    ranks, kv_dtype = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
+    cache_dtype = CACHE_DTYPES.get(plan.cache_dtype.value)
+    build = BuildContext(tp or SingleRank(), dtype, device, cache_dtype=cache_dtype)
     if spec is None:
-        build = BuildContext(ranks, number, device_, cache_dtype=kv_dtype)
+        log.info(
+            "transformers' own modules run this model",
+            extra={"architectures": config.architectures, "reason": plan.implementation.reason},
+        )
         decoder = load_transformers(files, config, build, linear, quantized=stored is not None)
-        scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kv_dtype else {}
-        scales = _scales(scales, decoder.spec, build, cache_scales)
-        return LoadedModel(decoder.spec, decoder, build, scales)
-    if headless:
-        spec = _without_logits(spec)
-    linears = _linears(stored, spec, quantized or linear)
-    build = BuildContext(ranks, number, device_, linears, kv_dtype)
-    try:
-        decoder = Decoder(spec, build, method=METHODS[linear])
-        checkpoint = Checkpoint.open(files, list(decoder.sources()))
-        scales = take_scales(checkpoint, len(spec.layers))
-        load_weights(decoder, checkpoint, spec, stored)
-    except ValueError as error:
-        raise ModelLoadError(f"{files.folder}: {error}") from error
-    return LoadedModel(spec, decoder, build, _scales(scales, spec, build, cache_scales))
+        spec, scales = decoder.spec, {}
+        if cache_dtype:
+            scales = take_scales(Checkpoint.open(files), len(spec.layers))
+    else:
+        if plan.pooling.value is not None:
+            spec = _without_logits(spec)
+        build = replace(build, quantization=_linears(stored, spec, quantized))
+        try:
+            decoder = Decoder(spec, build, method=METHODS[linear])
+            checkpoint = Checkpoint.open(files, list(decoder.sources()))
+            scales = take_scales(checkpoint, len(spec.layers))
+            load_weights(decoder, checkpoint, spec, stored)
+        except ValueError as error:
+            raise ModelLoadError(f"{files.folder}: {error}") from error
+    scales = _scales(scales, spec, build, plan.cache_scales.value)
+    return LoadedModel(spec, decoder, build, scales)
 
 
 def load_weights(
@@ -151,11 +128,7 @@ def load_weights(
     spec: ModelSpec,
     quantization: QuantizationConfig | None = None,
 ) -> None:
-    """Copy a checkpoint into a decoder that has all layers.
-
-    Raises:
-        ModelLoadError: Checkpoint and decoder do not match; nothing was copied.
-    """
+    """Copy a checkpoint into a decoder that has all layers."""
     sources = list(decoder.sources())
     # The checkpoint of a tied model may still contain the head, which equals the embedding.
     ignored = spec.ignored
@@ -181,9 +154,9 @@ def load_weights(
     decoder.pack()
 
 
-def _quantization(files: ModelFiles, configured: str | None) -> QuantizationConfig | None:
+def _quantization(files: ModelFiles, planned: str) -> QuantizationConfig | None:
     gguf = files.format is LoadFormat.GGUF
-    method = None if configured is None else QuantizationMethod(configured)
+    method = None if planned == "none" else QuantizationMethod(planned)
     quantization = choose_quantization(read_quantization(files.config()), method, gguf=gguf)
     if files.format is LoadFormat.DUMMY and quantization is not None and not quantization.online:
         raise ConfigError(
@@ -233,16 +206,3 @@ def _without_logits(spec: ModelSpec) -> ModelSpec:
         ignored=(*spec.ignored, f"{spec.head.name}.weight", f"{spec.head.name}.bias"),
         prefix=_BASE if named else spec.prefix,
     )
-
-
-def _dtype(requested: str, named: str | None, files: ModelFiles) -> torch.dtype:
-    if requested != "auto":
-        return DTYPES[requested]
-    if named is None:
-        # As the plan decides it, see `antiphon.model_card.card`.
-        named = read_weights(files, torch.float32.itemsize).dtype or "float32"
-    if named not in DTYPES:
-        raise ModelLoadError(
-            f"config.json: dtype {named!r} is not supported: there are {', '.join(DTYPES)}"
-        )
-    return DTYPES[named]

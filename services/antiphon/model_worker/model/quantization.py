@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.config import quantization as schemes
+import antiphon.config.quantization as schemes
 from antiphon.layers.quantization.eight_bit import (
     Fp8Storage,
     Int8Storage,
@@ -50,7 +50,6 @@ class StoredLinears:
 
 
 def storage_of(scheme: schemes.QuantizationScheme) -> StorageLayout:
-    """The layout of a scheme."""
     match scheme:
         case schemes.Fp8(scale=scale, block=block):
             return Fp8Storage(scale, block)

@@ -16,7 +16,8 @@ it. To add a kind:
    in `layer`.
 3. The spec of a mixer declares with `cache` what it caches. Layers with equal
    `cache` share a cache group. A new kind of cache is one more member of `CacheSpec`.
-4. Give a family that has it its row in `tests/models/families.py`, with a mutant for each feature.
+4. Give a family that has it its row in `tests/models/families.py`, and each switch of the spec its
+   rule in `tests/models/derived.py`.
 """
 
 from __future__ import annotations
@@ -167,7 +168,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             may contain; they are not loaded.
     """
 
-    family: str
     vocabulary: int
     hidden: int
     layers: tuple[LayerSpec, ...]
@@ -197,7 +197,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tied(self) -> bool:
-        """Whether its embedding is its head, too."""
         return isinstance(self.head, HeadSpec) and self.head.tied
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
@@ -213,7 +212,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple((spec, tuple(layers_by_cache[spec])) for spec in ordered)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """A family of models: its name, and the function that derives a model's spec from its config.
 

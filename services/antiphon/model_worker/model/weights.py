@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
@@ -9,21 +14,42 @@ from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats import page_hints as pages
-from antiphon.model_worker.model.formats.prefetch import prefetch_tensors
-from antiphon.model_worker.model.formats.progress import LoadProgress
+from antiphon.model_worker.model.formats.dummy import dummy_weights
 from antiphon.model_worker.model.formats.safetensors import read_safetensors
+from antiphon.model_worker.model.formats.stored_tensor import trim
+from antiphon.model_worker.model.formats.torch_file import read_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from typing import TextIO
 
     import torch
+    from torch import Tensor
 
     from antiphon.layers.weights import WeightSource
-    from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
+    from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, TensorData
+
+log = logging.getLogger(__name__)
 
 NAMED_MAX = 5
 """Tensors that an error names; the rest are counted."""
+READERS = 2
+"""Few readers keep a disk or a network busy; one alone does not where latency is high."""
+AHEAD_BYTES = 16 << 20
+"""Bytes that may be read but not yet copied, in addition to one tensor."""
+ASKED_BYTES = 64 << 20
+"""Bytes of read-ahead beyond what is copied, in addition to one tensor. They are in the kernel's
+page cache, which no process is charged for.
+
+Read-ahead issues many requests at once; blocking reads, as many as there are readers. Measured
+beside other work, with readers alone and with read-ahead: 2.3 and 1.2 s, 2.5 and 1.8 s for 730 MB
+of packed weights.
+"""
+PAUSE_S = 1.0
+FRAME_S = 0.1
+"""Between two log lines, and between two frames of the bar."""
+WIDTH = 30
+ERASED = "\r\033[K"
 
 
 class Checkpoint:
@@ -34,16 +60,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, place: ModelLocation, sources: Sequence[WeightSource] = ()) -> Checkpoint:
-        """Read the headers of all files.
-
-        Args:
-            place: The model.
-            sources: Tensors that the model will load: GGUF and dummy weights are created from
-                these.
-
-        Raises:
-            ModelLoadError: A file is missing, truncated, or not of its format.
-        """
+        """Read the headers of all files; GGUF and dummy weights are created from `sources`."""
         try:
             files = files_at(place)
             tensors = _read(files, sources)
@@ -56,9 +73,7 @@ class Checkpoint:
     def add_prefix(self, prefix: str, beside: tuple[str, ...] = ()) -> None:
         """Add a prefix to every name if none has it, as in the checkpoint of a base model.
 
-        Args:
-            prefix: Of the base model's tensors.
-            beside: Prefixes of names that never have it: those of the head.
+        Names that begin with one of `beside`, those of the head, never have it.
         """
         if not any(name.startswith(prefix) for name in self.tensors):
             self.tensors = {
@@ -81,15 +96,8 @@ class Checkpoint:
     ) -> None:
         """Compare the checkpoint with what the model loads.
 
-        Args:
-            sources: The tensors that the model loads.
-            ignored: Suffixes of further names that are allowed.
-            blank: Suffixes of further names that are allowed if all elements are zero.
-            passed_over: Prefixes of further names that are allowed.
-
-        Raises:
-            ModelLoadError: Tensors are missing, of another shape or dtype, or not used by the
-                model.
+        Further names are allowed that end with one of `ignored`, begin with one of `passed_over`,
+        or end with one of `blank` if all elements are zero.
         """
         wanted = {source.name: source for source in sources}
         held = [(self.tensors[name], one) for name, one in wanted.items() if name in self.tensors]
@@ -147,27 +155,22 @@ class Checkpoint:
                 source.load(numbers)
             tensor.data.release()
             progress.add(tensor.data.size_bytes)
-        pages.trim()
+        trim()
         progress.end()
 
 
 def _read(files: ModelFiles, sources: Sequence[WeightSource]) -> dict[str, StoredTensor]:
     if files.format is LoadFormat.DUMMY:
-        from antiphon.model_worker.model.formats.dummy import dummy_weights  # noqa: PLC0415
-
         return dummy_weights(sources)
     if not files.weights:
         raise ModelLoadError(f"{files.folder}: there is no {_endings(files)} file")
     if files.format is LoadFormat.GGUF:
+        # The gguf package is slow to import.
         from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
 
         names = [source.name for source in sources]
         return read_gguf_files(files.weights, names, mapped=files.mapped)
-    read = read_safetensors
-    if files.format is LoadFormat.PT:
-        from antiphon.model_worker.model.formats.torch_file import read_torch  # noqa: PLC0415
-
-        read = read_torch
+    read = read_torch if files.format is LoadFormat.PT else read_safetensors
     tensors: dict[str, StoredTensor] = {}
     for file in files.weights:
         tensors.update(read(file, mapped=files.mapped))
@@ -187,3 +190,105 @@ def _listed(what: str, names: list[str]) -> str | None:
 
 def _dtype_names(*dtypes: torch.dtype) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def prefetch_tensors(tensors: Sequence[TensorData]) -> Iterator[Tensor]:
+    """Yield the contents of tensors, in order; release each before taking the next."""
+    waiting: deque[tuple[TensorData, Future[Tensor]]] = deque()
+    ahead_bytes = placed_bytes = 0
+    readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+    asking = _Prefetcher(tensors)
+    try:
+        for tensor in tensors:
+            asking.until(placed_bytes + ASKED_BYTES)
+            waiting.append((tensor, readers.submit(tensor.read)))
+            ahead_bytes += tensor.size_bytes
+            while ahead_bytes > AHEAD_BYTES and len(waiting) > 1:
+                ahead_bytes -= waiting[0][0].size_bytes
+                placed_bytes += waiting[0][0].size_bytes
+                yield waiting.popleft()[1].result()
+        while waiting:
+            yield waiting.popleft()[1].result()
+    finally:
+        asking.end()
+        readers.shutdown(cancel_futures=True)
+
+
+class _Prefetcher:
+    """Requests read-ahead of tensors in order, on a thread: a busy disk blocks the caller."""
+
+    def __init__(self, tensors: Sequence[TensorData]) -> None:
+        self._left = deque(tensors)
+        self._asked_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-asked")
+
+    def until(self, size_bytes: int) -> None:
+        """Request what begins within the first `size_bytes` of all tensors."""
+        while self._left and self._asked_bytes < size_bytes:
+            tensor = self._left.popleft()
+            self._asked_bytes += tensor.size_bytes
+            self._thread.submit(tensor.prefetch)
+
+    def end(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+class LoadProgress:
+    """Counts loaded bytes: a bar in a terminal, else a log line a second; a line at the end."""
+
+    def __init__(
+        self,
+        total_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._clock = clock
+        self._began_s = self._reported_s = clock()
+        chosen: TextIO | None = stream or sys.stderr  # None in a process without stderr
+        self._terminal = chosen if chosen is not None and chosen.isatty() else None
+
+    def add(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        now_s = self._clock()
+        if now_s - self._reported_s < (FRAME_S if self._terminal else PAUSE_S):
+            return
+        self._reported_s = now_s
+        left = (self._total_bytes - self._done_bytes) / self._done_bytes
+        seconds_left = left * (now_s - self._began_s)
+        if self._terminal is not None:
+            self._draw(self._terminal, seconds_left)
+            return
+        log.info(
+            "loading weights",
+            extra={
+                "done_bytes": self._done_bytes,
+                "total_bytes": self._total_bytes,
+                "seconds_left": round(seconds_left, 1),
+            },
+        )
+
+    def end(self) -> None:
+        if self._terminal is not None:
+            self._terminal.write(ERASED)
+            self._terminal.flush()
+        seconds = self._clock() - self._began_s
+        rate = self._done_bytes / seconds if seconds else 0.0
+        log.info(
+            "weights loaded",
+            extra={
+                "bytes": self._done_bytes,
+                "seconds": round(seconds, 2),
+                "megabytes_per_s": round(rate / 1e6),
+            },
+        )
+
+    def _draw(self, terminal: TextIO, seconds_left: float) -> None:
+        full = WIDTH * self._done_bytes // self._total_bytes
+        terminal.write(
+            f"{ERASED}loading weights [{'#' * full}{'.' * (WIDTH - full)}]"
+            f" {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB,"
+            f" {seconds_left:.0f} s left"
+        )
+        terminal.flush()

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
+from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
-from antiphon.kernels.rotary import CosSinCaches, StepCosSin
+from antiphon.kernels.rotary import CosSinCaches, StepCosSin, apply_rotary
 from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
 from antiphon.model_worker.model.layer import NotStackable
-from antiphon.model_worker.runner.bidirectional import BidirectionalAttend
-from antiphon.model_worker.runner.latent import PagedLatentAttend, latent_groups, latent_rows
+from antiphon.model_worker.runner.input_batch import PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.states import StateMetadata
-    from antiphon.layers.context import AttentionBackend, AttentionParams
+    from antiphon.layers.context import AttentionBackend, AttentionParams, LatentAttentionParams
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.input_batch import InputBatch
-    from antiphon.model_worker.runner.kv_pool import KvPool
-    from antiphon.model_worker.runner.state_pool import StatePool
+    from antiphon.model_worker.runner.pools import KvPool, StatePool
 
 STACK = "decoder.stack"
 """The name under which the kernel table lists the fused decoder or the layer-by-layer one."""
@@ -67,21 +66,19 @@ class ForwardContexts:
         self._adapters = adapters
         self._caches = _caches(pools, model.kv_scales)
         self._states = _states(states)
-        self._latent = latent_groups(model.spec)
+        kinds = [cache for cache, _ in model.spec.cache_groups()]
+        self._latent = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, LatentSizes)}
         self._causal = model.spec.causal
         self._deterministic = deterministic
         self._angles = CosSinCaches(placement.dtype, placement.device)
         self._stack: FusedDecoder | None = None
         self._stack_angles = self._angles.of(None)
         # With chunked attention, the rows of a sequence may differ from step to step.
-        self._may_continue = not any(
-            isinstance(cache, KvSpec) and cache.chunked for cache, _ in model.spec.cache_groups()
-        )
+        self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
         self._continue_step: int | None = None  # step from which the fused decoder may continue
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
-        """The fused decoder, if it is enabled and supported; else layer by layer."""
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, fused=fused)
@@ -98,7 +95,7 @@ class ForwardContexts:
     ) -> FusedDecoderOutput | None:
         """Run a pass as one call from `tokens` (T,) to logits; None where it is not supported.
 
-        A `bare` result may be without logits, as in `FusedDecoder.score`.
+        A `bare` result may be without logits.
         """
         stack, continue_step = self._stack, self._continue_step
         self._continue_step = None  # set again on success
@@ -122,7 +119,6 @@ class ForwardContexts:
         self._continue_step = None
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
-        """The context of one pass."""
         rotations = StepCosSin(self._angles, plan.positions[0])
         adapted = self._adapted(plan)
         fused = None
@@ -146,12 +142,19 @@ class ForwardContexts:
         return self._adapters is not None and bool((plan.adapter >= 0).any())
 
     def _attend(self, plan: StepPlan, batch: InputBatch, rotations: StepCosSin) -> AttentionBackend:
-        if not self._causal:
-            return BidirectionalAttend.of(self._ops, plan, rotations)
-        return PagedAttend(self._ops, self._caches, batch.groups, rotations)
+        if self._causal:
+            return PagedAttend(self._ops, self._caches, batch.groups, rotations)
+        if (plan.query_len != plan.kv_len).any():
+            raise PlanRefused(
+                f"step {plan.step}: bidirectional attention needs the whole text in one pass"
+            )
+        return BidirectionalAttend(self._ops, plan.query_len.tolist(), rotations)
 
     def _attend_latent(self, batch: InputBatch, rotations: StepCosSin) -> PagedLatentAttend:
-        rows = latent_rows(self._latent, batch.groups, absorbed=self._deterministic)
+        rows = {
+            index: LatentMetadata(batch.groups[index], sizes, absorbed=self._deterministic)
+            for index, sizes in self._latent.items()
+        }
         return PagedLatentAttend(self._ops, self._caches, rows, rotations)
 
 
@@ -183,15 +186,61 @@ class PagedAttend:
 
 @dataclass(frozen=True, slots=True)
 class PagedStates:
-    """The recurrent states of one forward pass."""
+    """The recurrent states of one forward pass, and the places that each row reads and writes."""
 
     layers: dict[int, LayerStates]
     groups: tuple[StateMetadata, ...]
 
     def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
-        """A layer's states, and the places that each row reads and writes."""
         states = self.layers[layer]
         return states, self.groups[states.group]
+
+
+@dataclass(frozen=True, slots=True)
+class BidirectionalAttend:
+    """Bidirectional attention: all tokens of a row are in the same forward pass; no KV cache."""
+
+    ops: Ops
+    lengths: list[int]
+    rotations: StepCosSin
+
+    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+        """Apply RoPE, and let each token attend to its row: (T, Q + 2 H, D) -> (T, Q, D)."""
+        del layer  # all layers attend to the same tokens
+        keys = heads.shape[1] - 2 * params.kv_heads
+        values = keys + params.kv_heads
+        cos, sin = self.rotations.of(params.rotary).by_token
+        rotated = apply_rotary(heads[:, :values], cos, sin)
+        q, k, v = rotated[:, :keys], rotated[:, keys:], heads[:, values:]
+        return self.ops.bidirectional_attention(q, k, v, self.lengths, params.scale, params.window)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatentAttend:
+    """Latent attention (MLA) over the paged cache of one forward pass."""
+
+    ops: Ops
+    layers: Mapping[int, LayerKvCache]
+    groups: Mapping[int, LatentMetadata]
+    rotations: StepCosSin
+
+    def __call__(
+        self, layer: int, q: Tensor, latents: Tensor, params: LatentAttentionParams
+    ) -> Tensor:
+        """Apply RoPE, write this pass's latents, and attend to all of each row's."""
+        cache = self.layers[layer]
+        rows = self.groups[cache.group]
+        cos, sin = self.rotations.of(params.rotary).by_token
+        q = _rotated(q, rows.sizes.content, cos, sin)
+        rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
+        store_tensor(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+        attend = self.ops.paged_attention
+        return latent_attention(q, cache, rows, params.heads, params.scale, attend)
+
+
+def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (T, H, D) with the elements from `first` on rotated."""
+    return torch.cat((heads[..., :first], apply_rotary(heads[..., first:], cos, sin)), dim=-1)
 
 
 def _caches(pools: tuple[KvPool, ...], scales: Mapping[int, KvScales]) -> dict[int, LayerKvCache]:
@@ -211,7 +260,6 @@ def _states(pools: tuple[StatePool, ...]) -> dict[int, LayerStates]:
 
 
 def _refuse_apart(ops: Ops, *, fused: bool) -> None:
-    """Refuse a forced stack that conflicts with the operations chosen."""
     if not fused:
         raise NotStackable("the fused decoder is disabled")
     for choice in ops.choices:

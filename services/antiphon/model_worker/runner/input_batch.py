@@ -10,12 +10,16 @@ import numpy as np
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.states import StateMetadata
-from antiphon.model_worker.runner.errors import PlanRefused
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
+
+
+class PlanRefused(Exception):
+    """A plan uses what this runner does not support, or is out of order."""
 
 
 class InputBatch:
@@ -85,18 +89,28 @@ class InputBatch:
         ends = plan.query_start + plan.query_len
         return plan.logit_tokens + (plan.kv_len - ends)[self.logit_row].astype(np.int64) + 1
 
+    def failed_rows(self, tokens: Tensor | None, logits: Tensor | None) -> NDArray[np.bool_] | None:
+        """Which rows have a NaN or infinity, (R,); None if none has.
+
+        Hidden states count too: a prefill chunk has no logits, and other requests share its pages
+        as soon as it is committed to the prefix cache.
+
+        tokens (T,) whether a token's hidden state is finite, logits (L,) likewise; None: all are
+        """
+        if tokens is None and logits is None:
+            return None
+        failed = np.zeros(len(self._plan.slot), np.bool_)
+        for finite, row in ((tokens, self.token_row), (logits, self.logit_row)):
+            if finite is not None:
+                failed[row[~finite.cpu().numpy()]] = True
+        return failed
+
 
 def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> InputBatch:
-    """Derive the inputs of a forward pass from a plan.
-
-    Raises:
-        PlanRefused: The plan uses a feature that this runner does not support.
-    """
-    if plan.tree_mask is not None or plan.splices or plan.loads or plan.saves:
+    """Derive the inputs of a forward pass from a plan that this runner supports."""
+    other = plan.tree_mask is not None or plan.splices or plan.loads or plan.saves
+    if other or len(plan.positions) != 1:
         raise PlanRefused(f"step {plan.step}: this runner has no {_unsupported(plan)}")
-    if len(plan.positions) != 1:
-        axes = f"{len(plan.positions)} position axes"
-        raise PlanRefused(f"step {plan.step}: this runner has no {axes}")
     return InputBatch(plan, shapes, states)
 
 
@@ -156,7 +170,10 @@ class FutureTokens:
 
 
 def _unsupported(plan: StepPlan) -> str:
-    """The feature of a plan that this runner does not support; empty if it supports all."""
     if plan.tree_mask is not None:
         return "tree verification"
-    return "embedding splices" if plan.splices else "page moves"
+    if plan.splices:
+        return "embedding splices"
+    if plan.loads or plan.saves:
+        return "page moves"
+    return f"{len(plan.positions)} position axes"

@@ -5,6 +5,8 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -15,23 +17,28 @@ from antiphon.kernels.attention import KvShape
 from antiphon.kernels.bidirectional import NoCache
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.op import DeviceCapability, KernelUnavailable
+from antiphon.kernels.op import DeviceCapability, KernelUnavailable, table
 from antiphon.kernels.ops import select
 from antiphon.kernels.states import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
+from antiphon.model_card.files import files_at
 from antiphon.model_worker.batching.plan import RowStatus, StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.runner.acceptance import accept
+from antiphon.model_worker.model.cache_scales import scales_digest
+from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.context import ForwardContexts
-from antiphon.model_worker.runner.determinism import require_invariant
-from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.input_batch import FutureTokens, InputBatch, build_input_batch
-from antiphon.model_worker.runner.kv_pool import KvPool
+from antiphon.model_worker.runner.input_batch import (
+    FutureTokens,
+    InputBatch,
+    PlanRefused,
+    build_input_batch,
+)
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
-from antiphon.model_worker.runner.nonfinite_rows import failed_rows
-from antiphon.model_worker.runner.sampling import Sampler, changes_logits, greedy
-from antiphon.model_worker.runner.state_pool import StatePool
+from antiphon.model_worker.runner.pooling import Pooler
+from antiphon.model_worker.runner.pools import KvPool, StatePool, cache_groups
+from antiphon.model_worker.runner.requirements import require_invariant, require_native_reads
+from antiphon.model_worker.runner.sampling import Sampler, accept, changes_logits, greedy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,11 +47,13 @@ if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import Adapters, ForwardContext
+    from antiphon.layers.tp import Tp
+    from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.batching.plan import Ints, SamplingColumns
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
-    from antiphon.model_worker.runner.pooling import Pooler
+    from antiphon.resolve.resolved_config import ResolvedConfig
 
 
 class ModelRunner:
@@ -181,7 +190,7 @@ class ModelRunner:
     ) -> StepOutcome:
         """The outcome of sampled tokens (L,); rows in `blocked` (R,) have no token to sample."""
         rows = len(plan.slot)
-        failed = failed_rows(batch, rows, scored.finite, scored.logits_finite)
+        failed = batch.failed_rows(scored.finite, scored.logits_finite)
         ended = _either(failed, blocked)
         if batch.decodes and ended is None:  # no draft tokens
             starts, token_ids = _one_each(rows), sampled
@@ -214,7 +223,7 @@ class ModelRunner:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
         ctx, left, finite = self._layers(plan, batch, tokens)
         rows = len(plan.slot)
-        failed = failed_rows(batch, rows, finite, None)
+        failed = batch.failed_rows(finite, None)
         if failed is None:
             failed = np.zeros(rows, np.bool_)
 
@@ -333,3 +342,52 @@ def _shape(
         window=None if chunked else group.window,
         chunk=group.window if chunked else None,
     )
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A loaded model, ready to run plans whose page tables are in the order of `groups`.
+
+    Attributes:
+        kv_scales: Digest of the scales of an 8-bit KV cache; empty without scales.
+    """
+
+    runner: ModelRunner
+    groups: tuple[CacheGroup, ...]
+    spec: ModelSpec
+    kv_scales: str = ""
+
+
+def open_model(
+    place: ModelLocation,
+    plan: ResolvedConfig,
+    *,
+    tp: Tp | None = None,
+    adapters: Adapters | None = None,
+) -> OpenModel:
+    """Load a model as planned and allocate the pages and states of its cache groups.
+
+    Raises:
+        ModelLoadError: The folder cannot be served; raised before anything runs.
+        KernelUnavailable: This build does not support the device, deterministic mode or an 8-bit
+            KV cache there.
+    """
+    model = load(place, plan, tp=tp)
+    groups = cache_groups(
+        model.spec,
+        model.build,
+        page_tokens=plan.page_tokens.value,
+        pages=plan.cache_pages.value,
+        states=plan.cache_states.value,
+    )
+    pooling = plan.pooling.value
+    pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
+    runner = ModelRunner(
+        model, groups, adapters=adapters, pooler=pooler, deterministic=plan.deterministic.value
+    )
+    require_native_reads(model, runner.choices)
+    log.info("kernels", extra={"table": "\n" + table(runner.choices)})
+    return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))

@@ -61,11 +61,7 @@ class Pooler:
 
     @classmethod
     def open(cls, pooling: Pooling, folder: Path, model: LoadedModel) -> Pooler:
-        """Open a pooler with the linears of a model folder; a classifier sets its own pooling.
-
-        Raises:
-            ModelLoadError: Their files are missing or do not fit, or the model has no such head.
-        """
+        """Open a pooler with the linears of a model folder; a classifier sets its own pooling."""
         if pooling.task is Task.SCORE:
             if not isinstance(model.spec.head, ClassificationHeadSpec):
                 raise ModelLoadError("config.json: the head of this architecture is not supported")

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from antiphon.kernels.sampling import Purpose, uniform
-from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.penalties import TokenCounts
+from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.wire.sampling import TEMPERATURE_MIN
 
 if TYPE_CHECKING:
@@ -20,7 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.model_worker.batching.plan import Ints, Longs, SamplingColumns, StepPlan
+    from antiphon.model_worker.batching.plan import (
+        Ints,
+        Longs,
+        Penalties,
+        SamplingColumns,
+        StepPlan,
+    )
 
 
 class Sampler:
@@ -28,7 +33,7 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._random_rows = TokenCounts()
+        self._counts_by_slot = TokenCounts()
 
     def process_logits(
         self, plan: StepPlan, logit_row: Longs, logits: Tensor
@@ -42,10 +47,10 @@ class Sampler:
             PlanRefused: A row that verifies several draft tokens has logits processors.
         """
         if plan.penalties is not None:
-            self._random_rows.begin(plan.penalties)
+            self._counts_by_slot.begin(plan.penalties)
             places = _places(plan.step, logit_row, plan.penalties.rows)
             slots = plan.slot[plan.penalties.rows]
-            self._random_rows.apply(self._ops, logits, places, slots, plan.penalties)
+            self._counts_by_slot.apply(self._ops, logits, places, slots, plan.penalties)
         if plan.token_masks is not None:
             assert plan.token_mask_rows is not None, "masks without rows"
             places = _places(plan.step, logit_row, plan.token_mask_rows)
@@ -98,7 +103,7 @@ class Sampler:
         accepted = starts[rows + 1] - starts[rows]
         for number in range(int(accepted.max(initial=0))):
             more = rows[accepted > number]
-            self._random_rows.count(plan.slot[more], token_ids[starts[more] + number])
+            self._counts_by_slot.count(plan.slot[more], token_ids[starts[more] + number])
 
     def _greedy(self, logits: Tensor) -> Ints:
         return _ints(self._ops.argmax(logits))
@@ -121,13 +126,121 @@ def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
 
 
 def changes_logits(plan: StepPlan) -> bool:
-    """Whether a plan has penalties, masks or biases."""
     return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
 
 
 def greedy(columns: SamplingColumns) -> bool:
-    """Whether each row takes the argmax."""
     return not any(columns.temperature.tolist())
+
+
+def accept(
+    tokens: Ints,
+    logit_tokens: Ints,
+    logit_row: Longs,
+    sampled: Ints,
+    rows: int,
+    failed: NDArray[np.bool_] | None,
+) -> tuple[Ints, Ints]:
+    """Accept a row's samples up to and including the first that differs from its draft.
+
+    A verify row requests logits at several of its tokens; each later token is a draft of the token
+    that the one before it predicts. The random numbers of sampling depend on the position alone, so
+    this gives, token for token, what decoding one by one would give. Other rows have no drafts.
+
+    Axes: T tokens, L rows of logits, R rows, S accepted tokens.
+    tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool, or
+    None if none has  ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
+    """
+    following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
+    missed = (following != sampled).astype(np.int64)
+    earlier = np.cumsum(missed) - missed  # misses before this one, over all rows
+    first = np.searchsorted(logit_row, logit_row)  # (L,) index of the first of the same row
+    accepted = earlier == earlier[first]
+    if failed is not None:
+        accepted &= ~failed[logit_row]
+    starts = np.zeros(rows + 1, np.int32)
+    np.cumsum(np.bincount(logit_row[accepted], minlength=rows), out=starts[1:])
+    return starts, sampled[accepted].astype(np.int32)
+
+
+_SLOTS = 8
+_TOKENS = 64
+_NONE = -1
+
+
+class TokenCounts:
+    """Counts sampled tokens in the slots with penalties; costs nothing while there are none.
+
+    Stored as the few tokens that were sampled, not as a count for every token of the vocabulary: a
+    dense pass over 64 rows of 150,000 logits would cost more than the rest of sampling.
+
+    Axes: S slots, K distinct tokens of the slot that has most, P rows with penalties.
+    """
+
+    def __init__(self) -> None:
+        self._ids = np.full((_SLOTS, _TOKENS), _NONE, np.int32)  # (S, K)
+        self._counts = np.zeros((_SLOTS, _TOKENS), np.float32)  # (S, K)
+        self._distinct = np.zeros(_SLOTS, np.int64)  # (S,)
+
+    def begin(self, penalties: Penalties) -> None:
+        """Reset the counts of slots whose requests are new."""
+        starts = penalties.begun_starts.tolist()
+        for index, slot in enumerate(penalties.begun.tolist()):
+            outputs = penalties.begun_ids[starts[index] : starts[index + 1]]
+            ids, counts = np.unique(outputs, return_counts=True)
+            self._make_room(slot, len(ids))
+            self._ids[slot] = _NONE
+            self._ids[slot, : len(ids)] = ids
+            self._counts[slot, : len(ids)] = counts
+            self._distinct[slot] = len(ids)
+
+    def apply(
+        self, ops: Ops, logits: Tensor, places: Longs, slots: Ints, penalties: Penalties
+    ) -> None:
+        """Penalise sampled tokens, in place. `places` (P,) are rows of the logits."""
+        width = int(self._distinct[slots].max(initial=0))
+        if width == 0:
+            return
+        ids = self._ids[slots, :width]  # (P, width)
+        row, column = np.nonzero(ids >= 0)
+        ops.penalize(
+            logits,
+            torch.as_tensor(places[row]),
+            torch.as_tensor(ids[row, column].astype(np.int64)),
+            torch.as_tensor(self._counts[slots[row], column]),
+            torch.as_tensor(penalties.frequency[row]),
+            torch.as_tensor(penalties.presence[row]),
+            torch.as_tensor(penalties.repetition[row]),
+        )
+
+    def count(self, slots: Ints, token_ids: Ints) -> None:
+        """Count one more token a slot. slots, token_ids (P,); each slot occurs once."""
+        width = int(self._distinct[slots].max(initial=0))
+        known = self._ids[slots, :width] == token_ids[:, np.newaxis]  # (P, width)
+        row, column = np.nonzero(known)
+        self._counts[slots[row], column] += 1
+        fresh = np.ones(len(slots), np.bool_)
+        fresh[row] = False
+        new = slots[fresh]
+        if len(new) == 0:
+            return
+        self._make_room(0, width + 1)
+        at = self._distinct[new]
+        self._ids[new, at] = token_ids[fresh]
+        self._counts[new, at] = 1
+        self._distinct[new] = at + 1
+
+    def _make_room(self, slot: int, tokens: int) -> None:
+        slots_now, tokens_now = self._ids.shape
+        if slot < slots_now and tokens <= tokens_now:
+            return
+        shape = (max(slots_now, 2 * slot), max(tokens_now, 2 * tokens))
+        ids, counts = np.full(shape, _NONE, np.int32), np.zeros(shape, np.float32)
+        distinct = np.zeros(shape[0], np.int64)
+        ids[:slots_now, :tokens_now] = self._ids
+        counts[:slots_now, :tokens_now] = self._counts
+        distinct[:slots_now] = self._distinct
+        self._ids, self._counts, self._distinct = ids, counts, distinct
 
 
 def _ints(tokens: Tensor) -> Ints:

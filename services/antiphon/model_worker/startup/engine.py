@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -11,36 +10,43 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_card.card import read_card
-from antiphon.model_card.files import ModelLocation, files_at
-from antiphon.model_card.pooling import module_files, read_pooling
+from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.cache.events import BlockTracker
+from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.cache.hashing import Namespace
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.backend import no_compiler, open_compiler
-from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
+from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import detect_device
-from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
-from antiphon.resolve.resolved_config import resolve, table
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.sockets import CannotStart
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.config.settings import Settings
-    from antiphon.model_card.files import ModelFiles
-    from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_card.files import ModelFiles, ModelLocation
+    from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
     from antiphon.model_worker.batching.plan import PlanRunner
-    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.grammar.backend import GrammarCompiler
-    from antiphon.model_worker.runner.open import OpenModel
+    from antiphon.model_worker.runner.model_runner import OpenModel
     from antiphon.resolve.device import HostDevice
     from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)
-
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Engine:
 
     core: EngineCore
     runner: PlanRunner
-    resolved: Resolved | None = None
+    resolved: ResolvedConfig | None = None
     """The resolved configuration; None for an engine that runs no model."""
     open_compiler: Callable[[], GrammarCompiler] = no_compiler
     """Makes the grammar compiler."""
@@ -63,14 +69,10 @@ class Engine:
 
 
 def open_engine(settings: Settings) -> Engine:
-    """Load the model and make its page pools. Blocks for seconds.
-
-    Raises:
-        CannotStart: Settings, model folder or memory do not allow it.
-    """
+    """Load the model and make its page pools. Blocks for seconds."""
     try:
         files = model_files(settings)
-        checksums.verify(files, settings.load, settings.model.path)
+        verify(files, settings.load, settings.model.path)
         verify_digest(files, settings.cluster.model_digest)
         card = read_card(files)
         eos_ids = {*card.eos_ids, *tokenizer_eos_ids(tokenizer_path(settings))}
@@ -82,20 +84,13 @@ def open_engine(settings: Settings) -> Engine:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
     model = load_resolved(files, resolved)
-    core = open_engine_core(
-        settings,
-        resolved,
-        CachePools(model.groups),
-        vocab_size=model.spec.vocabulary,
-        weights_digest=settings.cluster.model_digest,
-        kv_scales=model.kv_scales,
-    )
-    compiler = _compiler(settings, resolved, core.limits)
-    return Engine(core, model.runner, resolved, compiler)
+    pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
+    core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
+    return Engine(core, model.runner, resolved, _compiler(settings, resolved, core.limits))
 
 
 def _compiler(
-    settings: Settings, resolved: Resolved, limits: EngineLimits
+    settings: Settings, resolved: ResolvedConfig, limits: EngineLimits
 ) -> Callable[[], GrammarCompiler]:
     if resolved.grammar.value == "none":
         return partial(no_compiler, resolved.grammar.reason)
@@ -114,12 +109,6 @@ def _device() -> HostDevice:
 
 
 def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
-    """The implementation that runs this model: our own or the transformers backend.
-
-    Raises:
-        CannotStart: Neither can run it.
-        ConfigError: The config is broken.
-    """
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `_device`)
     from antiphon.model_worker.model.transformers_backend.support import implementation_of  # noqa: PLC0415
 
@@ -129,73 +118,117 @@ def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
         raise CannotStart(str(error)) from error
 
 
-def verify_digest(place: ModelLocation, digest: str) -> None:
-    """Compare the model with the digest of the cluster, if there is one.
-
-    Raises:
-        CannotStart: It is another model.
-    """
-    if digest and (actual := content_digest(place)) != digest:
-        folder = files_at(place).folder
-        raise CannotStart(f"{folder}: digest {actual} differs from cluster.model_digest = {digest}")
-
-
-def content_digest(place: ModelLocation) -> str:
-    """SHA-256 over names and bytes of the config and the weights, in order of their names.
-
-    Another config is another model, so overrides of config.json are included. So is another
-    pooling: the files of sentence-transformers follow, if there are any.
-
-    Raises:
-        ConfigError: The files are broken.
-    """
-    files = files_at(place)
-    content = hashlib.sha256(files.config() if files.overridden else b"")
-    listed = [(file.name, file) for file in sorted([files.folder / "config.json", *files.weights])]
-    modules = sorted(module_files(files.folder))
-    listed += [(file.relative_to(files.folder).as_posix(), file) for file in modules]
-    for name, file in listed:
-        inner = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(_READ_BYTES):
-                inner.update(block)
-        content.update(f"{name}\0{inner.hexdigest()}\n".encode())
-    return content.hexdigest()
-
-
-def load_resolved(place: ModelLocation, resolved: Resolved) -> OpenModel:
-    """Load a model by the resolved configuration. Blocks for seconds.
-
-    Raises:
-        CannotStart: The folder cannot be served with this configuration.
-    """
+def load_resolved(place: ModelLocation, resolved: ResolvedConfig) -> OpenModel:
+    """Load a model by the resolved configuration. Blocks for seconds."""
     import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
 
     from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
-    from antiphon.model_worker.runner.open import open_model  # noqa: PLC0415
+    from antiphon.model_worker.runner.model_runner import open_model  # noqa: PLC0415
 
     torch.set_num_threads(resolved.threads.value)
     try:
-        return open_model(
-            place,
-            page_tokens=resolved.page_tokens.value,
-            pages=resolved.cache_pages.value,
-            states=resolved.cache_states.value,
-            dtype=resolved.dtype.value,
-            linear=resolved.linear.value,
-            quantization=_optional(resolved.quantization.value),
-            quantized=resolved.quantized.value,
-            device=resolved.device.value,
-            deterministic=resolved.deterministic.value,
-            implementation=resolved.implementation.value,
-            pooling=resolved.pooling.value,
-            cache_dtype=resolved.cache_dtype.value,
-            cache_scales=resolved.cache_scales.value,
-        )
+        return open_model(place, resolved)
     except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 
 
-def _optional(quantization: str) -> str | None:
-    return None if quantization == "none" else quantization
+def open_engine_core(
+    settings: Settings,
+    resolved: ResolvedConfig,
+    pools: CachePools,
+    vocab_size: int,
+    kv_scales: str = "",
+) -> EngineCore:
+    """Make an engine core without requests; `kv_scales` is a digest of the cache's scales."""
+    cache = settings.cache
+    tracker = BlockTracker() if cache.events else None
+    index = (
+        RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
+    )
+    return EngineCore(
+        _limits(settings, resolved, pools, vocab_size),
+        pools,
+        index=index,
+        rules=_rules(settings.queue),
+        namespace=Namespace(
+            model_digest=settings.cluster.model_digest,
+            salt=settings.cluster.hash_salt,
+            weight_version=settings.model.weight_version,
+            dtype=resolved.cache_dtype.value,
+            quantization=resolved.linear.value,
+            arithmetic=resolved.bits.value,
+            kv_scales=kv_scales,
+        ),
+        matcher_executor=ThreadedMatcherExecutor(),
+    )
+
+
+def _limits(
+    settings: Settings, resolved: ResolvedConfig, pools: CachePools, vocab_size: int
+) -> EngineLimits:
+    batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
+    return EngineLimits(
+        step_tokens_max=resolved.step_tokens.value,
+        chunk_tokens=None if resolved.whole_prompts.value else resolved.chunk_tokens.value,
+        fill_tokens=resolved.fill_tokens.value,
+        prefill_max=batching.prefill_max,
+        mixed=resolved.mixed.value,
+        running_max=resolved.running_max.value,
+        queue_max=queue.waiting_max,
+        context_tokens=min(resolved.context_tokens.value, pools.tokens_max),
+        vocab_size=vocab_size,
+        end_ids=frozenset(resolved.eos_ids.value),
+        weights_digest=settings.cluster.model_digest,
+        weight_version=settings.model.weight_version,
+        stream_interval=batching.stream_interval,
+        hidden_states=batching.hidden_states,
+        pool_width=None if pooling is None else pooling.width,
+        queue_timeout_s=queue.timeout_s,
+        running_timeout_s=batching.running_timeout_s,
+        checkpoint_tokens=settings.cache.checkpoint_tokens,
+        follow_timeout_s=settings.grammar.follow_timeout_s,
+        conservativeness=batching.conservativeness,
+    )
+
+
+def _rules(queue: QueueConfig) -> QueueRules:
+    return QueueRules(
+        # The policy `priority` orders by arrival within one priority.
+        policy=Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy,
+        priority=queue.by_priority,
+        low_first=queue.low_first,
+        preempt_threshold=queue.preempt_threshold,
+        refuse_priority=queue.refuse_priority,
+        max_overtake_s=queue.max_overtake_s,
+    )
+
+
+def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
+    """Run a prefill and a decode step before the first request: the first of each kind is slow.
+
+    A model that `pools` has prefill steps only.
+
+    Raises:
+        CannotStart: The model does not run.
+    """
+    sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    if pools:
+        sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
+    state = RequestState(
+        request_id=RequestId("warm-up"),
+        choice=0,
+        prompt_ids=pack_ids([0, 0]),
+        sampling=sampling,
+        deadline_unix_ms=0,
+    )
+    # `WorkerOutput` counts its keys from 1.
+    mail = Mail(runs=((ChoiceKey(0), state),))
+    while True:
+        report = loop.turn(mail)
+        for news in report.progress:
+            if news.finish is not None and news.finish.error is not None:
+                raise CannotStart(f"warmup failed: {news.finish.error.message}")
+            if news.finish is not None:
+                return msgspec.structs.replace(report, progress=())
+        mail = Mail()

@@ -1,4 +1,4 @@
-"""BERT and (XLM-)RoBERTa: bidirectional attention, and post-norms after each block."""
+"""BERT and (XLM-)RoBERTa."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import msgspec
 
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
-from antiphon.layers.mlp import PlainMlpSpec
-from antiphon.layers.norm import NormSpec
 from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.llama_parts import attention, layer_norm, model, plain
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
@@ -42,25 +40,19 @@ class _BertFields(msgspec.Struct, frozen=True):
 
 
 def declare_bert(config: ConfigFile) -> ModelSpec:
-    """Labels are scored from the first token, after the pooler."""
-    pooler = DenseSpec(name="bert.pooler.dense", activation="tanh")
-    head = ClassificationHeadSpec(labels=config.labels, name="classifier", bias=True, dense=pooler)
-    return _encoder("bert", config, head, positions_first=0)
+    """BERT: bidirectional attention, and post-norms after each block."""
+    return _encoder("bert", config, "classifier", "bert.pooler.dense", positions_first=0)
 
 
 def declare_roberta(config: ConfigFile) -> ModelSpec:
-    """Its head has its own dense layer; positions start after that of padding."""
-    dense = DenseSpec(name="classifier.dense", activation="tanh")
-    head = ClassificationHeadSpec(
-        labels=config.labels, name="classifier.out_proj", bias=True, dense=dense
-    )
-    return _encoder(
-        "roberta", config, head, positions_first=config.family_fields(_BertFields).pad_token_id + 1
-    )
+    """(XLM-)RoBERTa: bidirectional attention, and post-norms after each block."""
+    positions_first = config.family_fields(_BertFields).pad_token_id + 1
+    head, dense = "classifier.out_proj", "classifier.dense"
+    return _encoder("roberta", config, head, dense, positions_first=positions_first)
 
 
 def _encoder(
-    family: str, config: ConfigFile, head: ClassificationHeadSpec, *, positions_first: int
+    family: str, config: ConfigFile, head: str, dense: str, *, positions_first: int
 ) -> ModelSpec:
     """Equal layers, whose names have the family's prefix."""
     fields = config.family_fields(_BertFields)
@@ -68,29 +60,17 @@ def _encoder(
         raise ModelLoadError(
             "config.json: position_embedding_type must be absolute, and is_decoder false"
         )
-    norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
+    norm = layer_norm(config)
     layer = LayerSpec(
-        mixer=replace(
-            attention(config),
-            causal=False,
-            rotary=None,
-            qkv_bias=True,
-            out_bias=True,
-            names=NAMES,
-        ),
-        feed_forward=PlainMlpSpec(
-            width=config.width,
-            activation=config.activation,
-            bias=True,
-            up="intermediate.dense",
-            down="output.dense",
-        ),
+        mixer=attention(config, bias=True, causal=False, rotary=None, names=NAMES),
+        feed_forward=plain(config, up="intermediate.dense", down="output.dense"),
         norm=norm,
         norms=NORMS,
     )
-    architecture = config.architectures[0]
-    return msgspec.structs.replace(
-        model(family, config, (layer,) * config.num_hidden_layers, norm),
+    scores = task_of(config.architectures[0]) is Task.SCORE
+    return model(
+        config,
+        layer,
         context_tokens=config.max_position_embeddings - positions_first,
         norm_name=None,
         embedding=EmbeddingSpec(
@@ -102,7 +82,7 @@ def _encoder(
             norm=norm,
             norm_name=f"{family}.embeddings.LayerNorm",
         ),
-        head=head if task_of(architecture) is Task.SCORE else None,
+        head=_head(config, head, dense) if scores else None,
         pooling="cls",
         layer_name=f"{family}.encoder.layer.{{}}",
         ignored=("embeddings.position_ids",),
@@ -112,9 +92,12 @@ def _encoder(
     )
 
 
-BERT = ModelFamily(name="bert", declare=declare_bert, features=FEATURES)
+def _head(config: ConfigFile, name: str, dense: str) -> ClassificationHeadSpec:
+    layer = DenseSpec(name=dense, activation="tanh")
+    return ClassificationHeadSpec(labels=config.labels, name=name, bias=True, dense=layer)
+
+
+BERT = ModelFamily("bert", declare_bert, FEATURES)
 BERT_CLASSIFIER = replace(BERT, features=(*FEATURES, *HEAD))
-ROBERTA = ModelFamily(
-    name="roberta", declare=declare_roberta, features=(*FEATURES, "positions after padding")
-)
+ROBERTA = ModelFamily("roberta", declare_roberta, (*FEATURES, "positions after padding"))
 ROBERTA_CLASSIFIER = replace(ROBERTA, features=(*ROBERTA.features, *HEAD))

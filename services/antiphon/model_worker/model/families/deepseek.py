@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and models of their shape, such as Kimi K2: latent attention and experts."""
+"""DeepSeek V2 and V3, and the experts of GLM-4.5, which are routed as theirs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.llama_parts import gated, layers, model, rms_norm
-from antiphon.model_worker.model.moe import (
+from antiphon.model_worker.model.llama_parts import (
     Count,
-    DeepseekMoeFields,
-    check_routing,
-    experts,
-    feed_forwards,
-    shared,
-    sigmoid_moe,
+    ExpertFields,
+    attention,
+    gated,
+    layers,
+    model,
+    rms_norm,
 )
-from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec, ModelFamily
 
 if TYPE_CHECKING:
+    from antiphon.layers.mlp import GatedMlpSpec
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
@@ -33,9 +32,21 @@ LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever the config sets for the others."""
 
 
-class DeepseekFields(DeepseekMoeFields, frozen=True, kw_only=True):
-    """The config fields of latent attention (MLA)."""
+class _DeepseekMoeFields(ExpertFields, frozen=True, kw_only=True):
+    """What decides routing has no default: the defaults of transformers' classes differ."""
 
+    moe_intermediate_size: Count
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int
+    moe_layer_freq: int = 1
+    n_group: int | None = None
+    topk_group: int | None = None
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    num_nextn_predict_layers: int = 0
+
+
+class _DeepseekFields(_DeepseekMoeFields, frozen=True, kw_only=True):
     kv_lora_rank: Count
     q_lora_rank: Count | None = None
     qk_nope_head_dim: Count
@@ -45,7 +56,51 @@ class DeepseekFields(DeepseekMoeFields, frozen=True, kw_only=True):
     topk_method: str | None = None
 
 
-def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
+class _Glm4MoeFields(_DeepseekMoeFields, frozen=True, kw_only=True):
+    use_qk_norm: bool = False
+
+
+def declare_v2(config: ConfigFile) -> ModelSpec:
+    """DeepSeek V2 and models of its shape: latent attention and experts."""
+    fields = msgspec.structs.replace(config.family_fields(_DeepseekFields), rope_interleave=True)
+    return _model(config, fields, _latent(config, fields), _softmax_moe(config, fields))
+
+
+def declare_v3(config: ConfigFile) -> ModelSpec:
+    """DeepSeek V3 and models of its shape, such as Kimi K2: latent attention and experts."""
+    fields = config.family_fields(_DeepseekFields)
+    return _model(config, fields, _latent(config, fields), _sigmoid_moe(config, fields))
+
+
+def declare_glm4_moe(config: ConfigFile) -> ModelSpec:
+    """GLM-4.5 and later with experts: RoPE on half of each head, routing as in DeepSeek V3."""
+    fields = config.family_fields(_Glm4MoeFields)
+    qk_norm = rms_norm(config) if fields.use_qk_norm else None
+    mixer = attention(config, qkv_bias=config.attention_bias, qk_norm=qk_norm)
+    return _model(config, fields, mixer, _sigmoid_moe(config, fields))
+
+
+def _model(
+    config: ConfigFile, fields: _DeepseekMoeFields, mixer: MixerSpec, sparse: MoeSpec
+) -> ModelSpec:
+    """Dense blocks in the first layers, experts in the others."""
+    if fields.moe_layer_freq != 1:
+        raise ModelLoadError(
+            f"config.json: moe_layer_freq {fields.moe_layer_freq} is not supported: use 1"
+        )
+    norm, dense = rms_norm(config), gated(config)
+
+    def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
+        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+    blocks: list[FeedForwardSpec] = [
+        dense if index < fields.first_k_dense_replace else sparse
+        for index in range(config.num_hidden_layers)
+    ]
+    return model(config, layers(blocks, layer), further_layers=fields.num_nextn_predict_layers)
+
+
+def _latent(config: ConfigFile, fields: _DeepseekFields) -> LatentSpec:
     """Latent attention (MLA), with mscale in the scale of its scores."""
     sizes = LatentSizes(
         heads=config.num_attention_heads,
@@ -68,20 +123,14 @@ def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
 
 def _mscale(config: ConfigFile) -> float:
     """The mscale of queries and keys. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4."""
-    field = config.rope_parameters or config.rope_scaling
-    if field is None or (field.rope_type or field.type or "default") == "default":
-        return 1.0
-    if not field.mscale_all_dim or field.factor is None or field.factor <= 1:
+    field = config.rope
+    if field.kind == "default" or not field.mscale_all_dim or not field.factor or field.factor <= 1:
         return 1.0
     return 0.1 * field.mscale_all_dim * math.log(field.factor) + 1.0
 
 
-def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
-    """Softmax scores; with expert groups, only experts of the best groups are selected.
-
-    Raises:
-        ModelLoadError: The routing method is not supported.
-    """
+def _softmax_moe(config: ConfigFile, fields: _DeepseekFields) -> MoeSpec:
+    """Softmax scores; with expert groups, only experts of the best groups are selected."""
     if fields.topk_method not in ("greedy", "group_limited_greedy"):
         raise ModelLoadError(
             f"config.json: topk_method {fields.topk_method!r} is not supported:"
@@ -92,59 +141,51 @@ def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
         raise ModelLoadError("config.json: norm_topk_prob is not supported in this family")
     grouped = fields.topk_method == "group_limited_greedy"
     groups, kept = (fields.n_group or 1, fields.topk_group or 1) if grouped else (1, 1)
-    check_routing(fields.num_experts, fields.num_experts_per_tok, groups, kept)
     return MoeSpec(
-        routing=RoutingSpec(
-            top_k=fields.num_experts_per_tok,
-            factor=fields.routed_scaling_factor,
-            groups=groups,
-            groups_kept=kept,
-        ),
-        experts=experts(config, fields),
-        shared=shared(config, fields),
+        routing=fields.routing(groups, kept, factor=fields.routed_scaling_factor),
+        experts=fields.experts(config, fields.moe_intermediate_size),
+        shared=_shared(config, fields),
     )
 
 
-def _model(name: str, config: ConfigFile, fields: DeepseekFields, sparse: MoeSpec) -> ModelSpec:
-    norm, mixer = rms_norm(config), latent(config, fields)
-
-    def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
-        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
-
-    blocks = feed_forwards(config, fields, gated(config), sparse)
-    spec = model(name, config, layers(blocks, layer), norm)
-    return msgspec.structs.replace(spec, further_layers=fields.num_nextn_predict_layers)
-
-
-def declare_v2(config: ConfigFile) -> ModelSpec:
-    """Dense blocks in the first layers, experts in the others."""
-    fields = msgspec.structs.replace(config.family_fields(DeepseekFields), rope_interleave=True)
-    return _model("deepseek-v2", config, fields, softmax_moe(config, fields))
-
-
-def declare_v3(config: ConfigFile) -> ModelSpec:
-    """Dense blocks in the first layers, experts in the others."""
-    fields = config.family_fields(DeepseekFields)
-    return _model("deepseek-v3", config, fields, sigmoid_moe(config, fields))
+def _sigmoid_moe(config: ConfigFile, fields: _DeepseekMoeFields) -> MoeSpec:
+    """Sigmoid scores with a balancing correction, expert groups, and a shared expert."""
+    return MoeSpec(
+        routing=fields.routing(
+            fields.n_group or 1,
+            fields.topk_group or 1,
+            scoring="sigmoid",
+            renormalised=fields.norm_topk_prob,
+            factor=fields.routed_scaling_factor,
+            group_best=2,
+        ),
+        experts=fields.experts(config, fields.moe_intermediate_size),
+        correction="mlp.gate.e_score_correction_bias",
+        shared=_shared(config, fields),
+    )
 
 
-_LATENT = (
-    "rope scaling",
-    "mscale",
-    "interleaved RoPE",
-    "shared expert",
-    "scaling",
-    "groups",
+def _shared(config: ConfigFile, fields: _DeepseekMoeFields) -> GatedMlpSpec | None:
+    """The shared expert that processes all tokens: as wide as several routed experts."""
+    if not fields.n_shared_experts:
+        return None
+    return gated(
+        config,
+        width=fields.n_shared_experts * fields.moe_intermediate_size,
+        gate="mlp.shared_experts.gate_proj",
+        up="mlp.shared_experts.up_proj",
+        down="mlp.shared_experts.down_proj",
+    )
+
+
+_LATENT = ("rope scaling", "mscale", "interleaved RoPE")
+_EXPERTS = ("shared expert", "scaling", "groups")
+_SIGMOID = (
+    *(*_EXPERTS, "biases", "sigmoid scores", "correction"),
+    *("groups by their two best", "normalised top-k weights"),
 )
 DEEPSEEK_V2 = ModelFamily(
-    name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "unnormalised top-k weights")
+    "deepseek-v2", declare_v2, (*_LATENT, *_EXPERTS, "unnormalised top-k weights")
 )
-DEEPSEEK_V3 = ModelFamily(
-    name="deepseek-v3",
-    declare=declare_v3,
-    features=(
-        *_LATENT,
-        "biases",
-        *("sigmoid scores", "correction", "groups by their two best", "normalised top-k weights"),
-    ),
-)
+DEEPSEEK_V3 = ModelFamily("deepseek-v3", declare_v3, (*_LATENT, *_SIGMOID))
+GLM4_MOE = ModelFamily("glm4-moe", declare_glm4_moe, ("qk-norm", "partial RoPE", *_SIGMOID))

@@ -1,8 +1,7 @@
-"""Falcon-H1: attention and Mamba 2 in parallel in every layer, and multipliers throughout."""
+"""Falcon-H1."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,19 +16,16 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class SpecialFloat(msgspec.Struct, frozen=True):
+class _SpecialFloat(msgspec.Struct, frozen=True):
     """A float that JSON lacks, as transformers encodes it."""
 
     value: str = msgspec.field(name="__float__")
 
     def __float__(self) -> float:
-        """The number."""
         return float(self.value)
 
 
-class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """Config fields of this family."""
-
+class _FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
     mamba_n_heads: int
     mamba_d_head: int
     mamba_n_groups: int = 1
@@ -40,9 +36,9 @@ class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
     projectors_bias: bool = False
-    time_step_limit: tuple[float | SpecialFloat, float | SpecialFloat] = (
+    time_step_limit: tuple[float | _SpecialFloat, float | _SpecialFloat] = (
         0.0,
-        SpecialFloat("Infinity"),
+        _SpecialFloat("Infinity"),
     )
     ssm_multipliers: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
     ssm_in_multiplier: float = 1.0
@@ -56,13 +52,13 @@ class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """All layers are equal."""
-    fields, norm = config.family_fields(FalconH1Fields), rms_norm(config)
+    """Falcon-H1: attention and Mamba 2 in parallel in every layer, and multipliers throughout."""
+    fields = config.family_fields(_FalconH1Fields)
     scale_gate, scale_out = fields.mlp_multipliers
     layer = LayerSpec(
         mixer=ParallelMixersSpec((_mamba(config, fields), _attention(config, fields))),
-        feed_forward=replace(
-            gated(config),
+        feed_forward=gated(
+            config,
             bias=config.mlp_bias,
             gate="feed_forward.gate_proj",
             up="feed_forward.up_proj",
@@ -70,31 +66,29 @@ def declare(config: ConfigFile) -> ModelSpec:
             scale_gate=scale_gate,
             scale_out=scale_out,
         ),
-        norm=norm,
+        norm=rms_norm(config),
         norms=Norms(before_mixer="input_layernorm", before_feed_forward="pre_ff_layernorm"),
     )
-    return msgspec.structs.replace(
-        model("falcon-h1", config, (layer,) * config.num_hidden_layers, norm),
+    return model(
+        config,
+        layer,
         norm_name="model.final_layernorm",
         embedding=EmbeddingSpec(scale=fields.embedding_multiplier),
         head=HeadSpec(tied=config.tie_word_embeddings, scale=fields.lm_head_multiplier),
     )
 
 
-def _attention(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
-    bias = config.attention_bias
-    plain = attention(config)
+def _attention(config: ConfigFile, fields: _FalconH1Fields) -> MixerBranch:
+    # A multiplier of keys is one of scores, since keys are used for nothing else.
+    scale = config.head_size**-0.5 * fields.key_multiplier
     return MixerBranch(
-        # A multiplier of keys is one of scores, since keys are used for nothing else.
-        mixer=replace(
-            plain, scale=plain.scale * fields.key_multiplier, qkv_bias=bias, out_bias=bias
-        ),
+        mixer=attention(config, bias=config.attention_bias, scale=scale),
         scale_in=fields.attention_in_multiplier,
         scale_out=fields.attention_out_multiplier,
     )
 
 
-def _mamba(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
+def _mamba(config: ConfigFile, fields: _FalconH1Fields) -> MixerBranch:
     shortest, longest = fields.time_step_limit
     return MixerBranch(
         mixer=Mamba2Spec(
@@ -117,9 +111,9 @@ def _mamba(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
 
 
 FALCON_H1 = ModelFamily(
-    name="falcon-h1",
-    declare=declare,
-    features=(
+    "falcon-h1",
+    declare,
+    (
         *("state", "biases", "step limits", "gated norm", "gate before the norm"),
         *("gate behind the norm", "scaled inputs", "scaled branches", "attention scale"),
         *("scaled feed-forward", "scaled embedding", "scaled logits"),

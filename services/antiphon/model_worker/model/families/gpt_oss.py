@@ -1,17 +1,19 @@
-"""gpt-oss: attention sinks, windows in every second layer, experts with biases and a clamp."""
+"""gpt-oss."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.experts import ClampedSwish, ExpertsSpec, StackedExperts
 from antiphon.layers.moe import MoeSpec
-from antiphon.model_worker.model.llama_parts import attention, layers, model, rms_norm
-from antiphon.model_worker.model.moe import Count, check_routing
+from antiphon.model_worker.model.llama_parts import (
+    Count,
+    ExpertFields,
+    attention,
+    layers,
+    model,
+    rms_norm,
+)
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
@@ -19,10 +21,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Config fields of this family."""
-
-    num_experts: Count
+class _GptOssFields(ExpertFields, frozen=True, kw_only=True):
     num_experts_per_tok: Count = 4
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -30,11 +29,10 @@ class GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers differ only in their window."""
-    norm, fields = rms_norm(config), config.family_fields(GptOssFields)
-    check_routing(fields.num_experts, fields.num_experts_per_tok)
+    """gpt-oss: attention sinks, windows in every second layer, experts with biases and a clamp."""
+    norm, fields = rms_norm(config), config.family_fields(_GptOssFields)
     experts = MoeSpec(
-        routing=RoutingSpec(top_k=fields.num_experts_per_tok, renormalised=True),
+        routing=fields.routing(renormalised=True),
         experts=ExpertsSpec(
             count=fields.num_experts,
             width=config.width,
@@ -47,21 +45,16 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
     def layer(window: int | None) -> LayerSpec:
-        mixer = replace(
-            attention(config, window=window),
-            qkv_bias=fields.attention_bias,
-            out_bias=fields.attention_bias,
-            sinks=True,
-        )
+        mixer = attention(config, window=window, bias=fields.attention_bias, sinks=True)
         return LayerSpec(mixer=mixer, feed_forward=experts, norm=norm)
 
-    return model("gpt-oss", config, layers(config.windows(), layer), norm)
+    return model(config, layers(config.windows(), layer))
 
 
 GPT_OSS = ModelFamily(
-    name="gpt-oss",
-    declare=declare,
-    features=(
+    "gpt-oss",
+    declare,
+    (
         *("sinks", "window", "biases", "rope scaling"),
         *("expert biases", "router bias", "normalised top-k weights"),
         *("clamped gate", "gate alpha", "interleaved gate and up"),

@@ -1,27 +1,151 @@
-"""Llama 2, 3, 3.1, 3.2, and the many models of the same shape."""
+"""Llama, and families that are Llama with a few changes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
+import msgspec
+
+from antiphon.layers.attention import AttentionNames
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.llama_parts import (
+    attention,
+    classifier,
+    embedding_model,
+    gated,
+    layers,
+    model,
+    rms_norm,
+)
+from antiphon.model_worker.model.spec import (
+    POST,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelFamily,
+    Norms,
+)
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
+QKV = "self_attn.qkv_proj"
+GATE_UP = "mlp.gate_up_proj"
+GLM4_NORMS = Norms(
+    before_mixer="input_layernorm",
+    after_mixer="post_self_attn_layernorm",
+    before_feed_forward="post_attention_layernorm",
+    after_feed_forward="post_mlp_layernorm",
+)
 
-def declare(config: ConfigFile) -> ModelSpec:
-    """All layers are equal."""
-    bias, norm = config.attention_bias, rms_norm(config)
+
+def declare_llama(config: ConfigFile) -> ModelSpec:
+    """Llama 2, 3, 3.1, 3.2, and the many models of the same shape."""
     layer = LayerSpec(
-        mixer=replace(attention(config), qkv_bias=bias, out_bias=bias),
-        feed_forward=replace(gated(config), bias=config.mlp_bias),
-        norm=norm,
+        mixer=attention(config, bias=config.attention_bias),
+        feed_forward=gated(config, bias=config.mlp_bias),
+        norm=rms_norm(config),
     )
-    return model("llama", config, (layer,) * config.num_hidden_layers, norm)
+    return model(config, layer)
 
 
-LLAMA = ModelFamily(name="llama", declare=declare, features=("biases", "rope scaling"))
+class _SmolLm3Fields(msgspec.Struct, frozen=True):
+    no_rope_layers: tuple[int, ...] | None = None
+    """Despite the name, 1 marks a layer with RoPE."""
+    no_rope_layer_interval: int = 4
+
+
+def declare_smollm3(config: ConfigFile) -> ModelSpec:
+    """SmolLM3: Llama's shape with every fourth layer without RoPE (NoPE)."""
+    fields, norm = config.family_fields(_SmolLm3Fields), rms_norm(config)
+    rotated = fields.no_rope_layers or tuple(
+        int((index + 1) % fields.no_rope_layer_interval != 0)
+        for index in range(config.num_hidden_layers)
+    )
+
+    def layer(kind: tuple[int | None, int]) -> LayerSpec:
+        window, rotates = kind
+        changes = {} if rotates else {"rotary": None}
+        return LayerSpec(
+            mixer=attention(config, window=window, bias=config.attention_bias, **changes),
+            feed_forward=gated(config, bias=config.mlp_bias),
+            norm=norm,
+        )
+
+    kinds = tuple(zip(config.windows(), rotated, strict=True))
+    return model(config, layers(kinds, layer))
+
+
+class _GraniteFields(msgspec.Struct, frozen=True):
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+
+
+def declare_granite(config: ConfigFile) -> ModelSpec:
+    """Granite 3: Llama's shape with four multipliers."""
+    by = config.family_fields(_GraniteFields)
+    layer = LayerSpec(
+        mixer=attention(config, bias=config.attention_bias, scale=by.attention_multiplier),
+        feed_forward=gated(config, bias=config.mlp_bias),
+        norm=rms_norm(config),
+        multiplier=by.residual_multiplier,
+    )
+    return model(
+        config,
+        layer,
+        embedding=EmbeddingSpec(scale=by.embedding_multiplier),
+        head=HeadSpec(tied=config.tie_word_embeddings, scale=1 / by.logits_scaling),
+    )
+
+
+def declare_olmo2(config: ConfigFile) -> ModelSpec:
+    """OLMo 2: norms only after both blocks, and QK norms over all heads of a token at once."""
+    bias, norm = config.attention_bias, NormSpec(kind="rms_wide", eps=config.rms_norm_eps)
+    layer = LayerSpec(
+        mixer=attention(config, bias=bias, qk_norm=norm, qk_norm_over="token"),
+        feed_forward=gated(config),
+        norm=norm,
+        norms=POST,
+    )
+    return model(config, layer)
+
+
+def declare_phi3(config: ConfigFile) -> ModelSpec:
+    """Phi 3, 3.5 and 4: Llama's shape with fused linears and LongRoPE."""
+    names = AttentionNames(query=QKV, key=QKV, value=QKV)
+    layer = LayerSpec(
+        mixer=attention(config, window=config.sliding_window, names=names),
+        feed_forward=gated(config, gate=GATE_UP, up=GATE_UP),
+        norm=rms_norm(config),
+    )
+    return model(config, layer)
+
+
+def declare_glm4(config: ConfigFile) -> ModelSpec:
+    """GLM-4 (0414): norms around both blocks, and interleaved RoPE on half of each head."""
+    layer = LayerSpec(
+        mixer=attention(config, qkv_bias=config.attention_bias, interleaved_rope=True),
+        feed_forward=gated(config, gate=GATE_UP, up=GATE_UP),
+        norm=rms_norm(config),
+        norms=GLM4_NORMS,
+    )
+    return model(config, layer)
+
+
+LLAMA = ModelFamily("llama", declare_llama, ("biases", "rope scaling"))
+SMOLLM3 = ModelFamily("smollm3", declare_smollm3, ("NoPE layers", "biases", "window"))
+GRANITE = ModelFamily(
+    "granite",
+    declare_granite,
+    ("biases", "attention scale", "residual multiplier", "scaled embedding", "scaled logits"),
+)
+OLMO2 = ModelFamily("olmo2", declare_olmo2, ("biases", "qk-norm", "output norms only"))
+PHI3 = ModelFamily("phi3", declare_phi3, ("partial RoPE", "rope scaling", "window"))
+GLM4 = ModelFamily(
+    "glm4", declare_glm4, ("biases", "interleaved RoPE", "partial RoPE", "sandwich norms")
+)
+LLAMA_CLASSIFIER = classifier(LLAMA)
+LLAMA_BASE = embedding_model(LLAMA)

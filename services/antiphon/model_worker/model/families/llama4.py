@@ -1,63 +1,54 @@
-"""Llama 4 (text): RoPE layers with chunked attention, NoPE layers with full attention, experts."""
+"""Llama 4."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import Temperature
-from antiphon.layers.experts import ExpertsSpec, StackedExperts
-from antiphon.layers.mlp import GatedMlpSpec
+from antiphon.layers.experts import StackedExperts
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.llama_parts import attention, layers, model, rms_norm
-from antiphon.model_worker.model.moe import Count, check_routing
+from antiphon.model_worker.model.llama_parts import (
+    Count,
+    ExpertFields,
+    attention,
+    gated,
+    layers,
+    model,
+    rms_norm,
+)
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
+    from antiphon.layers.mlp import GatedMlpSpec
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
-class Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """Config fields of this family.
-
-    Attributes:
-        no_rope_layers: Despite the name, 1 marks a layer with RoPE.
-        attn_temperature_tuning: Published configs have 4, which means enabled.
-    """
-
+class _Llama4Fields(ExpertFields, frozen=True, kw_only=True):
     intermediate_size_mlp: Count
-    num_experts: Count
-    num_experts_per_tok: Count
     moe_layers: tuple[int, ...] | None = None
     interleave_moe_layer_step: Count = 1
     no_rope_layers: tuple[int, ...] | None = None
+    """Despite the name, 1 marks a layer with RoPE."""
     no_rope_layer_interval: Count = 4
     attention_chunk_size: Count | None = None
     use_qk_norm: bool = True
     attn_temperature_tuning: bool | int = True
+    """Published configs have 4, which means enabled."""
     floor_scale: Count = 8192
     attn_scale: float = 0.1
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers differ in RoPE, in their attention, and in whether they have experts.
-
-    Raises:
-        ModelLoadError: The attention of a layer is not supported, or the lists of layers do not
-            match.
-    """
-    fields, norm = config.family_fields(Llama4Fields), rms_norm(config)
-    check_routing(fields.num_experts, fields.num_experts_per_tok)
-    dense, experts = _dense(config, fields.intermediate_size_mlp), _experts(config, fields)
+    """Llama 4 (text): chunked attention in layers with RoPE, full attention without, experts."""
+    fields, norm = config.family_fields(_Llama4Fields), rms_norm(config)
+    experts = _experts(config, fields)
+    dense = _dense(config, fields.intermediate_size_mlp, "feed_forward")
 
     def layer(kind: tuple[bool, str, bool]) -> LayerSpec:
         rotated, sight, sparse = kind
@@ -67,10 +58,10 @@ def declare(config: ConfigFile) -> ModelSpec:
             norm=norm,
         )
 
-    return model("llama4", config, layers(_kinds(config, fields), layer), norm)
+    return model(config, layers(_kinds(config, fields), layer))
 
 
-def _kinds(config: ConfigFile, fields: Llama4Fields) -> list[tuple[bool, str, bool]]:
+def _kinds(config: ConfigFile, fields: _Llama4Fields) -> list[tuple[bool, str, bool]]:
     """For each layer: whether it has RoPE, its kind of attention, whether it has experts."""
     count, step = config.num_hidden_layers, fields.interleave_moe_layer_step
     rotated = [bool(flag) for flag in fields.no_rope_layers or ()] or [
@@ -81,58 +72,52 @@ def _kinds(config: ConfigFile, fields: Llama4Fields) -> list[tuple[bool, str, bo
     sights = config.layer_types or tuple(CHUNKED if has_rope else FULL for has_rope in rotated)
     if unknown := sorted(set(sights) - {CHUNKED, FULL}):
         raise ModelLoadError(f"config.json: layer_types: {unknown[0]!r} is not supported")
-    sparse = fields.moe_layers
-    if sparse is None:
-        sparse = tuple(range(step - 1, count, step))
+    sparse = range(step - 1, count, step) if fields.moe_layers is None else fields.moe_layers
     return [
         (has_rope, sight, index in sparse)
         for index, (has_rope, sight) in enumerate(zip(rotated, sights, strict=True))
     ]
 
 
-def _mixer(config: ConfigFile, fields: Llama4Fields, sight: str, *, rotated: bool) -> AttentionSpec:
-    bias, norm = config.attention_bias, None
+def _mixer(
+    config: ConfigFile, fields: _Llama4Fields, sight: str, *, rotated: bool
+) -> AttentionSpec:
+    norm = temperature = None
     if rotated and fields.use_qk_norm:
         # After RoPE, as in training: for norms without weights the order makes no difference.
         norm = NormSpec(eps=config.rms_norm_eps, affine=False)
-    temperature = None
     if fields.attn_temperature_tuning and not rotated:
         temperature = Temperature(floor=fields.floor_scale, scale=fields.attn_scale)
-    mixer = attention(config)
-    return replace(
-        mixer,
-        rotary=mixer.rotary if rotated else None,
+    return attention(
+        config,
+        bias=config.attention_bias,
         interleaved_rope=True,
+        rotary=config.rotary() if rotated else None,
         window=fields.attention_chunk_size if sight == CHUNKED else None,
         chunked=sight == CHUNKED,
-        qkv_bias=bias,
-        out_bias=bias,
         qk_norm=norm,
         temperature=temperature,
     )
 
 
-def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> GatedMlpSpec:
-    return GatedMlpSpec(
+def _dense(config: ConfigFile, width: int, within: str) -> GatedMlpSpec:
+    return gated(
+        config,
         width=width,
-        activation=config.activation,
         gate=f"{within}.gate_proj",
         up=f"{within}.up_proj",
         down=f"{within}.down_proj",
     )
 
 
-def _experts(config: ConfigFile, fields: Llama4Fields) -> MoeSpec:
+def _experts(config: ConfigFile, fields: _Llama4Fields) -> MoeSpec:
+    names = StackedExperts(
+        gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
+    )
     return MoeSpec(
-        routing=RoutingSpec(top_k=fields.num_experts_per_tok, scoring="sigmoid"),
-        experts=ExpertsSpec(
-            count=fields.num_experts,
-            width=config.width,
-            activation=config.activation,
-            apply_router_weight_on_input=True,
-            names=StackedExperts(
-                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
-            ),
+        routing=fields.routing(scoring="sigmoid"),
+        experts=fields.experts(
+            config, config.width, apply_router_weight_on_input=True, names=names
         ),
         router="feed_forward.router",
         shared=_dense(config, config.width, "feed_forward.shared_expert"),
@@ -140,17 +125,11 @@ def _experts(config: ConfigFile, fields: Llama4Fields) -> MoeSpec:
 
 
 LLAMA4 = ModelFamily(
-    name="llama4",
-    declare=declare,
-    features=(
+    "llama4",
+    declare,
+    (
         *("NoPE layers", "chunked attention", "temperature", "qk-norm", "interleaved RoPE"),
-        *(
-            "biases",
-            "rope scaling",
-            "sigmoid scores",
-            "router weight on the input",
-            "shared expert",
-        ),
-        "unnormalised top-k weights",
+        *("biases", "rope scaling", "sigmoid scores", "router weight on the input"),
+        *("shared expert", "unnormalised top-k weights"),
     ),
 )

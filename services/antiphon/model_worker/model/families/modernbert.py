@@ -1,4 +1,4 @@
-"""ModernBERT: a bidirectional encoder with RoPE, gated blocks and windows in most layers."""
+"""ModernBERT."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import msgspec
 from antiphon.kernels.rotary import RotarySpec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
-from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.config_file import activation_of
-from antiphon.model_worker.model.llama_parts import attention, layers, model
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
@@ -41,31 +40,25 @@ class _ModernBertFields(msgspec.Struct, frozen=True):
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers differ in their window and in the RoPE base that goes with it."""
+    """ModernBERT: a bidirectional encoder with RoPE, gated blocks and windows in most layers."""
     fields = config.family_fields(_ModernBertFields)
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=fields.norm_bias)
+    feed_forward = gated(config, bias=config.mlp_bias, gate="mlp.Wi", up="mlp.Wi", down="mlp.Wo")
 
     def layer(kind: tuple[int | None, bool]) -> LayerSpec:
         window, first = kind
         return LayerSpec(
             mixer=_mixer(config, fields, window),
-            feed_forward=GatedMlpSpec(
-                width=config.width,
-                activation=config.activation,
-                bias=config.mlp_bias,
-                gate="mlp.Wi",
-                up="mlp.Wi",
-                down="mlp.Wo",
-            ),
+            feed_forward=feed_forward,
             norm=norm,
             norms=FIRST if first else LATER,
         )
 
     kinds = [(window, index == 0) for index, window in enumerate(_windows(config, fields))]
-    architecture = config.architectures[0]
-    scores = task_of(architecture) is Task.SCORE
-    return msgspec.structs.replace(
-        model("modernbert", config, layers(kinds, layer), norm),
+    scores = task_of(config.architectures[0]) is Task.SCORE
+    return model(
+        config,
+        layers(kinds, layer),
         norm_name="model.final_norm",
         embedding=EmbeddingSpec(
             name="model.embeddings.tok_embeddings", norm=norm, norm_name="model.embeddings.norm"
@@ -78,13 +71,7 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 def _mixer(config: ConfigFile, fields: _ModernBertFields, window: int | None) -> AttentionSpec:
     bias = config.attention_bias
-    mixer = replace(
-        attention(config, window=window),
-        causal=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        names=NAMES,
-    )
+    mixer = attention(config, window=window, bias=bias, causal=False, names=NAMES)
     if config.rope_parameters is not None:
         return mixer
     theta = fields.global_rope_theta if window is None else fields.local_rope_theta
@@ -117,7 +104,7 @@ FEATURES = (
     *("bidirectional attention", "window", "local RoPE", "exact GELU", "biases", "layer norms"),
     "norm of the embedding",
 )
-MODERNBERT = ModelFamily(name="modernbert", declare=declare, features=FEATURES)
+MODERNBERT = ModelFamily("modernbert", declare, FEATURES)
 MODERNBERT_CLASSIFIER = replace(
     MODERNBERT,
     features=(

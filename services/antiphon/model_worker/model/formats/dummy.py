@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,11 +32,10 @@ class DummyTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * torch.float32.itemsize
 
     def prefetch(self) -> None:
-        """Do nothing: there is no file."""
+        pass
 
     def read(self) -> Tensor:
         """Generate the tensor: random if a matrix; a vector keeps a signal unchanged."""
@@ -47,18 +46,14 @@ class DummyTensor:
         return torch.empty(self.shape).normal_(0.0, DEVIATION, generator=generator)
 
     def release(self) -> None:
-        """Do nothing: the tensor is freed with its last reference."""
+        pass
 
 
 def dummy_weights(sources: Iterable[WeightSource]) -> dict[str, StoredTensor]:
-    """Dummy tensors for all that a model loads."""
+    file, dtype = Path("dummy"), torch.float32
     return {
         source.name: StoredTensor(
-            Path("dummy"),
-            source.shape,
-            torch.float32,
-            DummyTensor(source.name, source.shape),
-            lambda taken: taken,
+            file, source.shape, dtype, DummyTensor(source.name, source.shape), unchanged
         )
         for source in sources
     }

@@ -25,8 +25,7 @@ from gguf import (
 
 from antiphon.model_card.gguf_header import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.files import numbers, open_file
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, numbers, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,19 +95,9 @@ LAYOUTS = {
 def read_gguf_files(
     files: Sequence[Path], names: Iterable[str], *, mapped: bool
 ) -> dict[str, StoredTensor]:
-    """Read the headers of a model's files.
+    """Read the headers of a model's files; the first one describes the layout of tensors.
 
-    Args:
-        files: The first one describes the layout of tensors.
-        names: Checkpoint names of the tensors to load.
-        mapped: Whether to map the files instead of copying them.
-
-    Returns:
-        The tensors to load under the names given, and all others under their own.
-
-    Raises:
-        ConfigError: A file is missing, truncated in its header, or not GGUF.
-        ModelLoadError: It is truncated, or its architecture or dtype is not supported.
+    The tensors to load are returned under their checkpoint `names`, all others under their own.
     """
     headers = {file: read_gguf(file) for file in files}
     first = headers[files[0]]
@@ -159,11 +148,7 @@ def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str,
 def _parts(
     file: Path, own: str, tensor: GgufTensor, names: tuple[str, ...]
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The checkpoint tensors that one tensor of llama.cpp contains.
-
-    Raises:
-        ModelLoadError: It has another number of experts.
-    """
+    """The checkpoint tensors that one tensor of llama.cpp contains."""
     if not EXPERT.search(names[0]):
         one_row = names[0].endswith(ONE_ROW) and len(tensor.shape) == 1
         shape = (1, *tensor.shape) if one_row else tensor.shape
@@ -179,7 +164,6 @@ def _parts(
 
 
 def _length(file: Path, name: str, tensor: GgufTensor) -> int:
-    """Bytes of a tensor."""
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     kind = kinds.get(tensor.kind)
     if kind is None or kind not in READABLE:

@@ -9,13 +9,12 @@ import torch
 
 from antiphon.model_card.safetensors_header import SafetensorsEntry, read_header
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.files import numbers, open_file
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, numbers, open_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.model.formats.files import Part
+    from antiphon.model_worker.model.formats.stored_tensor import Part
 
 DTYPES = {
     "F32": torch.float32,
@@ -33,12 +32,7 @@ DTYPES = {
 
 
 def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
-    """Read the header of a file: its tensors by name.
-
-    Raises:
-        ConfigError: It is missing, or its header is truncated or invalid.
-        ModelLoadError: It is truncated, or contains a dtype that is not supported.
-    """
+    """Read the header of a file: its tensors by name."""
     header = read_header(file)
     if (size := file.stat().st_size) < header.bytes_expected:
         raise ModelLoadError(f"{file}: cut short: it has {size} of {header.bytes_expected} bytes")

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.files import Mapped
 from antiphon.model_worker.model.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import (
+    InMemory,
+    Mapped,
+    StoredTensor,
+    unchanged,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,34 +29,9 @@ if TYPE_CHECKING:
 DTYPES = tuple(SAFETENSORS_DTYPES.values())
 
 
-class LoadedTensor:
-    """A tensor that is in memory already: files older than torch 1.6 cannot be mapped."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return self._tensor.nbytes
-
-    def prefetch(self) -> None:
-        """Do nothing: the tensor is in memory."""
-
-    def read(self) -> Tensor:
-        """The tensor."""
-        return self._tensor
-
-    def release(self) -> None:
-        """Do nothing: tensors may share memory, which is freed with the whole file."""
-
-
 def read_torch(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
-    """Read the structure of a file: its tensors by name.
-
-    Raises:
-        ModelLoadError: It is missing, truncated, or contains code or anything but tensors.
-    """
+    """Read the structure of a file: its tensors by name."""
+    # Files older than torch 1.6 cannot be mapped.
     mappable = mapped and zipfile.is_zipfile(file)
     return {
         name: _stored(file, name, tensor, mapped=mappable)
@@ -88,5 +67,5 @@ def _stored(file: Path, name: str, tensor: Tensor, *, mapped: bool) -> StoredTen
             f"{file}: {name} is {str(tensor.dtype).removeprefix('torch.')}: only "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} weights are read"
         )
-    data: TensorData = Mapped(tensor) if mapped and tensor.is_contiguous() else LoadedTensor(tensor)
-    return StoredTensor(file, tuple(tensor.shape), tensor.dtype, data, lambda taken: taken)
+    data: TensorData = Mapped(tensor) if mapped and tensor.is_contiguous() else InMemory(tensor)
+    return StoredTensor(file, tuple(tensor.shape), tensor.dtype, data, unchanged)

@@ -30,7 +30,6 @@ from antiphon.model_worker.model.decoder import Hidden
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.layer import NotStackable
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
-from antiphon.model_worker.model.transformers_backend.rotary import patch_dynamic_rotary
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
+
+    Forward = Callable[..., Tensor | tuple[Tensor, ...]]
+
 
 IMPLEMENTATION = "antiphon"
 """The name under which our attention is registered."""
@@ -153,11 +155,6 @@ class TransformersDecoder:
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
     def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
-        """The fused decoder does not support these modules.
-
-        Raises:
-            NotStackable: Always.
-        """
         raise NotStackable("the model uses the transformers backend")
 
 
@@ -180,8 +177,7 @@ class _FixedLayers(torch.nn.Module):
 
     @property
     def decoder(self) -> _FixedLayers:
-        """Some heads access the layers through this attribute."""
-        return self
+        return self  # some heads access the layers through this attribute
 
     def forward(self, *_: object, **__: object) -> LayersOutput:
         """The hidden states that the layers computed before."""
@@ -205,7 +201,6 @@ def _headed(model: PreTrainedModel, given: _FixedLayers) -> Callable[..., _Score
 def _attention_function(
     attend: Callable[[AttentionCall], Tensor], probed: int = 0
 ) -> Generator[None]:
-    """Use `attend` for attention on this thread."""
     attending, probing = _ATTEND.set(attend), _PROBED.set(probed)
     try:
         yield
@@ -266,11 +261,7 @@ def _probe_layers(
     base: Callable[..., LayersOutput],
     logits: Callable[[None, Tensor], Tensor],
 ) -> tuple[ModelSpec, tuple[AttentionParams, ...]]:
-    """Run one token, and record the attention of each layer.
-
-    Raises:
-        ModelLoadError: A layer uses a feature that is not supported.
-    """
+    """Run one token, and record the attention of each layer."""
     found: dict[int, tuple[AttentionSpec, AttentionParams]] = {}
 
     def attend(call: AttentionCall) -> Tensor:
@@ -309,9 +300,6 @@ def _refuse_token_mixing(base: Callable[..., LayersOutput], config: Transformers
     lost between two passes, and the output would be wrong without an error. Both passes have one
     size and each token its own position, so that rounding hides nothing in any dtype. A fourth of
     the tokens may differ, which still catches sums over all of them.
-
-    Raises:
-        ModelLoadError: Most tokens differ by more than rounding explains.
     """
     places = torch.arange(_PROBE_TOKENS)
     tokens, unchanged = places % config.vocab_size, places % 4 > 0
@@ -358,9 +346,6 @@ def _refuse_hidden_state(base: Callable[..., LayersOutput], config: Transformers
 
     What a layer caches beside them (a convolution's last inputs, a recurrent state) is lost
     between two passes, and the output would be wrong without an error.
-
-    Raises:
-        ModelLoadError: The second pass differs by more than rounding explains.
     """
     tokens = torch.arange(1, _PROBE_TOKENS + 1) % config.vocab_size
     whole = _run(base, tokens, [_PROBE_TOKENS])
@@ -383,10 +368,9 @@ def _refuse_hidden_state(base: Callable[..., LayersOutput], config: Transformers
 
 
 def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Run tokens (T,) in passes of these lengths, with dense attention over all previous tokens.
+    """Run tokens (T,) in passes of these lengths, with dense attention  ->  (T, hidden).
 
-    Returns:
-        (T, hidden). Windows, caps and sinks are left out: both sides of a comparison lack them.
+    Windows, caps and sinks are left out: both sides of a comparison lack them.
     """
     cache: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -463,13 +447,11 @@ def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, AttentionParams]:
 
 
 def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:
-    """The spec for the runner; the layers themselves are those of transformers."""
     norm = NormSpec(eps=0.0)
     layers = (
         LayerSpec(mixer=mixer, feed_forward=None, norm=norm, norms=Norms()) for mixer in mixers
     )
     return ModelSpec(
-        family="transformers",
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         layers=tuple(layers),
@@ -477,3 +459,59 @@ def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:
         norm=norm,
         head=HeadSpec(tied=False),
     )
+
+
+class _Rotation(Protocol):
+    """The attributes of transformers' RoPE modules; `inv_freq` is what they change."""
+
+    forward: Forward
+    rope_type: object
+    original_max_seq_len: int
+    max_seq_len_cached: int
+    original_inv_freq: Tensor
+    inv_freq: Tensor
+
+
+def patch_dynamic_rotary(model: PreTrainedModel) -> None:
+    """Make the dynamic RoPE of transformers' modules a function of the position alone.
+
+    Such a module changes its frequencies by the longest text of a call, and rotates all tokens of
+    the call by them. Our calls batch many texts and cache keys for later requests: here each token
+    beyond the trained context is rotated by a call of its own, as if it were the last of its text.
+    """
+    for module in model.modules():
+        kind: object = getattr(module, "rope_type", None)
+        by_layer = cast("dict[str, object]", kind) if isinstance(kind, dict) else {}
+        for name in ("dynamic", "longrope"):  # both depend on the longest text of a call
+            if name in by_layer.values():
+                raise ModelLoadError(f"only some types of layers have {name} RoPE")
+        if kind == "dynamic":
+            rotation = cast("_Rotation", module)
+            rotation.forward = _by_position(rotation, rotation.forward)
+
+
+def _by_position(rotation: _Rotation, forward: Forward) -> Forward:
+    """Call `forward` separately for each position beyond the trained context.
+
+    Axes: T tokens. position_ids (1, T)  ->  the result of `forward`, (1, T, ...)
+    """
+    trained = rotation.original_max_seq_len
+
+    def part(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        rotation.max_seq_len_cached = trained
+        rotation.inv_freq = rotation.original_inv_freq
+        given = forward(x, positions[None])
+        return (given,) if isinstance(given, Tensor) else given
+
+    def rotated(x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        row = cast("list[int]", position_ids[0].tolist())  # pyright: ignore[reportUnknownMemberType]
+        near = sorted({at for at in row if at < trained})
+        far = sorted({at for at in row if at >= trained})
+        pieces = [*([near] if near else []), *([at] for at in far)]
+        parts = [part(x, position_ids.new_tensor(piece)) for piece in pieces]
+        order = {at: place for place, at in enumerate(near + far)}
+        places = position_ids.new_tensor([order[at] for at in row])
+        joined = tuple(torch.cat(same, dim=1)[:, places] for same in zip(*parts, strict=True))
+        return joined[0] if len(joined) == 1 else joined
+
+    return rotated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -12,9 +11,13 @@ from antiphon.config.model import Dtype, LoadFormat
 from antiphon.kernels.kv import KvSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.config_file import read_config
-from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
+from antiphon.model_worker.model.errors import (
+    ModelLoadError,
+    UnknownArchitecture,
+    UnsupportedVariant,
+)
 from antiphon.model_worker.model.llama_parts import read_spec
-from antiphon.model_worker.model.remote_code import family_of
+from antiphon.model_worker.model.registry import family_of
 from antiphon.resolve.resolved_value import ResolvedValue
 
 NAMED_MAX = 5
@@ -26,10 +29,7 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import BuildContext
     from antiphon.model_card.files import ModelFiles
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
-
-log = logging.getLogger(__name__)
 
 
 def unsupported_reason(config: ConfigFile) -> str | None:
@@ -43,65 +43,32 @@ def unsupported_reason(config: ConfigFile) -> str | None:
     return None
 
 
-def declared_spec(files: ModelFiles, config: ConfigFile, implementation: str) -> ModelSpec | None:
-    """The model as a family declares it; None: use the transformers backend.
-
-    Raises:
-        ModelLoadError: Neither supports the model.
-        ConfigError: The `auto_map` of the config is malformed.
-    """
-    spec, reason = _chosen(files, config, implementation)
-    if spec is None and implementation != "transformers":
-        log.info(
-            "transformers' own modules run this model",
-            extra={"architectures": config.architectures, "reason": reason},
-        )
-    return spec
-
-
-def implementation_of(files: ModelFiles, implementation: str) -> ResolvedValue[str]:
+def implementation_of(files: ModelFiles, configured: str) -> ResolvedValue[str]:
     """The implementation that runs a model, for the resolved plan: their cache sizes differ.
 
     Raises:
         ModelLoadError: Neither our decoder nor the transformers backend supports the model.
-        ConfigError: The config is invalid.
     """
-    spec, reason = _chosen(files, read_config(files), implementation)
-    return ResolvedValue("transformers" if spec is None else "antiphon", reason)
-
-
-def _chosen(
-    files: ModelFiles, config: ConfigFile, implementation: str
-) -> tuple[ModelSpec | None, str]:
-    """The family's spec, or None for the transformers backend; and the reason for the choice."""
-    if implementation == "transformers":
-        return None, "model.implementation"
+    config = read_config(files)
+    if configured == "transformers":
+        return ResolvedValue("transformers", "model.implementation")
     try:
         family = family_of(config.architectures, files)
-    except ModelLoadError:
-        if implementation == "antiphon" or unsupported_reason(config) is not None:
+        read_spec(family, config)
+    except UnsupportedVariant as error:
+        if configured == "antiphon" or unsupported_reason(config) is not None:
             raise
-        return None, "no family of ours"
-    else:
-        try:
-            spec = read_spec(family, config)
-        except UnsupportedVariant as error:
-            if implementation == "antiphon" or unsupported_reason(config) is not None:
-                raise
-            return None, str(error)
-    if implementation == "antiphon":
-        return spec, "model.implementation"
-    return spec, f"the family {family.name} is our own"
+        unknown = isinstance(error, UnknownArchitecture)
+        return ResolvedValue("transformers", "no family of ours" if unknown else str(error))
+    if configured == "antiphon":
+        return ResolvedValue("antiphon", "model.implementation")
+    return ResolvedValue("antiphon", f"the family {family.name} is our own")
 
 
 def load_transformers(
     files: ModelFiles, config: ConfigFile, build: BuildContext, linear: str, *, quantized: bool
 ) -> TransformersDecoder:
-    """Load a model with transformers' modules, which attend over our KV cache.
-
-    Raises:
-        ModelLoadError: They cannot run it; names the reason.
-    """
+    """Load a model with transformers' modules, which attend over our KV cache."""
     refusals = (
         (linear not in ("plain", "packed"), f"keep no linears as {linear!r}"),
         (quantized, "are not asked for quantized checkpoints"),
@@ -148,7 +115,7 @@ def _open_decoder(
 ) -> TransformersDecoder:
     import transformers  # noqa: PLC0415
 
-    from antiphon.model_worker.model.transformers_backend import model as backend  # noqa: PLC0415
+    import antiphon.model_worker.model.transformers_backend.model as backend  # noqa: PLC0415
 
     fields = {
         name: _with_floats(value)

@@ -1,10 +1,16 @@
-"""Deterministic mode: every chosen kernel must be batch-invariant, or the worker does not start."""
+"""What the chosen kernels must do for a mode, or the worker does not start."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.op import KernelUnavailable
+from antiphon.kernels.op import REFERENCE, KernelUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.kernels.op import BackendChoice
+    from antiphon.model_worker.model.load import LoadedModel
 
 BLOCKS = frozenset(
     {
@@ -16,20 +22,9 @@ BLOCKS = frozenset(
 )
 """Operations of layers, which only some models call."""
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from antiphon.kernels.op import BackendChoice
-    from antiphon.model_worker.model.load import LoadedModel
-
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Check that the bits of a row depend on that row alone in everything a forward pass computes.
-
-    Raises:
-        KernelUnavailable: A kernel's order of summation depends on the batch; names it and why no
-            better one was chosen.
-    """
+    """Deterministic mode: check that the bits of a row depend on that row alone."""
     if not model.decoder.invariant:
         raise KernelUnavailable(
             "deterministic inference: results of torch's matmul depend on batch composition; "
@@ -44,4 +39,20 @@ def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., o
             raise KernelUnavailable(
                 f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
                 f"results depend on batch composition ({reasons})"
+            )
+
+
+READERS = frozenset({"attention.paged", "attention.shaped"})
+"""Operations that read the cache for every token."""
+
+
+def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
+    """8-bit KV cache: check that no operation of the model reads it through torch."""
+    if model.build.cache_dtype is None:
+        return
+    for choice in choices:
+        if choice.op in READERS & model.decoder.operations and choice.backend == REFERENCE:
+            raise KernelUnavailable(
+                f"fp8 KV cache: {choice.op}, which this model needs, runs on torch, which converts "
+                "fp8 ten times slower than attention reads it"
             )

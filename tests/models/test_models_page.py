@@ -9,12 +9,12 @@ import pytest
 import transformers
 from tests.models.families import ROWS
 from tests.models.parity import save
+from tests.support.models import load
+from tests.support.models_page import STORED, attention, refusal, sample
 
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import METHODS
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import load
-from antiphon.model_worker.model.support import STORED, attention, refusal, sample
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,133 @@
+"""GPT-2, GPT-NeoX, Phi and StarCoder2: layer norms and plain feed-forward blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.attention import AttentionNames
+from antiphon.model_worker.model.errors import UnsupportedVariant
+from antiphon.model_worker.model.llama_parts import attention, layer_norm, model, plain
+from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+_GPT2_QKV = "attn.c_attn"
+GPT2_NAMES = AttentionNames(
+    query=_GPT2_QKV, key=_GPT2_QKV, value=_GPT2_QKV, out="attn.c_proj", transposed=True
+)
+_NEOX_QKV = "attention.query_key_value"
+NEOX_NAMES = AttentionNames(
+    query=_NEOX_QKV, key=_NEOX_QKV, value=_NEOX_QKV, out="attention.dense", by_head=True
+)
+PHI_NAMES = AttentionNames(
+    out="self_attn.dense", query_norm="self_attn.q_layernorm", key_norm="self_attn.k_layernorm"
+)
+
+
+class _Gpt2Fields(msgspec.Struct, frozen=True):
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+
+def declare_gpt2(config: ConfigFile) -> ModelSpec:
+    """GPT-2: learned positions, and weights stored as (inputs, outputs)."""
+    fields = config.family_fields(_Gpt2Fields)
+    if not fields.scale_attn_weights or fields.scale_attn_by_inverse_layer_idx:
+        raise UnsupportedVariant("config.json: other attention scales of GPT-2 are not supported")
+    layer = LayerSpec(
+        mixer=attention(config, bias=True, rotary=None, names=GPT2_NAMES),
+        feed_forward=plain(config, transposed=True, up="mlp.c_fc", down="mlp.c_proj"),
+        norm=layer_norm(config),
+        norms=Norms(before_mixer="ln_1", before_feed_forward="ln_2"),
+    )
+    return model(
+        config,
+        layer,
+        norm_name="transformer.ln_f",
+        embedding=EmbeddingSpec(name="transformer.wte", positions="transformer.wpe"),
+        layer_name="transformer.h.{}",
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        prefix="transformer.",
+    )
+
+
+class _GptNeoxFields(msgspec.Struct, frozen=True):
+    use_parallel_residual: bool = True
+
+
+def declare_gpt_neox(config: ConfigFile) -> ModelSpec:
+    """GPT-NeoX and Pythia: parallel blocks with a norm each, QKV fused head by head."""
+    layer = LayerSpec(
+        mixer=attention(config, bias=config.attention_bias, names=NEOX_NAMES),
+        feed_forward=plain(config, up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+        norm=layer_norm(config),
+        parallel=config.family_fields(_GptNeoxFields).use_parallel_residual,
+    )
+    return model(
+        config,
+        layer,
+        norm_name="gpt_neox.final_layer_norm",
+        embedding=EmbeddingSpec(name="gpt_neox.embed_in"),
+        head=HeadSpec(name="embed_out", tied=config.tie_word_embeddings),
+        layer_name="gpt_neox.layers.{}",
+        ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    )
+
+
+class _PhiFields(msgspec.Struct, frozen=True):
+    qk_layernorm: bool = False
+
+
+def declare_phi(config: ConfigFile) -> ModelSpec:
+    """Phi 1, 1.5 and 2: parallel blocks that share a norm, with biases everywhere."""
+    norm = layer_norm(config)
+    qk_norm = norm if config.family_fields(_PhiFields).qk_layernorm else None
+    layer = LayerSpec(
+        mixer=attention(config, bias=True, qk_norm=qk_norm, names=PHI_NAMES),
+        feed_forward=plain(config, up="mlp.fc1", down="mlp.fc2"),
+        norm=norm,
+        norms=Norms(before_mixer="input_layernorm"),
+        parallel=True,
+    )
+    head = HeadSpec(tied=config.tie_word_embeddings, bias=True)
+    return model(config, layer, norm_name="model.final_layernorm", head=head)
+
+
+class _Starcoder2Fields(msgspec.Struct, frozen=True):
+    use_bias: bool = True
+
+
+def declare_starcoder2(config: ConfigFile) -> ModelSpec:
+    """StarCoder2: layer norms, plain feed-forward blocks, biases everywhere."""
+    bias = config.family_fields(_Starcoder2Fields).use_bias
+    layer = LayerSpec(
+        mixer=attention(config, window=config.sliding_window, bias=bias),
+        feed_forward=plain(config, bias=bias, up="mlp.c_fc", down="mlp.c_proj"),
+        norm=layer_norm(config),
+    )
+    return model(config, layer)
+
+
+GPT2 = ModelFamily(
+    "gpt2", declare_gpt2, ("biases", "layer norms", "tanh GELU", "learned positions")
+)
+GPT_NEOX = ModelFamily(
+    "gpt_neox",
+    declare_gpt_neox,
+    ("biases", "layer norms", "exact GELU", "parallel blocks", "partial RoPE"),
+)
+PHI = ModelFamily(
+    "phi",
+    declare_phi,
+    (
+        *("biases", "biased head", "parallel blocks", "partial RoPE"),
+        *("qk-norm", "layer norms", "tanh GELU"),
+    ),
+)
+STARCODER2 = ModelFamily(
+    "starcoder2", declare_starcoder2, ("biases", "layer norms", "tanh GELU", "window")
+)

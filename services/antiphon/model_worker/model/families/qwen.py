@@ -1,0 +1,226 @@
+"""Qwen2 and Qwen3, dense and with experts, and Qwen3-Next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.gated_delta import GatedDeltaSpec
+from antiphon.layers.moe import MoeSpec
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.llama_parts import (
+    Count,
+    ExpertFields,
+    attention,
+    classifier,
+    embedding_model,
+    gated,
+    layers,
+    model,
+    one_plus_norm,
+    reward_model,
+    rms_norm,
+)
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
+
+
+def declare_qwen2(config: ConfigFile) -> ModelSpec:
+    """Qwen2 and Qwen2.5: Llama's shape with biases on queries, keys and values only."""
+    norm = rms_norm(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        mixer = attention(config, window=window, qkv_bias=True)
+        return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
+
+    return model(config, layers(_upper_windows(config), layer))
+
+
+def declare_qwen3(config: ConfigFile) -> ModelSpec:
+    """Qwen3: Qwen2 with QK norms in place of QKV biases."""
+    norm = rms_norm(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        mixer = attention(config, window=window, bias=config.attention_bias, qk_norm=norm)
+        return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
+
+    return model(config, layers(_upper_windows(config), layer))
+
+
+class _QwenMoeFields(ExpertFields, frozen=True, kw_only=True):
+    moe_intermediate_size: Count
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+
+class _SharedFields(_QwenMoeFields, frozen=True, kw_only=True):
+    shared_expert_intermediate_size: Count
+
+
+class _Qwen2MoeFields(_SharedFields, frozen=True, kw_only=True):
+    qkv_bias: bool = True
+
+
+def declare_qwen2_moe(config: ConfigFile) -> ModelSpec:
+    """Qwen2-MoE: Qwen2 with experts and a gated shared expert."""
+    norm, fields = rms_norm(config), config.family_fields(_Qwen2MoeFields)
+
+    def layer(kind: tuple[int | None, FeedForwardSpec]) -> LayerSpec:
+        window, feed_forward = kind
+        mixer = attention(config, window=window, qkv_bias=fields.qkv_bias)
+        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+    blocks = _feed_forwards(config, fields, _with_shared_expert(config, fields))
+    kinds = list(zip(_listed_windows(config), blocks, strict=True))
+    return model(config, layers(kinds, layer))
+
+
+def declare_qwen3_moe(config: ConfigFile) -> ModelSpec:
+    """Qwen3-MoE: Qwen3 with experts in place of feed-forward blocks."""
+    norm, fields = rms_norm(config), config.family_fields(_QwenMoeFields)
+    window = config.sliding_window if config.use_sliding_window else None
+    mixer = attention(config, window=window, bias=config.attention_bias, qk_norm=norm)
+
+    def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
+        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+    return model(config, layers(_feed_forwards(config, fields, _moe(config, fields)), layer))
+
+
+class _Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    full_attention_interval: int = 4
+    num_experts: int = 0
+
+
+def declare_qwen3_next(config: ConfigFile) -> ModelSpec:
+    """Qwen3-Next: three gated delta net layers to one of gated attention."""
+    fields, norm = config.family_fields(_Qwen3NextFields), one_plus_norm(config)
+    every, count = fields.full_attention_interval, config.num_hidden_layers
+    mixers = config.layer_types or tuple(
+        "linear_attention" if (index + 1) % every else "full_attention" for index in range(count)
+    )
+    blocks: tuple[FeedForwardSpec, ...] = (gated(config),) * count
+    if fields.num_experts:
+        sparse = config.family_fields(_SharedFields)
+        blocks = _feed_forwards(config, sparse, _with_shared_expert(config, sparse))
+
+    def layer(kind: tuple[str, FeedForwardSpec]) -> LayerSpec:
+        mixer, feed_forward = kind
+        return LayerSpec(
+            mixer=_next_mixer(mixer, config, fields), feed_forward=feed_forward, norm=norm
+        )
+
+    return model(config, layers(list(zip(mixers, blocks, strict=True)), layer))
+
+
+def _next_mixer(kind: str, config: ConfigFile, fields: _Qwen3NextFields) -> MixerSpec:
+    match kind:
+        case "linear_attention":
+            return GatedDeltaSpec(
+                key_heads=fields.linear_num_key_heads,
+                value_heads=fields.linear_num_value_heads,
+                key_size=fields.linear_key_head_dim,
+                value_size=fields.linear_value_head_dim,
+                taps=fields.linear_conv_kernel_dim,
+                norm_eps=config.rms_norm_eps,
+            )
+        case "full_attention":
+            norm = one_plus_norm(config)
+            return attention(config, bias=config.attention_bias, gated=True, qk_norm=norm)
+        case _:
+            raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
+
+
+def _upper_windows(config: ConfigFile) -> tuple[int | None, ...]:
+    """Full attention in every layer, unless the config enables a window for the upper ones."""
+    if not config.use_sliding_window or config.sliding_window is None:
+        return (None,) * config.num_hidden_layers
+    if config.layer_types is not None:
+        return config.windows()
+    return tuple(
+        config.sliding_window if index >= config.max_window_layers else None
+        for index in range(config.num_hidden_layers)
+    )
+
+
+def _listed_windows(config: ConfigFile) -> tuple[int | None, ...]:
+    """Full attention in every layer, unless `layer_types` lists windows."""
+    if not config.use_sliding_window:
+        return (None,) * config.num_hidden_layers
+    if config.layer_types is None:
+        raise ModelLoadError(
+            "config.json: use_sliding_window: layer_types must list the layers with windows"
+        )
+    return config.windows()
+
+
+def _moe(config: ConfigFile, fields: _QwenMoeFields) -> MoeSpec:
+    return MoeSpec(
+        routing=fields.routing(renormalised=fields.norm_topk_prob),
+        experts=fields.experts(config, fields.moe_intermediate_size),
+    )
+
+
+def _with_shared_expert(config: ConfigFile, fields: _SharedFields) -> MoeSpec:
+    """Experts and a shared expert, whose output is scaled by a gate."""
+    shared = gated(
+        config,
+        width=fields.shared_expert_intermediate_size,
+        gate="mlp.shared_expert.gate_proj",
+        up="mlp.shared_expert.up_proj",
+        down="mlp.shared_expert.down_proj",
+    )
+    return replace(_moe(config, fields), shared=shared, shared_gate="mlp.shared_expert_gate")
+
+
+def _feed_forwards(
+    config: ConfigFile, fields: _QwenMoeFields, sparse: MoeSpec
+) -> tuple[FeedForwardSpec, ...]:
+    """Experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    dense = gated(config)
+    return tuple(
+        dense
+        if index in fields.mlp_only_layers or (index + 1) % fields.decoder_sparse_step
+        else sparse
+        for index in range(config.num_hidden_layers)
+    )
+
+
+QWEN2 = ModelFamily("qwen2", declare_qwen2, ("biases", "window"))
+QWEN3 = ModelFamily("qwen3", declare_qwen3, ("qk-norm", "biases", "window"))
+QWEN2_MOE = ModelFamily(
+    "qwen2-moe",
+    declare_qwen2_moe,
+    (
+        *("biases", "window", "shared expert", "shared gate"),
+        *("unnormalised top-k weights", "normalised top-k weights"),
+    ),
+)
+QWEN3_MOE = ModelFamily(
+    "qwen3-moe", declare_qwen3_moe, ("qk-norm", "biases", "window", "normalised top-k weights")
+)
+QWEN3_NEXT = ModelFamily(
+    "qwen3-next",
+    declare_qwen3_next,
+    (
+        *("gated norm", "gated attention", "partial RoPE", "qk-norm", "biases"),
+        *("norms of 1 + weight", "shared expert", "shared gate", "normalised top-k weights"),
+    ),
+)
+QWEN2_CLASSIFIER = classifier(QWEN2)
+QWEN3_CLASSIFIER = classifier(QWEN3)
+QWEN2_REWARD = reward_model(QWEN2)
+QWEN3_REWARD = reward_model(QWEN3)
+QWEN2_BASE = embedding_model(QWEN2)
+QWEN3_BASE = embedding_model(QWEN3)

@@ -1,0 +1,162 @@
+"""The cache groups of a model, and their pools of pages and states as tensors.
+
+Axes: L layers of the group, N tensors a layer (keys and values, or latents alone), P pages,
+S tokens a page or places of states, H kv heads or matrices, D head size, K taps of a convolution,
+C its channels, I rows and J columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.cpu.extension import pool_zeros
+from antiphon.kernels.kv import KvSpec, is_fp8
+from antiphon.kernels.latent import LatentSizes
+from antiphon.kernels.states import StateSpec
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
+from antiphon.model_worker.model.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.layers.weights import BuildContext
+    from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
+
+
+def cache_groups(
+    spec: ModelSpec, build: BuildContext, *, page_tokens: int, pages: int, states: int = 64
+) -> tuple[CacheGroup, ...]:
+    """The model's cache groups on this rank, each with a pool of `pages` pages or `states`.
+
+    Raises:
+        ModelLoadError: The chunks of chunked attention are not whole pages.
+    """
+    return tuple(
+        _group(cache, layers, build, page_tokens, states if isinstance(cache, StateSpec) else pages)
+        for cache, layers in spec.cache_groups()
+    )
+
+
+def _group(
+    cache: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
+) -> CacheGroup:
+    ranks = build.tp.ranks
+    if isinstance(cache, StateSpec):
+        kind, page_bytes = GroupKind.STATE, cache.state_bytes(ranks, build.dtype)
+    elif isinstance(cache, NoCache):
+        kind, page_bytes = GroupKind.PASS, 0
+    else:
+        _refuse_cut_pages(cache, page_tokens)
+        kind = _kind(cache)
+        page_bytes = page_tokens * cache.token_bytes(ranks, build.kv_dtype)
+    return CacheGroup(
+        kind=kind,
+        layers=layers,
+        page_bytes=len(layers) * page_bytes,
+        page_tokens=page_tokens,
+        pages_total=total,
+        window=cache.window if isinstance(cache, KvSpec) else None,
+        shard=Shard(rank=build.tp.rank, ranks=ranks),
+    )
+
+
+def _kind(cache: KvSpec | LatentSizes) -> GroupKind:
+    if isinstance(cache, LatentSizes):
+        return GroupKind.LATENT
+    return GroupKind.FULL if cache.window is None else GroupKind.WINDOW
+
+
+def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
+    run = cache.window if isinstance(cache, KvSpec) and cache.chunked else None
+    if run is not None and run % page_tokens:
+        raise ModelLoadError(
+            f"config.json: attention_chunk_size {run}: pages of {page_tokens} tokens do not fit in"
+        )
+
+
+class PageCorrupt(Exception):
+    """The bytes are not a page of this group, or their checksum does not match."""
+
+
+class KvPool:
+    """The KV cache of one cache group, (L, N, P, S, H, D)."""
+
+    def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
+        self.group = group
+        page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
+        self.dtype = build.kv_dtype
+        self._data = pool_zeros(
+            *(len(group.layers), spec.tensors, group.pages_total, *page),
+            dtype=torch.uint8 if is_fp8(build.kv_dtype) else build.kv_dtype,
+            device=build.device,
+        )
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the group's `index`-th layer, each (P, S, H, D); latents are both."""
+        layer = self._data[index].view(self.dtype)
+        return layer[0], layer[-1]
+
+    def zero(self, places: Tensor) -> None:
+        """Zero the tokens at `places` (page * S + offset) in every layer."""
+        self._data.flatten(2, 3).index_fill_(2, places, 0)
+
+    def read(self, page: int) -> bytes:
+        data = self._data[:, :, page].contiguous().view(torch.uint8)
+        return data.cpu().numpy().tobytes()
+
+    def write(self, page: int, data: bytes) -> None:
+        """Fill a page with bytes from `read`."""
+        view = self._data[:, :, page]
+        # A copy, since torch has no read-only tensors.
+        flat = torch.as_tensor(np.frombuffer(data, np.uint8).copy())
+        view.copy_(flat.view(view.dtype).view(view.shape))
+
+
+class PageCodec:
+    """Encodes pages as bytes and back; the only code that knows layout, dtype and shard.
+
+    A page is four bytes of CRC-32 and its data, so that damaged bytes are never attended to.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def encode(self, page: int) -> bytes:
+        data = self._pool.read(page)
+        return zlib.crc32(data).to_bytes(4, "little") + data
+
+    def decode(self, page: int, encoded: bytes) -> None:
+        """Fill a page with bytes that `encode` made on a rank of the same shard."""
+        expected = 4 + self._pool.group.page_bytes
+        if len(encoded) != expected:
+            raise PageCorrupt(f"a page of this group has {expected} bytes, not {len(encoded)}")
+        data = encoded[4:]
+        if zlib.crc32(data) != int.from_bytes(encoded[:4], "little"):
+            raise PageCorrupt("the checksum of a page does not match its bytes")
+        self._pool.write(page, data)
+
+
+class StatePool:
+    """Convolution states, (L, S, K - 1, C), and recurrent states, (L, S, H, I, J).
+
+    A place is undefined until it is written as a whole, and is read only after that.
+    """
+
+    def __init__(self, group: CacheGroup, spec: StateSpec, build: BuildContext) -> None:
+        self.group = group
+        ranks, places = build.tp.ranks, (len(group.layers), group.pages_total)
+        self._convolved = torch.zeros(
+            (*places, *spec.convolved(ranks)), dtype=build.dtype, device=build.device
+        )
+        self._matrices = torch.zeros(
+            (*places, *spec.matrices(ranks)), dtype=torch.float32, device=build.device
+        )
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Both of the group's `index`-th layer: (S, K - 1, C) and (S, H, I, J)."""
+        return self._convolved[index], self._matrices[index]

@@ -1,0 +1,82 @@
+"""Models opened by the few values of a plan that a test sets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import files_at
+from antiphon.model_worker.model import load as loading
+from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.transformers_backend.support import implementation_of
+from antiphon.model_worker.runner import model_runner
+from antiphon.resolve.resolved_config import ResolvedConfig
+from antiphon.resolve.resolved_value import ResolvedValue
+
+if TYPE_CHECKING:
+    from antiphon.layers.context import Adapters
+    from antiphon.layers.tp import Tp
+    from antiphon.model_card.files import ModelLocation
+    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.model_runner import OpenModel
+
+
+def plan(
+    place: ModelLocation,
+    *,
+    dtype: str = "auto",
+    linear: str = "plain",
+    quantization: str | None = None,
+    quantized: str | None = None,
+    implementation: str = "auto",
+    pages: int = 128,
+    states: int = 64,
+    **values: object,
+) -> ResolvedConfig:
+    """A plan for a model with these values; what loading does not read is None."""
+    try:
+        chosen = implementation_of(files_at(place), implementation)
+        dtype = _dtype(place) if dtype == "auto" else dtype
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from error
+    decided: dict[str, Any] = {
+        **dict.fromkeys(ResolvedConfig.__struct_fields__),
+        "dtype": Dtype(dtype),
+        "linear": LinearFormat(linear),
+        "quantized": LinearFormat(quantized or linear),
+        "cache_pages": pages,
+        "cache_states": states,
+        "quantization": quantization or "none",
+        "device": "cpu",
+        "deterministic": False,
+        "page_tokens": 4,
+        "cache_dtype": CacheDtype.AUTO,
+        "cache_scales": "",
+        **values,
+    }
+    resolved = {name: ResolvedValue(value, "a test") for name, value in decided.items()}
+    return ResolvedConfig(**{**resolved, "implementation": chosen})
+
+
+def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> LoadedModel:
+    return loading.load(place, plan(place, **values), tp=tp)
+
+
+def open_model(
+    place: ModelLocation,
+    *,
+    tp: Tp | None = None,
+    adapters: Adapters | None = None,
+    **values: Any,
+) -> OpenModel:
+    return model_runner.open_model(place, plan(place, **values), tp=tp, adapters=adapters)
+
+
+def _dtype(place: ModelLocation) -> str:
+    config = read_config(place)
+    named = config.dtype or config.torch_dtype
+    # The card names the dtypes there are, or reads that of the weights.
+    return named if named in loading.DTYPES else read_card(place).dtype
