@@ -120,11 +120,11 @@ bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle ma
 docs: setup  ## Write the generated pages again
 	$(BIN)/python -m tests.support.argument_tests
 	$(BIN)/python -m tests.support.config_page
-	$(BIN)/python -m tests.support.bus_reference
-	$(BIN)/python -m tests.support.metrics_reference
-	$(BIN)/python -m antiphon.gateway.http.reference
+	$(BIN)/python -m tests.support.bus_page
+	$(BIN)/python -m tests.support.metrics_page
+	$(BIN)/python -m tests.support.http_page
 	$(BIN)/python -m tests.support.models_page
-	$(BIN)/python -m antiphon.gateway.parsing.reference
+	$(BIN)/python -m tests.support.formats_page
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
 	$(BIN)/python -m tests.support.status_page
 

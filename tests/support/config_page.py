@@ -6,8 +6,9 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+from tests.support.markdown import table
+
 from antiphon.config.fields import Group, SettingField, groups
-from antiphon.config.markdown import table
 from antiphon.config.sglang.arguments import SglangArgument, rows
 
 PAGE = Path("docs/reference/configuration.md")

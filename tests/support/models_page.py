@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import transformers
+from tests.support.markdown import table
 
-from antiphon.config.markdown import table
 from antiphon.config.quantization import ROUTERS
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec

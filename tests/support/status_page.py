@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import aiohttp
 import msgspec
+from tests.support.markdown import table
 from tests.unit.gateway.cluster import house
 
 from antiphon.config.fields import fields
-from antiphon.config.markdown import table
 from antiphon.config.models import MODELS
 from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support import bus_reference as bus
+from tests.support import bus_page as bus
 from tests.support import config_page
-from tests.support import metrics_reference as metrics
+from tests.support import metrics_page as metrics
 
 from antiphon.config.fields import fields
 from antiphon.config.sglang.arguments import rows

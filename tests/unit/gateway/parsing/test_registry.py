@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from tests.support.formats_page import page
 
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.sglang.arguments import values
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.reference import page
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
 from antiphon.wire.ids import RequestId
 from antiphon.wire.tokenize import EncodeReply

@@ -1,6 +1,6 @@
 """Generates docs/reference/http.md: every field of every body, from the structs that decode it.
 
-python -m antiphon.gateway.http.reference
+python -m tests.support.http_page
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from antiphon.config.markdown import table
+from tests.support.markdown import table
+
 from antiphon.gateway.http.anthropic.schema import (
     COUNT_UNSUPPORTED,
     MESSAGES_UNSUPPORTED,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.fields import UnsupportedField
 
-PAGE = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
+PAGE = Path("docs/reference/http.md")
 
 Schema = dict[str, object]
 
