@@ -23,13 +23,15 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from tests.bench.figures import Machine, machine
+from tests.bench.machine import machine
 from tests.bench.models import QWEN_05B, SHAPES, made
-from tests.bench.summary import Measurement, Summary, measured, single, write_results
+from tests.bench.summary import Measurement, Summary, measured, report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LINEARS = ("plain", "packed", "int8")
 BLOCK_BYTES = 1 << 20
@@ -53,61 +55,10 @@ class Load(msgspec.Struct, frozen=True):
     kept_bytes: int
     weight_bytes: int
 
-
-class Result(msgspec.Struct, frozen=True):
-    """Medians over the rounds of one way to keep weights.
-
-    Attributes:
-        rate: Of the disk's sequential read in the same round, as a share.
-        peak: Of the weights as they are kept, as a share.
-    """
-
-    linear: str
-    seconds: float
-    cpu_seconds: float
-    megabytes_per_s: float
-    rate: float
-    peak: float
-    rounds: list[Load]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """One run. `disk` is the median rate of plain reads, in megabytes a second."""
-
-    machine: Machine
-    model: str
-    file_bytes: int
-    disk: float
-    results: list[Result]
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    rows: list[Measurement] = []
-    for result in report.results:
-        case, rounds = result.linear, result.rounds
-        rows += [
-            measured("seconds", (each.seconds for each in rounds), case=case, by_round=True),
-            measured("cpu_seconds", (each.cpu_seconds for each in rounds), case=case),
-            single("megabytes_per_s", result.megabytes_per_s, case=case),
-            single("share_of_disk_rate", result.rate, case=case),
-            measured(
-                "peak_per_weight_bytes",
-                (each.peak_bytes / each.weight_bytes for each in rounds),
-                case=case,
-            ),
-        ]
-    return Summary(
-        section="loading",
-        machine=report.machine,
-        setup={
-            "model": report.model,
-            "file_bytes": report.file_bytes,
-            "disk_megabytes_per_s": report.disk,
-            "rounds": len(report.results[0].rounds),
-        },
-        rows=tuple(rows),
-    )
+    @property
+    def peak(self) -> float:
+        """Of the weights as they are kept, as a share."""
+        return self.peak_bytes / self.weight_bytes
 
 
 def forget(file: Path) -> None:
@@ -200,8 +151,9 @@ def _status(field: str) -> int:
     raise AssertionError(field)
 
 
-def measure(folder: Path, rounds: int) -> tuple[float, list[Result]]:
-    """Read and load in turn; return the disk's rate and a result a linear."""
+def measure(model: str, rounds: int) -> tuple[Summary, dict[str, list[Load]]]:
+    """Read and load in turn."""
+    folder = made(SHAPES[model]).folder
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size
     reads: list[float] = []
@@ -216,20 +168,32 @@ def measure(folder: Path, rounds: int) -> tuple[float, list[Result]]:
             rates[linear].append(reads[-1] / loads[linear][-1].seconds)
             line = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
             sys.stderr.write(line)
-    results = [_result(linear, size, loads[linear], rates[linear]) for linear in LINEARS]
-    return size / median(reads) / 1e6, results
+    summary = Summary(
+        section="loading",
+        machine=machine(),
+        setup={
+            "model": model,
+            "file_bytes": sum(each.stat().st_size for each in folder.glob("*.safetensors")),
+            "disk_megabytes_per_s": round(size / median(reads) / 1e6),
+            "rounds": rounds,
+        },
+        rows=tuple(
+            row for linear in LINEARS for row in _rows(linear, size, loads[linear], rates[linear])
+        ),
+    )
+    return summary, loads
 
 
-def _result(linear: str, size: int, loads: list[Load], rates: list[float]) -> Result:
-    seconds = median(load.seconds for load in loads)
-    return Result(
-        linear,
-        round(seconds, 3),
-        round(median(load.cpu_seconds for load in loads), 3),
-        round(size / seconds / 1e6),
-        round(median(rates), 3),
-        round(median(load.peak_bytes / load.weight_bytes for load in loads), 3),
-        loads,
+def _rows(
+    case: str, size: int, loads: Sequence[Load], rates: Sequence[float]
+) -> tuple[Measurement, ...]:
+    """Reduce one way to keep weights; rates are shares of the read just before."""
+    return (
+        measured("seconds", (load.seconds for load in loads), case=case, by_round=True),
+        measured("cpu_seconds", (load.cpu_seconds for load in loads), case=case),
+        measured("megabytes_per_s", (size / load.seconds / 1e6 for load in loads), case=case),
+        measured("share_of_disk_rate", rates, case=case),
+        measured("peak_per_weight_bytes", (load.peak for load in loads), case=case),
     )
 
 
@@ -251,23 +215,8 @@ def main() -> None:
         linear, folder = arguments.once
         sys.stdout.write(msgspec.json.encode(load_once(Path(folder), linear)).decode())
         return
-    folder = made(SHAPES[arguments.model]).folder
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    disk, results = measure(folder, arguments.rounds)
-    report = Report(machine(), arguments.model, size, round(disk), results)
-    table = Table("linear", "seconds", "CPU seconds", "MB/s", "of the disk", "peak / weights")
-    for result in results:
-        numbers = (
-            result.seconds,
-            result.cpu_seconds,
-            result.megabytes_per_s,
-            result.rate,
-            result.peak,
-        )
-        table.add_row(result.linear, *map(str, numbers))
-    Console().print(f"{report.model}: the disk reads {report.disk:.0f} MB/s", table)
-    if arguments.json:
-        write_results(arguments.json, report, summarize(report))
+    summary, loads = measure(arguments.model, arguments.rounds)
+    report(summary, arguments.json, loads)
 
 
 if __name__ == "__main__":

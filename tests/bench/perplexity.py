@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rich.console import Console
-from rich.table import Table
-from tests.bench.figures import Machine, machine
-from tests.bench.summary import Measurement, Summary, single, write_results
+from tests.bench.machine import machine
+from tests.bench.summary import Measurement, Summary, report, single
 from tests.models.specs import attention_of
 from tests.support.models import load
 from tests.training.batches import Encoder
@@ -43,43 +40,6 @@ if TYPE_CHECKING:
 
 SEED = 20_000
 """Training starts from another."""
-
-
-class Score(msgspec.Struct, frozen=True):
-    """How well tokens are predicted from all before them.
-
-    Attributes:
-        change: Of the perplexity against that of `plain`, as a share.
-        agreement: Share of tokens whose argmax is that of `plain`.
-    """
-
-    tokens: int
-    perplexity: float
-    change: float
-    agreement: float
-
-
-class Result(msgspec.Struct, frozen=True):
-    """A storage format of weights.
-
-    Attributes:
-        answers: Tokens of the assistant, which the model was trained on and hardly ever misses.
-        all: Every token; it was not trained on the others, so that a change shows there.
-    """
-
-    linear: str
-    answers: Score
-    all: Score
-
-
-class Report(msgspec.Struct, frozen=True):
-    """One run."""
-
-    machine: Machine
-    model: str
-    dtype: str
-    conversations: int
-    results: list[Result]
 
 
 @dataclass(frozen=True)
@@ -119,21 +79,32 @@ def logits(model: LoadedModel, row: Row) -> Tensor:
     return model.decoder.logits(ctx, hidden)
 
 
-def measure(count: int, dtype: str) -> Report:
-    """Score the same conversations with every way to keep weights."""
+def measure(count: int, dtype: str) -> Summary:
+    """Score the same conversations with every storage format of weights.
+
+    `answers` are tokens of the assistant, which the model was trained on and hardly ever misses;
+    it was not trained on the others, so that a change shows in `all`.
+    """
     folder = embedded.path()
     encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
     rng = seeded("perplexity", SEED)
     rows = [encoder.chat(rng, chat) for chat in itertools.islice(conversations(SEED), count)]
-    said = torch.tensor([supervised for row in rows for supervised in row.supervised[1:]])
-    results: list[Result] = []
+    answers = torch.tensor([supervised for row in rows for supervised in row.supervised[1:]])
+    counted = {"answers": answers, "all": torch.ones_like(answers)}
+    found: list[Measurement] = []
     plain: Foretold | None = None
     for linear in METHODS:
-        told = foretold(load(folder, dtype=dtype, linear=linear), rows)
-        plain = plain or told
-        every = torch.ones_like(said)
-        results.append(Result(linear, score(told, plain, said), score(told, plain, every)))
-    return Report(machine(), embedded.SERVED_NAME, dtype, count, results)
+        predicted = foretold(load(folder, dtype=dtype, linear=linear), rows)
+        plain = plain or predicted
+        for case, tokens in counted.items():
+            values = score(predicted, plain, tokens)
+            found += [single(name, value, case=case, arm=linear) for name, value in values.items()]
+    return Summary(
+        section="perplexity",
+        machine=machine(),
+        setup={"model": embedded.SERVED_NAME, "dtype": dtype, "conversations": count},
+        rows=tuple(found),
+    )
 
 
 @dataclass(frozen=True)
@@ -155,65 +126,32 @@ def foretold(model: LoadedModel, rows: list[Row]) -> Foretold:
     return Foretold(torch.cat(losses), torch.cat(likeliest))
 
 
-def score(told: Foretold, plain: Foretold, counted: Tensor) -> Score:
-    """Sum up the tokens that are counted."""
-    perplexity, before = (math.exp(float(one.losses[counted].mean())) for one in (told, plain))
-    same = (told.likeliest == plain.likeliest)[counted].double()
-    return Score(
-        tokens=int(counted.sum()),
-        perplexity=round(perplexity, 6),
-        change=round(perplexity / before - 1, 6),
-        agreement=round(float(same.mean()), 6),
-    )
+def score(predicted: Foretold, plain: Foretold, counted: Tensor) -> dict[str, float]:
+    """Sum up the tokens that are counted.
 
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to rows: the change of the perplexity, and how often the argmax is the same."""
-    rows: list[Measurement] = []
-    for result in report.results:
-        for tokens, one in (("answers", result.answers), ("all", result.all)):
-            rows += [
-                single("tokens", one.tokens, case=tokens, arm=result.linear),
-                single("perplexity", one.perplexity, case=tokens, arm=result.linear),
-                single("change", one.change, case=tokens, arm=result.linear),
-                single("agreement", one.agreement, case=tokens, arm=result.linear),
-            ]
-    return Summary(
-        section="perplexity",
-        machine=report.machine,
-        setup={
-            "model": report.model,
-            "dtype": report.dtype,
-            "conversations": report.conversations,
-        },
-        rows=tuple(rows),
-    )
+    Returns:
+        `change` of the perplexity against that of `plain`, as a share, and `agreement`: the share
+        of tokens whose argmax is that of `plain`.
+    """
+    after, before = (math.exp(float(one.losses[counted].mean())) for one in (predicted, plain))
+    same = (predicted.likeliest == plain.likeliest)[counted].double()
+    return {
+        "tokens": int(counted.sum()),
+        "perplexity": round(after, 6),
+        "change": round(after / before - 1, 6),
+        "agreement": round(float(same.mean()), 6),
+    }
 
 
 def main() -> None:
-    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with torch.inference_mode():
-        report = measure(arguments.conversations, arguments.dtype)
-    table = Table(title=f"{report.model}, {report.dtype}, {report.conversations} conversations")
-    for column in ("linear", "tokens", "perplexity", "change", "same likeliest token"):
-        table.add_column(column, justify="right")
-    for result in report.results:
-        for name, one in (("answers", result.answers), ("all", result.all)):
-            table.add_row(
-                result.linear,
-                f"{one.tokens} ({name})",
-                f"{one.perplexity:.4f}",
-                f"{one.change:+.3%}",
-                f"{one.agreement:.2%}",
-            )
-    Console().print(table)
-    if arguments.json:
-        write_results(arguments.json, report, summarize(report))
+        summary = measure(arguments.conversations, arguments.dtype)
+    report(summary, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,43 +11,17 @@ import argparse
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tests.bench.figures import Figure, Machine, figure, machine
+from tests.bench.machine import machine
 from tests.bench.micro.bench_batching import LOADS, FullWorker
-from tests.bench.summary import RESULTS, Summary, of_figure, write_results
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
 
 ROUNDS = 5
 STEPS = 2_000
-FILE = RESULTS / "planning.json"
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """Steps of one load, in us of processor time.
-
-    Attributes:
-        plan_us: To choose the rows and to build the plan.
-        step_us: To commit what it drew as well.
-    """
-
-    load: str
-    plan_us: Figure
-    step_us: Figure
-
-
-class Report(msgspec.Struct, frozen=True):
-    """All loads, each in so many worlds after the other."""
-
-    machine: Machine
-    rounds: int
-    steps: int
-    loads: list[Planned]
-
-
-def measure(name: str, rounds: int, steps: int) -> Planned:
-    """Let workers of this load run, and time each step."""
+def measure(name: str, rounds: int, steps: int) -> list[Measurement]:
+    """Time each step of workers with this load: planning it, and planning and committing it."""
     plans: list[float] = []
     whole: list[float] = []
     for _ in range(rounds):
@@ -64,44 +38,25 @@ def measure(name: str, rounds: int, steps: int) -> Planned:
             if number >= steps // 10:
                 plans.append(planned_ns / 1e3)
                 whole.append((planned_ns + time.thread_time_ns() - began) / 1e3)
-    return Planned(name, figure(np.round(plans, 1).tolist()), figure(np.round(whole, 1).tolist()))
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    return Summary(
-        section="planning",
-        machine=report.machine,
-        setup={"rounds": report.rounds, "steps": report.steps},
-        rows=tuple(
-            row
-            for planned in report.loads
-            for row in (
-                of_figure("plan_us", planned.plan_us, case=planned.load),
-                of_figure("step_us", planned.step_us, case=planned.load),
-            )
-        ),
-    )
+    return [
+        measured(quantity, np.round(values, 1).tolist(), case=name)
+        for quantity, values in (("plan_us", plans), ("step_us", whole))
+    ]
 
 
 def main() -> None:
-    """Measure, print, and write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.planning", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, default=FILE)
+    parser.add_argument("--json", type=Path, default=RESULTS / "planning.json")
     arguments = parser.parse_args()
-    loads = [measure(name, arguments.rounds, STEPS) for name in LOADS]
-    report = Report(machine(), arguments.rounds, STEPS, loads)
-    table = Table("load", "plan, us", "step, us")
-    for planned in loads:
-        table.add_row(planned.load, *map(_format, (planned.plan_us, planned.step_us)))
-    Console(width=120).print(table)
-    write_results(arguments.json, report, summarize(report))
-
-
-def _format(figure: Figure) -> str:
-    """Format as `median (10th percentile-90th percentile)`."""
-    return f"{figure.p50:.0f} ({figure.p10:.0f}-{figure.p90:.0f})"
+    rounds = arguments.rounds
+    summary = Summary(
+        section="planning",
+        machine=machine(),
+        setup={"rounds": rounds, "steps": STEPS},
+        rows=tuple(row for name in LOADS for row in measure(name, rounds, STEPS)),
+    )
+    report(summary, arguments.json)
 
 
 if __name__ == "__main__":

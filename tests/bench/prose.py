@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from msgspec.structs import replace
 from rich.console import Console
-from tests.bench.figures import Machine, machine
+from tests.bench.machine import machine
 from tests.bench.models import CACHE
 from tests.bench.peers.llama_cpp import VERSION, LlamaCpp
 from tests.bench.peers.peer import NotHere
-from tests.bench.summary import RESULTS, Summary, single, write_results
+from tests.bench.summary import RESULTS, Measurement, Summary, report, single
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 from tests.support.models import open_model
@@ -54,24 +54,6 @@ FILE = RESULTS / "prose.json"
 MODEL = "smollm2"
 WINDOW, WINDOWS = 1024, 4
 PAGE_TOKENS, CHUNK = 16, 256
-
-
-class Result(msgspec.Struct, frozen=True):
-    """One reader of the file. `change` is against transformers' float32, as a share."""
-
-    reader: str
-    perplexity: float
-    change: float
-
-
-class Report(msgspec.Struct, frozen=True):
-    """One run."""
-
-    machine: Machine
-    model: str
-    file_sha256: str
-    tokens: int
-    results: list[Result]
 
 
 def windows(ids: Sequence[int]) -> list[Sequence[int]]:
@@ -153,8 +135,8 @@ def theirs(files: ModelFiles) -> Callable[[Sequence[int]], Tensor]:
     return logits
 
 
-def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | None) -> Report:
-    """Score the texts with every reader.
+def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | None) -> Summary:
+    """Score the texts with every reader; `change` is against the first one, as a share.
 
     Raises:
         NotHere: The peer cannot.
@@ -166,35 +148,19 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
     }
     if peer is not None:
         readers[f"llama.cpp, {VERSION}"] = partial(llama_cpp, peer, files, texts)
-    results: list[Result] = []
+    rows: list[Measurement] = []
     for name, reader in readers.items():
-        found = reader()
-        first = results[0].perplexity if results else found
-        results.append(Result(name, round(found, 5), round(found / first - 1, 6) + 0.0))
+        found = round(reader(), 5)
+        change = round(found / (rows[0].middle if rows else found) - 1, 6) + 0.0
+        rows += [single("perplexity", found, arm=name), single("change", change, arm=name)]
         gc.collect()
     wheel = packaged(MODEL)
     assert wheel is not None
-    return Report(machine(), MODEL, wheel.member_sha256, WINDOW * WINDOWS, results)
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
     return Summary(
         section="prose",
-        machine=report.machine,
-        setup={
-            "model": report.model,
-            "file_sha256": report.file_sha256,
-            "tokens": report.tokens,
-        },
-        rows=tuple(
-            row
-            for result in report.results
-            for row in (
-                single("perplexity", result.perplexity, arm=result.reader),
-                single("change", result.change, arm=result.reader),
-            )
-        ),
+        machine=machine(),
+        setup={"model": MODEL, "file_sha256": wheel.member_sha256, "tokens": WINDOW * WINDOWS},
+        rows=tuple(rows),
     )
 
 
@@ -222,12 +188,10 @@ def main() -> None:
     peer = None if arguments.without_peer else LlamaCpp(arguments.cache, os.cpu_count() or 1)
     try:
         with torch.inference_mode():
-            report = measure(model_files(settings), texts, peer)
+            summary = measure(model_files(settings), texts, peer)
     except NotHere as error:
         parser.error(f"{error}; --without-peer leaves it out")
-    for result in report.results:
-        console.print(f"{result.reader:<24} {result.perplexity:8.4f}  {result.change:+.3%}")
-    write_results(arguments.json, report, summarize(report))
+    report(summary, arguments.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from antiphon.supervisor.ports import free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ECHO_WORKER = "tests.support.echo_worker"
+PACED_WORKER = "tests.bench.paced_worker"
 GATEWAY = "antiphon.gateway"
 MODULES = {
     "scheduler-0": "antiphon.scheduler",
@@ -34,8 +34,6 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class EchoStack:
-    """Where a running stack answers, and what it logs."""
-
     url: str
     logs: Path
     pids: dict[str, int]
@@ -44,7 +42,9 @@ class EchoStack:
 @contextmanager
 def echo_stack(
     nats_url: str,
-    worker: str = ECHO_WORKER,
+    step_s: float = 0.0,
+    *,
+    worker: str = PACED_WORKER,
     gateway: str = GATEWAY,
     settings: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Iterator[EchoStack]:
@@ -52,6 +52,7 @@ def echo_stack(
 
     Args:
         nats_url: The broker.
+        step_s: Time of a step of the paced worker.
         worker: The module that is run in the worker's place.
         gateway: The module that is run as the gateway.
         settings: More of them, by section.
@@ -70,7 +71,7 @@ def echo_stack(
         logs = Path(folder)
         config = logs / "settings.yaml"
         write_yaml(merged, config)
-        environment = child_environment(merged)
+        environment = {**child_environment(merged), "STEP_S": str(step_s)}
         pids = {
             instance: stack.enter_context(_process(module, instance, config, logs, environment))
             for instance, module in {"worker-0": worker, **MODULES, "gateway-0": gateway}.items()
@@ -80,8 +81,8 @@ def echo_stack(
         try:
             wait_until(probe.healthy, 30, "the echo stack")
         except AssertionError as error:
-            said = "".join(file.read_text()[-2000:] for file in sorted(logs.glob("*.log")))
-            raise AssertionError(f"{error}\n{said}") from error
+            output = "".join(file.read_text()[-2000:] for file in sorted(logs.glob("*.log")))
+            raise AssertionError(f"{error}\n{output}") from error
         yield EchoStack(url, logs, pids)
 
 

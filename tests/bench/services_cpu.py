@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
-from tests.bench.paced_worker import RUNNING, TOKENS_PER_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tests.bench.services import EchoStack
 
-WORKER = "tests.bench.paced_worker"
+RUNNING, TOKENS_PER_S = 16, 600
+STEP_S = RUNNING / TOKENS_PER_S
 SETTLE_S = 3.0
 WINDOW_S = 10.0
 OUTPUT_TOKENS = 100

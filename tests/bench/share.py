@@ -16,25 +16,22 @@ import argparse
 import asyncio
 import os
 import time
-from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from tests.bench.figures import Machine, machine
+from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
 from tests.bench.peers.antiphon import Antiphon
+from tests.bench.services_metrics import health_ports, numbers
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import play
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, write_results
-from tests.bench.told import health_ports, numbers
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
 from tests.system.stack import Stack, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from tests.bench.models import Model
 
@@ -42,7 +39,7 @@ ROUNDS = 5
 PROMPT_TOKENS = 16
 SETTLE_S = 0.5
 WINDOW_S = 5.0
-"""Long beside a step, whose kernels count when they end, and beside our asking, which costs the bus
+"""Long beside a step, whose kernels count when they end, and beside scraping, which costs the bus
 thread some milliseconds."""
 FILE = RESULTS / "share.json"
 PARTS = ("kernels", "python", "sending", "bus")
@@ -91,72 +88,32 @@ class Window(msgspec.Struct, frozen=True):
         return self.part_ms("python", "sending", "bus") / self.step_ms
 
 
-class Shares(msgspec.Struct, frozen=True):
-    """The windows of one case."""
-
-    shape: str
-    clients: int
-    windows: tuple[Window, ...]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What a run found."""
-
-    machine: Machine
-    cases: tuple[Shares, ...]
-
-
 def main() -> None:
-    """Measure each case, print, write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.share", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     rounds = parser.parse_args().rounds
-    cases = tuple(_case(case, rounds) for case in CASES)
-    report = Report(machine(), cases)
-    Console(width=120).print(table(cases))
-    write_results(FILE, report, summarize(report))
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    rows: list[Measurement] = []
-    for one in report.cases:
-        case = f"{one.shape}, {one.clients}"
-        rows.append(measured("step_ms", (w.step_ms for w in one.windows), case=case))
-        rows += [
-            measured("cpu_ms", (w.part_ms(part) for w in one.windows), case=case, arm=part)
-            for part in PARTS
-        ]
-        rows.append(measured("share", (w.share for w in one.windows), case=case))
-    return Summary(
+    cases = {f"{case.shape.name}, {case.clients}": _measure(case, rounds) for case in CASES}
+    summary = Summary(
         section="share",
-        machine=report.machine,
-        setup={"windows": len(report.cases[0].windows)},
-        rows=tuple(rows),
+        machine=machine(),
+        setup={"windows": rounds},
+        rows=tuple(row for case, windows in cases.items() for row in _rows(case, windows)),
     )
+    report(summary, FILE, cases)
 
 
-def table(cases: Sequence[Shares]) -> Table:
-    """Medians by case, and the least and greatest share."""
-    shown = Table("model", "clients", "step ms", *(f"{part} ms" for part in PARTS), "share %")
-    for case in cases:
-        shares = [100 * window.share for window in case.windows]
-        shown.add_row(
-            case.shape,
-            str(case.clients),
-            f"{median(window.step_ms for window in case.windows):.1f}",
-            *(f"{median(w.part_ms(part) for w in case.windows):.2f}" for part in PARTS),
-            f"{median(shares):.1f} ({min(shares):.1f} to {max(shares):.1f})",
-        )
-    return shown
+def _rows(case: str, windows: tuple[Window, ...]) -> Iterable[Measurement]:
+    yield measured("step_ms", (window.step_ms for window in windows), case=case)
+    for part in PARTS:
+        yield measured("cpu_ms", (window.part_ms(part) for window in windows), case=case, arm=part)
+    yield measured("share", (window.share for window in windows), case=case)
 
 
-def _case(case: Case, rounds: int) -> Shares:
+def _measure(case: Case, rounds: int) -> tuple[Window, ...]:
     model = made(case.shape)
     antiphon = Antiphon(CACHE, os.cpu_count() or 1)
     with serving(*antiphon.arguments(model)) as stack:
-        windows = asyncio.run(_windows(case, model, stack, rounds))
-    return Shares(case.shape.name, case.clients, windows)
+        return asyncio.run(_windows(case, model, stack, rounds))
 
 
 async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple[Window, ...]:

@@ -6,7 +6,7 @@ A stack of real processes serves the embedded model with so small a cache that r
 prefixes and are retracted. Clients send requests over HTTP and NATS and abandon most of them: at
 once, while queued, during prefill, or between two tokens. Afterwards everything must be empty by
 the services' own metrics, and the resident memory of each service flat: the slope of a line through
-the second half of its samples. The result is one JSON object.
+the second half of its samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import aiohttp
-import msgspec
 import numpy as np
-from tests.bench.figures import Machine, machine
-from tests.bench.summary import Measurement, Summary, single, write_results
-from tests.bench.told import health_ports, numbers
+from tests.bench.machine import machine
+from tests.bench.services_metrics import health_ports, numbers
+from tests.bench.summary import Measurement, Summary, report, single
 from tests.system.stack import Stack, serving
 
 from antiphon.client import Client
@@ -65,64 +64,13 @@ LONG_WORDS = 700
 STEM = "You are a patient helper who counts, copies and remembers. " * 12
 
 
-class Growth(msgspec.Struct, frozen=True):
-    """Resident memory of one service over the run."""
-
-    first_kib: int
-    last_kib: int
-    kib_per_minute: float
-
-
-class Result(msgspec.Struct, frozen=True):
-    """What a soak found; `failures` is empty if nothing is wrong."""
-
-    machine: Machine
-    seed: int
-    minutes: float
-    requests: int
-    outcomes: dict[str, int]
-    output_tokens: int
-    retractions: int
-    left: dict[str, float]
-    growth: dict[str, Growth]
-    growth_kib_max: float
-    failures: list[str]
-
-
-def summarize(result: Result) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    rows: list[Measurement] = []
-    rows += [single("requests", count, case=name) for name, count in result.outcomes.items()]
-    rows += [single("left", count, arm=name) for name, count in result.left.items()]
-    for name, growth in result.growth.items():
-        rows += [
-            single("first_kib", growth.first_kib, arm=name),
-            single("last_kib", growth.last_kib, arm=name),
-            single("kib_per_minute", growth.kib_per_minute, arm=name),
-        ]
-    return Summary(
-        section="soak",
-        machine=result.machine,
-        setup={
-            "seed": result.seed,
-            "minutes": result.minutes,
-            "requests": result.requests,
-            "output_tokens": result.output_tokens,
-            "retractions": result.retractions,
-            "growth_kib_max": result.growth_kib_max,
-        },
-        notes=tuple(result.failures),
-        rows=tuple(rows),
-    )
-
-
-def soak(minutes: float, seed: int = 0) -> Result:
-    """Run a stack under load for so long, and look at what is left."""
+def soak(minutes: float, seed: int = 0) -> Summary:
+    """Run a stack under load for so long, and look at what is left: the notes are failures."""
     with serving(*FLAGS) as stack:
         return asyncio.run(_soak(stack, minutes, seed))
 
 
-async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
+async def _soak(stack: Stack, minutes: float, seed: int) -> Summary:
     ports = await health_ports(stack)
     pids = stack.pids()
     samples: dict[str, list[tuple[float, int]]] = {name: [] for name in pids}
@@ -137,36 +85,44 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
             group.create_task(_watch(pids, samples, ends_at))
         gateway = {"gateway-0": ports["gateway-0"]}  # it shows the whole model
         left = await asyncio.to_thread(_settled, gateway)
-    growth = {name: _growth(points) for name, points in samples.items()}
     counted = numbers(gateway)
-    result = Result(
-        machine=machine(),
-        seed=seed,
-        minutes=minutes,
-        requests=outcomes.total(),
-        outcomes=dict(sorted(outcomes.items())),
-        output_tokens=int(counted['antiphon_realtime_tokens_total{mode="decode"}']),
-        retractions=int(counted["antiphon_num_retractions_total"]),
-        left=left,
-        growth=growth,
-        growth_kib_max=GROWTH_KIB_MAX,
-        failures=[],
-    )
-    result.failures.extend(_failures(result, alive=stack.pids() == pids))
-    return result
-
-
-def _failures(result: Result, *, alive: bool) -> list[str]:
-    found = [f"{name} = {value:g}" for name, value in result.left.items() if value]
-    found += [
-        f"{name} grows by {growth.kib_per_minute:.0f} KiB a minute"
-        for name, growth in result.growth.items()
-        if growth.kib_per_minute * result.minutes / 2 > result.growth_kib_max
+    rows = [
+        *(single("requests", count, case=name) for name, count in sorted(outcomes.items())),
+        *(single("left", count, arm=name) for name, count in left.items()),
+        *(row for name, points in samples.items() for row in _growth(name, points)),
     ]
-    found += [f"{n} requests: {name}" for name, n in result.outcomes.items() if "internal" in name]
-    if not alive:
-        found.append("a service has died")
-    return found
+    failures = _failures(rows, minutes)
+    if stack.pids() != pids:
+        failures.append("a service has died")
+    return Summary(
+        section="soak",
+        machine=machine(),
+        setup={
+            "seed": seed,
+            "minutes": minutes,
+            "requests": outcomes.total(),
+            "output_tokens": int(counted['antiphon_realtime_tokens_total{mode="decode"}']),
+            "retractions": int(counted["antiphon_num_retractions_total"]),
+            "growth_kib_max": GROWTH_KIB_MAX,
+        },
+        notes=tuple(failures),
+        rows=tuple(rows),
+    )
+
+
+def _failures(rows: Sequence[Measurement], minutes: float) -> list[str]:
+    failures: list[str] = []
+    for row in rows:
+        match row.quantity:
+            case "left" if row.middle:
+                failures.append(f"{row.arm} = {row.middle:g}")
+            case "kib_per_minute" if row.middle * minutes / 2 > GROWTH_KIB_MAX:
+                failures.append(f"{row.arm} grows by {row.middle:.0f} KiB a minute")
+            case "requests" if "internal" in row.case:
+                failures.append(f"{row.middle:.0f} requests: {row.case}")
+            case _:
+                pass
+    return failures
 
 
 class _More(TypedDict, total=False):
@@ -288,10 +244,15 @@ def _resident_kib(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
 
 
-def _growth(points: list[tuple[float, int]]) -> Growth:
+def _growth(name: str, points: list[tuple[float, int]]) -> list[Measurement]:
+    """Resident memory of one service over the run."""
     seconds, kib = np.array(points[len(points) // 2 :]).T
     slope = float(np.polyfit(seconds / 60, kib, 1)[0])
-    return Growth(first_kib=points[0][1], last_kib=points[-1][1], kib_per_minute=round(slope, 1))
+    return [
+        single("first_kib", points[0][1], arm=name),
+        single("last_kib", points[-1][1], arm=name),
+        single("kib_per_minute", round(slope, 1), arm=name),
+    ]
 
 
 def _settled(ports: dict[str, int]) -> dict[str, float]:
@@ -307,18 +268,14 @@ def _settled(ports: dict[str, int]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Soak, and print what was found. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="Where the result is written, too.")
+    parser.add_argument("--json", type=Path, help="summary file")
     arguments = parser.parse_args()
-    result = soak(arguments.minutes, arguments.seed)
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    sys.stdout.write(text.decode() + "\n")
-    if arguments.json is not None:
-        write_results(arguments.json, result, summarize(result))
-    return 1 if result.failures else 0
+    summary = soak(arguments.minutes, arguments.seed)
+    report(summary, arguments.json)
+    return 1 if summary.notes else 0
 
 
 if __name__ == "__main__":

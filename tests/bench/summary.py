@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from tests.bench.figures import Figure, Machine
-from tests.bench.serving.device import Device
+from rich.console import Console
+from rich.table import Table
+from tests.bench.machine import Device, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -175,19 +176,6 @@ def single(quantity: str, value: float, *, case: str = "", arm: str = "") -> Mea
     return Measurement(case=case, arm=arm, quantity=quantity, value=_rounded(value))
 
 
-def of_figure(quantity: str, figure: Figure, *, case: str = "", arm: str = "") -> Measurement:
-    """Return the row of values that were reduced when they were measured."""
-    return Measurement(
-        case=case,
-        arm=arm,
-        quantity=quantity,
-        n=figure.n,
-        median=figure.p50,
-        p10=figure.p10,
-        p90=figure.p90,
-    )
-
-
 def of_spread(
     quantity: str, spread: Spread, *, case: str = "", arm: str = "", n: int | None = None
 ) -> Measurement:
@@ -206,12 +194,13 @@ def of_spread(
 
 def write(summary: Summary, file: Path) -> None:
     """Write a summary as JSON, each row, entrant and note on a line of its own."""
-    parts = [f'"{name}": {_lines(value)}' for name, value in _fields(summary)]
+    fields: dict[str, object] = msgspec.to_builtins(summary)
+    parts = [f'"{name}": {_lines(value)}' for name, value in fields.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def write_results(file: Path, raw: msgspec.Struct, summary: Summary) -> None:
+def write_results(file: Path, raw: object, summary: Summary) -> None:
     """Write a summary, and the raw results under the same name in `raw/` beside it."""
     write(summary, file)
     folder = file.parent / RAW
@@ -219,14 +208,33 @@ def write_results(file: Path, raw: msgspec.Struct, summary: Summary) -> None:
     (folder / file.name).write_bytes(msgspec.json.format(msgspec.json.encode(raw)) + b"\n")
 
 
+def report(summary: Summary, file: Path | None, raw: object = None) -> None:
+    """Print a summary; write it and the raw results, where there are any, if a file is given."""
+    Console(width=140).print(table(summary), *summary.notes)
+    if file is not None and raw is None:
+        write(summary, file)
+    elif file is not None:
+        write_results(file, raw, summary)
+
+
+def table(summary: Summary) -> Table:
+    setup = ", ".join(f"{name} {value}" for name, value in summary.setup.items())
+    shown = Table(title=f"{summary.section}: {setup}")
+    for column in ("case", "arm", "quantity"):
+        shown.add_column(column)
+    for column in ("median", "p10", "p90", "p99", "min", "max"):
+        shown.add_column(column, justify="right")
+    for row in summary.rows:
+        quantity = f"{row.quantity}, against {row.against}" if row.against else row.quantity
+        values = (row.middle, row.p10, row.p90, row.p99, row.min, row.max)
+        cells = ("" if value is None else f"{value:.5g}" for value in values)
+        shown.add_row(row.case, row.arm, quantity, *cells)
+    return shown
+
+
 def read(file: Path) -> Summary:
     """Read a summary."""
     return msgspec.json.decode(file.read_bytes(), type=Summary)
-
-
-def _fields(summary: Summary) -> list[tuple[str, object]]:
-    encoded = msgspec.json.decode(msgspec.json.encode(summary))
-    return list(encoded.items())
 
 
 def _lines(value: object) -> str:

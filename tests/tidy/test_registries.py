@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.bench.page import write as benchmarks
-from tests.bench.page.open_load import PLOT
+from tests.bench.page.engine import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
 from tests.support import bus_page, config_page, http_page, models_page, status_page

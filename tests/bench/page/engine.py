@@ -1,18 +1,27 @@
-"""The sections of the engine: prefix cache, queue, int8 weights and grammars."""
+"""The sections of the engine: open-loop load, prefix cache, queue, int8 weights and grammars."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import device_line, machine_line, markdown, rows
+from tests.bench.page.markdown import device_line, facts, machine_line, markdown, rows
 from tests.bench.peers.peer import OURS
 from tests.bench.serving import int8
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from tests.bench.summary import Summary
+    from tests.bench.summary import Measurement, Summary
 
+PLOT = "open-load.svg"
+OPEN_LOAD_HEAD = """
+## Open-loop load (Poisson arrivals)
+
+Multi-turn conversations, the {model} shape, over HTTP. Conversations start at random times (a
+Poisson process), and each turn follows the previous response. Dataset `{dataset}`: turns, input
+tokens and output tokens. A row is one run, including its ramp-up and ramp-down. Times are p50 and
+p99 in ms. Goodput counts requests with {slo}.
+"""
 RADIX_HEAD = """
 ## Prefix cache
 
@@ -54,6 +63,42 @@ and values in float16, so its arithmetic differs.
 """
 
 
+def open_load(summary: Summary) -> Iterable[str]:
+    setup = summary.setup
+    yield OPEN_LOAD_HEAD.format_map(setup | {"slo": setup["slo"] or "no SLO: none was set"}) + "\n"
+    yield device_line(summary) + "\n"
+    yield markdown(
+        (
+            *("conversations/s", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s"),
+            *("goodput", "CPU of other processes, %"),
+        ),
+        (_cells(summary, case) for case in summary.cases()),
+    )
+    yield f"\n![Latency against throughput]({PLOT})\n"
+
+
+def _cells(summary: Summary, case: str) -> Sequence[str]:
+    def row(quantity: str) -> Measurement:
+        return summary.row(quantity, case=case)
+
+    requests = row("requests").middle
+    goodput = summary.find("goodput", case=case)
+    others = summary.find("others", case=case)
+    return (
+        case.removeprefix("poisson:"),
+        f"{requests - row('failed').middle:.0f} of {requests:.0f}",
+        f"{row('output_tokens_per_s').middle:.0f}",
+        *(_times(row(quantity)) for quantity in ("ttft_ms", "tpot_ms", "itl_ms")),
+        f"{row('requests_per_s').middle:.2f}",
+        "" if goodput is None else f"{goodput.middle:.2f}",
+        "not measured" if others is None else f"{100 * others.middle:.0f}",
+    )
+
+
+def _times(row: Measurement) -> str:
+    return f"{row.middle:.0f}, {row.p99:.0f}"
+
+
 def prose(summary: Summary) -> Iterable[str]:
     setup = summary.setup
     yield PROSE_HEAD.format(model=setup["model"], tokens=setup["tokens"]) + "\n"
@@ -74,37 +119,27 @@ def prose(summary: Summary) -> Iterable[str]:
 def radix(summary: Summary) -> Iterable[str]:
     yield RADIX_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
     yield device_line(summary) + "\n"
-    yield markdown(
-        ("", ""),
-        (
-            ("speedup", f"{summary.row('times_faster').middle:.1f}"),
-            ("hit rate", f"{summary.row('hit_rate').middle:.4f}"),
-            (
-                "hit rate computed from the prompts",
-                f"{summary.row('hit_rate_computed').middle:.4f}",
-            ),
-        ),
+    yield facts(
+        summary,
+        ("speedup", "{times_faster.middle:.1f}"),
+        ("hit rate", "{hit_rate.middle:.4f}"),
+        ("hit rate computed from the prompts", "{hit_rate_computed.middle:.4f}"),
     )
 
 
 def waiting(summary: Summary) -> Iterable[str]:
-    def middle(quantity: str) -> float:
-        return summary.row(quantity).middle
-
     yield WAITING_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
     yield device_line(summary) + "\n"
-    yield markdown(
-        ("", ""),
+    yield facts(
+        summary,
+        ("alone, tok/s", "{tokens_per_s_alone.middle:.1f}"),
+        ("with 2,000 queued, tok/s", "{tokens_per_s_beside_2000.middle:.1f}"),
+        ("ratio per pair", summary.row("ratio").span(".3f")),
         (
-            ("alone, tok/s", f"{middle('tokens_per_s_alone'):.1f}"),
-            ("with 2,000 queued, tok/s", f"{middle('tokens_per_s_beside_2000'):.1f}"),
-            ("ratio per pair", summary.row("ratio").span(".3f")),
-            (
-                "p99 gap between stream events, alone and with the queue, ms",
-                f"{middle('gap_p99_ms_alone'):.0f}, {middle('gap_p99_ms_beside_2000'):.0f}",
-            ),
-            ("time to queue 2,000 requests, s", f"{middle('queue_formed_in_s'):.1f}"),
+            "p99 gap between stream events, alone and with the queue, ms",
+            "{gap_p99_ms_alone.middle:.0f}, {gap_p99_ms_beside_2000.middle:.0f}",
         ),
+        ("time to queue 2,000 requests, s", "{queue_formed_in_s.middle:.1f}"),
     )
 
 
@@ -144,23 +179,18 @@ def int8_perplexity(summary: Summary) -> Iterable[str]:
 
 
 def grammar(summary: Summary) -> Iterable[str]:
-    def middle(quantity: str) -> float:
-        return summary.row(quantity).middle
-
     yield GRAMMAR_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
     yield device_line(summary) + "\n"
     row = summary.row("cost")
     cost, least, most = (100 * share for share in (row.middle, row.least, row.most))
-    yield markdown(
-        ("", ""),
-        (
-            ("without a schema, tok/s", f"{middle('tokens_per_s_plain'):.1f}"),
-            ("with a schema, tok/s", f"{middle('tokens_per_s_schema'):.1f}"),
-            ("cost per pair", f"**{cost:.1f} %** ({least:.1f} to {most:.1f})"),
-            ("advancing 16 matchers by one token", f"{middle('walks_us'):.0f} us"),
-            ("of which accepting tokens", f"{middle('of_walks_accept_us'):.0f} us"),
-            ("of which filling masks", f"{middle('of_walks_fill_us'):.0f} us"),
-            ("copying masks into the step plan", f"{middle('into_the_plan_us'):.0f} us"),
-            ("applying masks to logits", f"{middle('into_the_logits_us'):.0f} us"),
-        ),
+    yield facts(
+        summary,
+        ("without a schema, tok/s", "{tokens_per_s_plain.middle:.1f}"),
+        ("with a schema, tok/s", "{tokens_per_s_schema.middle:.1f}"),
+        ("cost per pair", f"**{cost:.1f} %** ({least:.1f} to {most:.1f})"),
+        ("advancing 16 matchers by one token", "{walks_us.middle:.0f} us"),
+        ("of which accepting tokens", "{of_walks_accept_us.middle:.0f} us"),
+        ("of which filling masks", "{of_walks_fill_us.middle:.0f} us"),
+        ("copying masks into the step plan", "{into_the_plan_us.middle:.0f} us"),
+        ("applying masks to logits", "{into_the_logits_us.middle:.0f} us"),
     )

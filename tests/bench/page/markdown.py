@@ -19,6 +19,12 @@ def rows(lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def facts(summary: Summary, *lines: tuple[str, str]) -> str:
+    """Return a table of names and values, which are formats of a summary's rows by quantity."""
+    found = {row.quantity: row for row in reversed(summary.rows)}
+    return markdown(("", ""), ((name, form.format_map(found)) for name, form in lines))
+
+
 def machine_line(summary: Summary) -> str:
     machine = summary.machine
     return f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.kernels import step_report
 from tests.bench.page.markdown import machine_line, markdown
 
 if TYPE_CHECKING:
@@ -69,11 +68,10 @@ def steps(summary: Summary) -> Iterable[str]:
 
 def _step_cells(summary: Summary, case: str) -> Sequence[str]:
     default, strict, torch = (
-        summary.row("step_ms", case=case, arm=way)
-        for way in (step_report.DEFAULT, step_report.DETERMINISTIC, "torch")
+        summary.row("step_ms", case=case, arm=way) for way in ("default", "deterministic", "torch")
     )
     beside, limit = (
-        summary.row(quantity, case=case, arm=step_report.DEFAULT).middle
+        summary.row(quantity, case=case, arm="default").middle
         for quantity in ("beside_ms", "limit_ms")
     )
     return (

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench.figures import INSTRUCTIONS
+from tests.bench.machine import INSTRUCTIONS
 from tests.bench.page.against_peers import OnProcessor, peers
-from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import (
+    PLOT,
     grammar,
     int8_perplexity,
     int8_weights,
+    open_load,
     prose,
     radix,
     waiting,
 )
-from tests.bench.page.open_load import PLOT, open_load
-from tests.bench.page.stack import large_bodies, planned, services, soaked
+from tests.bench.page.stack import crowd, large_bodies, planned, services, soaked
 from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, Summary, read

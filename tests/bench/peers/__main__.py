@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench.figures import instructions
+from tests.bench.machine import instructions
 from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, write_page
 from tests.bench.peers.antiphon import Antiphon
@@ -26,7 +25,7 @@ from tests.bench.peers.openvino import OpenVino
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
 from tests.bench.peers.report import entrant, measure, summarize
-from tests.bench.peers.rounds import Referee
+from tests.bench.peers.rounds import Referee, print_progress
 from tests.bench.peers.transformers_serve import TransformersServe
 from tests.bench.peers.vllm import Vllm
 from tests.bench.summary import RESULTS, Entrant, write_results
@@ -74,7 +73,7 @@ def _measure(
 ) -> None:
     """Run the rounds; results are on disk after each turn."""
     asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
-    referee = Referee(arguments.quiet_in_s, _tell)
+    referee = Referee(arguments.quiet_in_s)
     for report in measure(peers, entrants, asked, arguments.rounds, referee):
         if not arguments.rehearse:
             write_results(arguments.json, report, summarize(report))
@@ -85,7 +84,7 @@ def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer
     here: list[Peer] = []
     entrants: list[Entrant] = []
     for peer in peers:
-        _tell(f"installing {peer.name}")
+        print_progress(f"installing {peer.name}")
         try:
             peer.install()
             for model in models.values():
@@ -93,17 +92,13 @@ def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer
             entrants.append(entrant(peer, next(iter(models.values()))))
             here.append(peer)
         except NotHere as error:
-            _tell(f"  skipped: {error}")
+            print_progress(f"  skipped: {error}")
             entrants.append(Entrant(name=peer.name, arithmetic=peer.arithmetic, skipped=str(error)))
     return here, entrants
 
 
 def _models(cases: Sequence[Case]) -> list[str]:
     return list(dict.fromkeys(case.shape.name for case in cases))
-
-
-def _tell(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
 def _arguments() -> argparse.Namespace:

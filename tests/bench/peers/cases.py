@@ -12,8 +12,8 @@ from tests.bench.serving.datasets import RandomLengths, SharedPrefix
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from tests.bench.machine import Device
     from tests.bench.models import Shape
-    from tests.bench.serving.device import Device
     from tests.bench.serving.metrics import Metrics
 
 

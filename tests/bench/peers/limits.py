@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.bench.machine import Device
     from tests.bench.models import Shape
-    from tests.bench.serving.device import Device
 
 BF16_BYTES = 2
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tests.bench.models import Model
 
 OURS = "antiphon"
+REPOSITORY = Path(__file__).resolve().parents[3]
 TORCH = "torch==2.13.0"
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 _INSTALL_TIMEOUT_S = 3600.0
@@ -127,6 +129,15 @@ class Peer(ABC):
         if done.returncode:
             last = log.read_text(errors="replace").strip().splitlines()[-1][:300]
             raise NotHere(f"{what}: {last}")
+
+
+def config_digest(peer: Peer, model: Model) -> str:
+    """Digest a command line, leaving out the port and where things are kept."""
+    places = (str(peer.folder.parent.parent), sys.prefix, str(REPOSITORY))
+    words = peer.command(model, 0)
+    for place in places:
+        words = [word.replace(place, "") for word in words]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
 
 
 def package_version(environment: Path, package: str) -> str:

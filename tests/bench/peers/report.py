@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.figures import Machine, machine
+from tests.bench.machine import Device, Machine, machine, measure_device
 from tests.bench.peers.cases import CASES
-from tests.bench.peers.peer import OURS
+from tests.bench.peers.peer import OURS, config_digest
 from tests.bench.peers.rounds import Turn, play_rounds
-from tests.bench.serving.device import Device, measure_device
 from tests.bench.summary import Entrant, Measurement, Summary, measured
 
 if TYPE_CHECKING:
@@ -25,7 +21,6 @@ if TYPE_CHECKING:
     from tests.bench.peers.rounds import Referee
     from tests.bench.serving.metrics import Metrics
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 OBSERVED: dict[str, Callable[[Metrics], float]] = {
     "TTFT p50, ms": lambda metrics: metrics.ttft_ms.p50,
     "ITL p50, ms": lambda metrics: metrics.itl_ms.p50,
@@ -86,16 +81,6 @@ def entrant(peer: Peer, model: Model) -> Entrant:
         version=peer.version,
         config_digest=config_digest(peer, model),
     )
-
-
-def config_digest(peer: Peer, model: Model) -> str:
-    """Digest a command line, leaving out the port and where things are kept."""
-    places = (str(peer.folder.parent.parent), sys.prefix, str(REPOSITORY))
-    words = peer.command(model, 0)
-    for place in places:
-        words = [word.replace(place, "") for word in words]
-    said = "\0".join(words)
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def summarize(report: PeersReport) -> Summary:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,10 @@ class Turn(msgspec.Struct, frozen=True):
     failed: str | None = None
 
 
+def print_progress(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
 @dataclass(frozen=True)
 class Referee:
     """Waits for an idle machine before a measurement, and reports progress.
@@ -92,11 +97,11 @@ class Referee:
     Attributes:
         quiet_in_s: How long to wait for an idle machine before each case; None: not at all, for
             a rehearsal.
-        tell: Receives a line for every step.
+        progress: Receives a line for every step.
     """
 
     quiet_in_s: float | None
-    tell: Callable[[str], None]
+    progress: Callable[[str], None] = print_progress
 
     def wait(self, *ours: int) -> None:
         """Wait until no other process uses the CPU.
@@ -128,7 +133,7 @@ def play_rounds(
                 if not asked:
                     continue
                 referee.wait()
-                referee.tell(f"round {round_ + 1}: {peer.name} on {model.name}")
+                referee.progress(f"round {round_ + 1}: {peer.name} on {model.name}")
                 played = _turn(round_, peer, model, asked, referee)
                 first += played.samples if not round_ else ()
                 yield played
@@ -150,7 +155,7 @@ def _turn(round_: int, peer: Peer, model: Model, cases: Sequence[Case], referee:
             samples = asyncio.run(_samples(round_, peer, model, cases, server, referee))
             return Turn(round_, peer.name, model.name, server.started_in_s, samples)
     except NotHere as error:
-        referee.tell(f"  {error}")
+        referee.progress(f"  {error}")
         return Turn(round_, peer.name, model.name, 0.0, failed=str(error))
 
 
@@ -197,7 +202,7 @@ class Guest:
             tries.append(await self._try(case, seed_of(case, self.round_, len(tries))))
             figures = ", ".join(f"{f.name} {f.of(tries[-1].metrics):.1f}" for f in case.figures)
             others, wrong = tries[-1].others, tries[-1].wrong or ""
-            self.referee.tell(f"  {case.name}: {figures} (others {others:.0%}) {wrong}")
+            self.referee.progress(f"  {case.name}: {figures} (others {others:.0%}) {wrong}")
         return min(tries, key=lambda each: each.others)
 
     async def _try(self, case: Case, seed: int) -> Sample:

@@ -25,22 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from tests.bench.figures import machine
+from msgspec.structs import replace
+from tests.bench.machine import measure_device
 from tests.bench.models import CACHE, LLAMA_135M, SHAPES, Model, made
 from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.peer import config_digest
 from tests.bench.peers.process import running
-from tests.bench.peers.quiet import Busy, wait_until_quiet, work
-from tests.bench.peers.report import config_digest
+from tests.bench.peers.quiet import Busy, wait_until_quiet
 from tests.bench.serving.arrival import ClosedLoop, parse_arrival
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import FORMS, MultiTurn, Vocabulary, parse_dataset
-from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
-from tests.bench.serving.metrics import Slo, measure
+from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget
-from tests.bench.serving.report import Report, Run, drawn, summarize, table
-from tests.bench.summary import write_results
+from tests.bench.serving.report import Load, Run, drawn, summarize
+from tests.bench.summary import report
 
 from antiphon.client import Client
 
@@ -97,14 +96,10 @@ def main() -> None:
         except Busy as error:
             sys.exit(f"not measured: {error}")
     digest = config_digest(antiphon, model) if started else ""
-    report = Report(
-        machine=machine(), device=device, model=model.name, config_digest=digest, runs=tuple(runs)
-    )
-    Console(width=140).print(table(runs))
-    if arguments.json:
-        write_results(arguments.json, report, summarize(report))
+    summary = summarize(runs, device, model.name, digest)
+    report(summary, arguments.json, runs)
     if arguments.plot:
-        arguments.plot.write_text(drawn(summarize(report)))
+        arguments.plot.write_text(drawn(summary))
 
 
 async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) -> list[Run]:
@@ -132,30 +127,12 @@ async def _run(
         Busy: The machine of a server started here was not idle in time.
     """
     seed = arguments.seed + n
-    arrival = parse_arrival(text, seed)
-    slo = _slo(arguments.slo)
-    scripts = parse_dataset(arguments.dataset).scripts(words, arguments.requests, seed)
-    others = None
-    if place.pid is None:
-        timelines = await play(scripts, arrival, target)
-    else:
-        ours = (os.getpid(), place.pid)
-        wait_until_quiet(arguments.quiet_in_s, ours)
-        before = work(ours)
-        timelines = await play(scripts, arrival, target)
-        others = round(work(ours).others_since(before), 3)
-    for error in sorted({timeline.error for timeline in timelines if timeline.error}):
-        print("failed:", error)
-    return Run(
-        name=text,
-        dataset=arguments.dataset,
-        arrival=str(arrival),
-        over=place.over,
-        seed=seed,
-        metrics=measure(timelines, words.tokens, slo),
-        slo=slo,
-        others=others,
-    )
+    dataset, arrival = parse_dataset(arguments.dataset), parse_arrival(text, seed)
+    if place.pid is not None:
+        wait_until_quiet(arguments.quiet_in_s, (place.pid,))
+    load = Load(dataset, arguments.requests, arrival, place.over)
+    run = await load.run(text, seed, target, words, place.pid, _slo(arguments.slo))
+    return replace(run, dataset=arguments.dataset)
 
 
 def _slo(given: Sequence[str]) -> Slo | None:

@@ -81,6 +81,7 @@ class HttpTarget:
             `/v1/completions`, which takes the text as it is. Needed for more than one turn.
         ignore_eos: Set it in the request; a server that rejects the field may end early.
         more: Further fields of each request, or others in the place of ours.
+        headers: Further headers of each request.
 
     Attributes:
         answering: Answers of which something has come, and not the end.
@@ -94,18 +95,21 @@ class HttpTarget:
         chat: bool = False,
         ignore_eos: bool = True,
         more: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._url = f"{url}/v1/{'chat/completions' if chat else 'completions'}"
         self._model = model
         self._chat = chat
         self._ignore_eos = ignore_eos
         self._more = dict(more or {})
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         self.answering = 0
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             # A connection a request: llama-server drops kept ones under the next request.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             read_bufsize=2**20,
         )
@@ -115,14 +119,12 @@ class HttpTarget:
         await self._session.close()
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        """As `OtlpTarget.ask`."""
         body = msgspec.json.encode(self._body(said, output_tokens))
         reads: list[tuple[float, bytes]] = []
         sent_s = time.perf_counter()
         error: str | None = None
         try:
-            headers = {"Content-Type": "application/json"}
-            async with self._session.post(self._url, data=body, headers=headers) as answer:
+            async with self._session.post(self._url, data=body) as answer:
                 async for data in answer.content.iter_any():
                     self.answering += not reads
                     reads.append((time.perf_counter(), data))

@@ -15,25 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from statistics import median
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from tests.bench.figures import machine
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
-from tests.bench.peers.quiet import work
-from tests.bench.peers.report import config_digest
 from tests.bench.serving import guiding
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.device import measure_device
-from tests.bench.serving.load import play
-from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import Report, Run, summarize_facts, table
-from tests.bench.summary import RESULTS, Summary, write_results
+from tests.bench.serving.report import Load, Run, summarize_pairs
+from tests.bench.summary import RESULTS, report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +35,7 @@ if TYPE_CHECKING:
 CLIENTS = 16
 REQUESTS = 32
 PAIRS = 6
-DATASET = RandomLengths(128, 128)
+LOAD = Load(RandomLengths(128, 128), REQUESTS, ClosedLoop(CLIENTS))
 PERSON = {
     "type": "object",
     "properties": {
@@ -81,25 +73,9 @@ def main() -> None:
     antiphon = Antiphon(CACHE, os.cpu_count() or 1)
     with running(antiphon, model) as server:
         runs = asyncio.run(_pairs(model, server))
-    report = Report(
-        machine=machine(),
-        device=measure_device(),
-        model=model.name,
-        config_digest=config_digest(antiphon, model),
-        runs=tuple(runs),
-        facts=facts(runs) | guiding.measure(model.folder, SCHEMA, CLIENTS),
-    )
-    Console(width=140).print(table(runs), report.facts)
-    write_results(RESULTS / "grammar.json", report, summarize(report))
-
-
-def facts(runs: Sequence[Run]) -> dict[str, float]:
-    """Reduce to what was promised: the rates, and what share of it the grammar took, by pairs."""
-    pairs = by_round(runs)
-    return {name: median(values) for name, values in pairs.items()} | {
-        "cost_least": min(pairs["cost"]),
-        "cost_most": max(pairs["cost"]),
-    }
+    parts = guiding.measure(model.folder, SCHEMA, CLIENTS)
+    summary = summarize_pairs("grammar", runs, by_round(runs), parts, peer=antiphon, model=model)
+    report(summary, RESULTS / "grammar.json", runs)
 
 
 def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
@@ -113,11 +89,6 @@ def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
         "tokens_per_s_schema": schema,
         "cost": [1 - with_it / without for without, with_it in zip(plain, schema, strict=True)],
     }
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    return summarize_facts("grammar", report, by_round(report.runs))
 
 
 async def _pairs(model: Model, server: Server) -> list[Run]:
@@ -136,22 +107,12 @@ async def _pairs(model: Model, server: Server) -> list[Run]:
 async def _play(
     words: Vocabulary, server: Server, more: Mapping[str, object], seed: int, name: str = "warm-up"
 ) -> Run:
-    scripts = DATASET.scripts(words, REQUESTS, seed)
-    before = work([os.getpid(), server.pid])
     async with HttpTarget(server.url, server.model, more=more) as target:
-        timelines = await play(scripts, ClosedLoop(CLIENTS), target)
-    others = work([os.getpid(), server.pid]).others_since(before)
-    said = {(timeline.output_tokens, timeline.error) for timeline in timelines}
-    assert said == {(DATASET.output_tokens, None)}, f"unexpected lengths: {said}"
-    return Run(
-        name=name,
-        dataset=str(DATASET),
-        arrival=f"closed:{CLIENTS}",
-        over="http",
-        seed=seed,
-        metrics=measure(timelines, words.tokens),
-        others=others,
-    )
+        run = await LOAD.run(name, seed, target, words, server.pid)
+    expected = REQUESTS * LOAD.dataset.output_tokens
+    assert not run.metrics.failed, f"{run.metrics.failed} requests failed"
+    assert run.metrics.output_tokens == expected, "unexpected lengths"
+    return run
 
 
 if __name__ == "__main__":

@@ -13,12 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
-from rich.console import Console
 from tests.bench.models import CACHE, QWEN_05B, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
@@ -27,18 +23,17 @@ from tests.bench.peers.peer import OURS
 from tests.bench.peers.quiet import Busy
 from tests.bench.peers.report import entrant, measure
 from tests.bench.peers.rounds import Referee
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, single, write_results
+from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.bench.machine import Device
     from tests.bench.models import Model
     from tests.bench.peers.report import PeersReport
-    from tests.bench.serving.device import Device
 
 CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
 PAIRS = 5
-FILE = RESULTS / "int8.json"
 OUTPUT = CASE.figures[0].title
 LIMIT = "limit"
 """The row of what reading a byte a weight would allow."""
@@ -54,43 +49,9 @@ class Int8(Antiphon):
         super().__init__(cache, cores, ("--model-linear", "int8"))
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over undisturbed pairs; rates in output tok/s.
-
-    Attributes:
-        times_faster: Int8 against bf16, pair by pair; the least and the most beside it.
-        limit: What reading a byte a weight would allow, by the read rate of the same call.
-    """
-
-    pairs: int
-    bf16: float
-    int8: float
-    times_faster: float
-    least: float
-    most: float
-    limit: float
-
-
-def facts(report: PeersReport) -> Facts | None:
-    """Reduce a report; None without an undisturbed pair."""
-    pairs = _pairs(report)
-    if not pairs:
-        return None
-    ratios = [int8 / bf16 for bf16, int8 in pairs]
-    return Facts(
-        pairs=len(pairs),
-        bf16=median(bf16 for bf16, _ in pairs),
-        int8=median(int8 for _, int8 in pairs),
-        times_faster=median(ratios),
-        least=min(ratios),
-        most=max(ratios),
-        limit=limit(report.device),
-    )
-
-
-def summarize(report: PeersReport) -> Summary:
+def summarize(raw: PeersReport) -> Summary:
     """Reduce a run to the rows of its page section; there are none without an undisturbed pair."""
-    pairs = _pairs(report)
+    pairs = _pairs(raw)
     rows: tuple[Measurement, ...] = ()
     if pairs:
         bf16, int8 = zip(*pairs, strict=True)
@@ -99,14 +60,14 @@ def summarize(report: PeersReport) -> Summary:
             measured(OUTPUT, bf16, case=CASE.name, arm=OURS, by_round=True),
             measured(OUTPUT, int8, case=CASE.name, arm=Int8.name, by_round=True),
             measured(OUTPUT, ratios, case=CASE.name, arm=Int8.name, against=OURS, by_round=True),
-            single(OUTPUT, limit(report.device), case=CASE.name, arm=LIMIT),
+            single(OUTPUT, limit(raw.device), case=CASE.name, arm=LIMIT),
         )
     return Summary(
         section="int8",
-        machine=report.machine,
-        device=report.device,
+        machine=raw.machine,
+        device=raw.device,
         setup={"pairs": len(pairs)},
-        entrants=report.entrants,
+        entrants=raw.entrants,
         rows=rows,
     )
 
@@ -144,24 +105,18 @@ def main() -> None:
     quiet_in_s = None if arguments.rehearse else arguments.quiet_in_s
     pairs = 1 if arguments.rehearse else arguments.pairs
     try:
-        report = _measure(made(QWEN_05B), pairs, Referee(quiet_in_s, _tell))
+        raw = _measure(made(QWEN_05B), pairs, Referee(quiet_in_s))
     except Busy as error:
         sys.exit(f"not measured: {error}")
-    Console().print(facts(report))
-    if not arguments.rehearse:
-        write_results(FILE, report, summarize(report))
+    report(summarize(raw), None if arguments.rehearse else RESULTS / "int8.json", raw)
 
 
 def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:
     cores = os.cpu_count() or 1
     servers = (Antiphon(CACHE, cores), Int8(CACHE, cores))
     entrants = [entrant(server, model) for server in servers]
-    *_, report = measure(servers, entrants, [(model, (CASE,))], pairs, referee)
-    return report
-
-
-def _tell(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
+    *_, raw = measure(servers, entrants, [(model, (CASE,))], pairs, referee)
+    return raw
 
 
 if __name__ == "__main__":

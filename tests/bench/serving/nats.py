@@ -30,7 +30,6 @@ class NatsTarget:
         await self._client.__aexit__(*error)
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        """As `OtlpTarget.ask`."""
         pieces: list[Piece] = []
         error: str | None = None
         sent_s = time.perf_counter()
@@ -56,7 +55,6 @@ class WholeNatsTarget(NatsTarget):
     """Asks for whole answers: no times within one, but all that the server counts."""
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        """As `OtlpTarget.ask`."""
         sent_s = time.perf_counter()
         try:
             answer = await self._client.complete(

@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from statistics import median
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from tests.bench.figures import machine
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
-from tests.bench.peers.quiet import work
-from tests.bench.peers.report import config_digest
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.datasets import SharedPrefix, Vocabulary
-from tests.bench.serving.device import measure_device
-from tests.bench.serving.load import play
-from tests.bench.serving.metrics import measure
 from tests.bench.serving.nats import WholeNatsTarget
-from tests.bench.serving.report import Report, Run, summarize_facts, table
-from tests.bench.summary import RESULTS, Summary, write_results
+from tests.bench.serving.report import Load, Run, summarize_pairs
+from tests.bench.summary import RESULTS, report
 from tests.system.stack import Stack, serving
 
 from antiphon.client import Client
@@ -36,6 +28,10 @@ if TYPE_CHECKING:
 
 REQUESTS = 32
 DATASET = SharedPrefix(768, 32, 1)
+LOAD, WARM_UP = (
+    Load(dataset, REQUESTS, ClosedLoop(REQUESTS), over="nats")
+    for dataset in (DATASET, SharedPrefix(64, 32, 1))
+)
 PAIRS = 5
 PAGE_TOKENS = 16
 SETTINGS = {"cached": (), "not cached": ("--disable-radix-cache",)}
@@ -50,26 +46,17 @@ def main() -> None:
         for name, arguments in SETTINGS.items():
             with serving(*antiphon.arguments(model), *arguments) as stack:
                 runs.append(asyncio.run(_run(f"{name} {pair}", pair, model, stack)))
-    report = Report(
-        machine=machine(),
-        device=measure_device(),
-        model=model.name,
-        config_digest=config_digest(antiphon, model),
-        runs=tuple(runs),
-        facts=facts(runs),
+    summary = summarize_pairs(
+        "radix", runs, by_round(runs), counted(runs), peer=antiphon, model=model
     )
-    Console(width=140).print(table(runs), report.facts)
-    write_results(RESULTS / "radix.json", report, summarize(report))
+    report(summary, RESULTS / "radix.json", runs)
 
 
-def facts(runs: Sequence[Run]) -> dict[str, float]:
-    """Reduce to what was promised: how much faster, and that the hit rate is the computed one."""
-    pairs = by_round(runs)
+def counted(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the hit rate that follows from the prompts, and the one without the cache."""
     plain = [run.metrics for run in runs if run.name.startswith("not cached")]
     prompt = plain[0].prompt_tokens
     return {
-        "times_faster": median(pairs["times_faster"]),
-        "hit_rate": median(pairs["hit_rate"]),
         "hit_rate_computed": (REQUESTS - 1) * shared_tokens() / prompt,
         "hit_rate_without_cache": max((run.cached_tokens or 0) / prompt for run in plain),
     }
@@ -86,11 +73,6 @@ def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
     }
 
 
-def summarize(report: Report) -> Summary:
-    """Reduce a run to the rows of its page section."""
-    return summarize_facts("radix", report, by_round(report.runs))
-
-
 def shared_tokens() -> int:
     """Tokens that a second prompt has in common with the first: whole pages of them."""
     return DATASET.prefix_tokens // PAGE_TOKENS * PAGE_TOKENS
@@ -99,20 +81,8 @@ def shared_tokens() -> int:
 async def _run(name: str, seed: int, model: Model, stack: Stack) -> Run:
     words = Vocabulary(model.folder)
     async with WholeNatsTarget(Client(stack.nats_url), stack.model) as target:
-        warm_up = SharedPrefix(64, 32, 1).scripts(words, REQUESTS, seed + 1_000_000)
-        await play(warm_up, ClosedLoop(REQUESTS), target)
-        before = work([os.getpid(), stack.process.pid])
-        timelines = await play(DATASET.scripts(words, REQUESTS, seed), ClosedLoop(REQUESTS), target)
-        others = work([os.getpid(), stack.process.pid]).others_since(before)
-    return Run(
-        name=name,
-        dataset=str(DATASET),
-        arrival=f"closed:{REQUESTS}",
-        over="nats",
-        seed=seed,
-        metrics=measure(timelines, words.tokens),
-        others=others,
-    )
+        await WARM_UP.run("warm-up", seed + 1_000_000, target, words)
+        return await LOAD.run(name, seed, target, words, stack.process.pid)
 
 
 if __name__ == "__main__":

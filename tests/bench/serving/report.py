@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
-from tests.bench.figures import Machine
-from tests.bench.serving.device import Device
-from tests.bench.serving.metrics import Metrics, Slo
+from tests.bench.machine import Device, machine, measure_device
+from tests.bench.peers.peer import config_digest
+from tests.bench.peers.quiet import work
+from tests.bench.serving.load import play
+from tests.bench.serving.metrics import Metrics, Slo, measure
 from tests.bench.serving.plot import Line, chart
 from tests.bench.summary import Measurement, Summary, measured, of_spread, single
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+
+    from tests.bench.models import Model
+    from tests.bench.peers.peer import Peer
+    from tests.bench.serving.arrival import Arrival
+    from tests.bench.serving.client import Target
+    from tests.bench.serving.datasets import Dataset, Vocabulary
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,79 +44,92 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     others: float | None = None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of one invocation.
+@dataclass(frozen=True)
+class Load:
+    """Requests of a dataset, and when they arrive; `over` as in `Run`."""
 
-    Attributes:
-        config_digest: Of the server's command line; empty if it was not started here.
-        facts: What follows from the runs, by name.
-    """
+    dataset: Dataset
+    requests: int
+    arrival: Arrival
+    over: str = "http"
 
-    machine: Machine
-    device: Device
-    model: str
-    config_digest: str
-    runs: tuple[Run, ...]
-    facts: dict[str, float] = {}
+    async def run(
+        self,
+        name: str,
+        seed: int,
+        target: Target,
+        words: Vocabulary,
+        pid: int | None = None,
+        slo: Slo | None = None,
+    ) -> Run:
+        """Send it to a target, whose process does not count as another, if it is known."""
+        scripts = self.dataset.scripts(words, self.requests, seed)
+        ours = (os.getpid(), *(() if pid is None else (pid,)))
+        before = work(ours)
+        timelines = await play(scripts, self.arrival, target)
+        others = work(ours).others_since(before)
+        for error in sorted({timeline.error for timeline in timelines if timeline.error}):
+            print("failed:", error)
+        return Run(
+            name=name,
+            dataset=str(self.dataset),
+            arrival=str(self.arrival),
+            over=self.over,
+            seed=seed,
+            metrics=measure(timelines, words.tokens, slo),
+            slo=slo,
+            others=None if pid is None else round(others, 3),
+        )
 
 
-def read(file: Path) -> Report:
-    """Read raw results."""
-    return msgspec.json.decode(file.read_bytes(), type=Report)
-
-
-def summarize(report: Report) -> Summary:
-    """Reduce each run to its rows."""
-    slo = report.runs[0].slo
+def summarize(runs: Sequence[Run], device: Device, model: str, digest: str = "") -> Summary:
+    """Reduce each run to its rows; `digest` is that of the server's command line, if known."""
+    slo = runs[0].slo
     limits = [] if slo is None else slo.promises()
-    setup = _setup(report) | {
+    setup = _setup(runs, model, digest) | {
         "slo": " and ".join(f"{name} <= {most:g} ms" for name, most in limits)
     }
     return Summary(
         section="serving",
-        machine=report.machine,
-        device=report.device,
+        machine=machine(),
+        device=device,
         setup=setup,
         rows=tuple(
-            row
-            for case, run in zip(_cases(report.runs), report.runs, strict=True)
-            for row in _rows(case, run)
+            row for case, run in zip(_cases(runs), runs, strict=True) for row in _rows(case, run)
         ),
     )
 
 
-def summarize_facts(
-    section: str, report: Report, by_round: Mapping[str, Sequence[float]]
+def summarize_pairs(
+    section: str,
+    runs: Sequence[Run],
+    by_round: Mapping[str, Sequence[float]],
+    counted: Mapping[str, float],
+    *,
+    peer: Peer,
+    model: Model,
 ) -> Summary:
-    """Reduce runs in pairs to a row for each fact.
-
-    Args:
-        section: Of the page.
-        report: Two runs a pair.
-        by_round: The values behind facts, by their names, where they were recorded.
-    """
-    rows: list[Measurement] = []
-    for name, value in report.facts.items():
-        if name in by_round:
-            rows.append(measured(name, by_round[name], case=report.model, by_round=True))
-        elif not name.endswith(("_least", "_most")):
-            rows.append(single(name, value, case=report.model))
+    """Reduce two runs a pair to a row for each quantity: of all pairs, or counted once."""
+    case = model.name
     return Summary(
         section=section,
-        machine=report.machine,
-        device=report.device,
-        setup=_setup(report) | {"pairs": len(report.runs) // 2},
-        rows=tuple(rows),
+        machine=machine(),
+        device=measure_device(),
+        setup=_setup(runs, case, config_digest(peer, model)) | {"pairs": len(runs) // 2},
+        rows=(
+            *(measured(name, each, case=case, by_round=True) for name, each in by_round.items()),
+            *(single(name, value, case=case) for name, value in counted.items()),
+        ),
     )
 
 
-def _setup(report: Report) -> dict[str, str | int | float]:
-    first = report.runs[0]
+def _setup(runs: Sequence[Run], model: str, digest: str) -> dict[str, str | int | float]:
+    first = runs[0]
     return {
-        "model": report.model,
+        "model": model,
         "dataset": first.dataset,
         "over": first.over,
-        "config_digest": report.config_digest,
+        "config_digest": digest,
     }
 
 
@@ -156,28 +177,3 @@ def drawn(summary: Summary) -> str:
     setup = summary.setup
     title = f"{setup['model']}, {setup['dataset']}, {summary.machine.commit}"
     return chart(title, "output tok/s", "ms", lines)
-
-
-def table(runs: Sequence[Run]) -> Table:
-    """Lay out runs, a row each."""
-    shown = Table(title="times in ms: p50 / p99")
-    rates = ("out tok/s", "total tok/s", "req/s")
-    for column in ("run", "requests", "failed", *rates, "TTFT", "TPOT", "ITL", "E2E"):
-        shown.add_column(column, justify="left" if column == "run" else "right")
-    shown.add_column("goodput", justify="right")
-    shown.add_column("others", justify="right")
-    for run in runs:
-        metrics = run.metrics
-        times = (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2e_ms)
-        shown.add_row(
-            run.name,
-            str(metrics.requests),
-            str(metrics.failed),
-            f"{metrics.output_tokens_per_s:.1f}",
-            "" if metrics.total_tokens_per_s is None else f"{metrics.total_tokens_per_s:.1f}",
-            f"{metrics.requests_per_s:.2f}",
-            *(f"{each.p50:.1f} / {each.p99:.1f}" for each in times),
-            "" if metrics.goodput is None else f"{metrics.goodput:.2f}",
-            "" if run.others is None else f"{run.others:.0%}",
-        )
-    return shown

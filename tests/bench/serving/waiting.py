@@ -27,25 +27,21 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import TYPE_CHECKING
 
 import aiohttp
-from rich.console import Console
-from tests.bench.figures import machine
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
-from tests.bench.peers.report import config_digest
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import Report, Run, summarize_facts, table
-from tests.bench.summary import RESULTS, write_results
+from tests.bench.serving.report import Run, summarize_pairs
+from tests.bench.summary import RESULTS, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,27 +108,8 @@ def main() -> None:
     except Busy as error:
         sys.exit(f"not measured: {error}")
     runs = [sample.run for pair in found for sample in pair]
-    report = Report(
-        machine=machine(),
-        device=measure_device(),
-        model=model.name,
-        config_digest=config_digest(antiphon, model),
-        runs=tuple(runs),
-        facts=facts(found),
-    )
-    Console(width=140).print(table(runs), report.facts)
-    if not arguments.rehearse:
-        summary = summarize_facts("waiting", report, by_round(found))
-        write_results(RESULTS / "waiting.json", report, summary)
-
-
-def facts(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, float]:
-    """Reduce to what was promised: the rates alone and beside, and their ratio pair by pair."""
-    values = by_round(pairs)
-    return {name: median(each) for name, each in values.items()} | {
-        "ratio_least": min(values["ratio"]),
-        "ratio_most": max(values["ratio"]),
-    }
+    summary = summarize_pairs("waiting", runs, by_round(found), {}, peer=antiphon, model=model)
+    report(summary, None if arguments.rehearse else RESULTS / "waiting.json", runs)
 
 
 def by_round(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, list[float]]:

@@ -7,11 +7,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from tests.bench.crowd.__main__ import LOOP, PARTS
+from tests.bench.crowd.__main__ import LOOP, PARTS, Crowd, Profile, summarize
 from tests.bench.crowd.listeners import Listener, Tally, request
-from tests.bench.crowd.report import Crowd, CrowdReport, Profile, summarize
-from tests.bench.crowd.sampler import Sampler, Samples, read, write
-from tests.bench.figures import Machine
+from tests.bench.crowd.profiled_gateway import Sampler, Samples, read, write
 from tests.bench.page.write import page
 from tests.bench.summary import write as write_summary
 
@@ -93,13 +91,8 @@ def test_the_page_shows_medians_and_where_the_time_goes(tmp_path: Path) -> None:
         )
         for rate in (6400.0, 6000.0, 6390.0)
     ]
-    report = CrowdReport(
-        machine=Machine("abc", "a CPU", 2, 0.1),
-        streams=128,
-        windows={"steady": windows},
-        profiles={"steady": Profile({"asyncio": 12.5, LOOP: 87.5}, {})},
-    )
-    write_summary(summarize(report), tmp_path / "crowd.json")
+    profiles = {"steady": Profile({"asyncio": 12.5, LOOP: 87.5}, {})}
+    write_summary(summarize({"steady": windows}, profiles), tmp_path / "crowd.json")
     text = page(tmp_path)
     assert "| steady | 6390 | 20.0 | 31.5 | 41.0 | gateway-0 31, broker 12 |" in text
     assert "| asyncio | 12.5 |" in text

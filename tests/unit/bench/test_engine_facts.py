@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.bench.figures import Figure, Machine
-from tests.bench.kernels.step_report import Case, Report, Result, summarize
+from tests.bench.machine import Device, Machine
 from tests.bench.page.write import page
 from tests.bench.peers.report import PeersReport
 from tests.bench.peers.rounds import Sample, Turn
 from tests.bench.serving import grammar, int8, radix, waiting
-from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run
 from tests.bench.serving.timeline import Piece, Timeline
-from tests.bench.summary import RAW, RESULTS, read, write, write_results
+from tests.bench.summary import RESULTS, Summary, measured, single, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,10 +73,11 @@ def run(name: str, took_s: float, cached_tokens: int) -> Run:
 
 def test_the_hit_rate_is_held_against_the_one_that_follows_from_the_prompts() -> None:
     runs = [run("cached 0", 2.0, 768), run("not cached 0", 16.0, 0)]
-    facts = radix.facts(runs)
-    assert facts["times_faster"] == pytest.approx(8.0)
-    assert facts["hit_rate"] == facts["hit_rate_computed"] == pytest.approx(31 * 768 / (32 * 800))
-    assert facts["hit_rate_without_cache"] == 0.0
+    pairs, counted = radix.by_round(runs), radix.counted(runs)
+    assert pairs["times_faster"] == pytest.approx([8.0])
+    assert pairs["hit_rate"] == [counted["hit_rate_computed"]]
+    assert counted["hit_rate_computed"] == pytest.approx(31 * 768 / (32 * 800))
+    assert counted["hit_rate_without_cache"] == 0.0
 
 
 def turn(number: int, peer: str, tokens_per_s: float, others: float = 0.0) -> Turn:
@@ -104,13 +103,17 @@ def pairs(*rates: tuple[float, float], disturbed: float = 0.0) -> PeersReport:
 
 
 def test_int8_is_held_against_bf16_pair_by_pair() -> None:
-    found = int8.facts(pairs((40.0, 72.0), (50.0, 80.0), (60.0, 90.0), disturbed=999.0))
-    assert found is not None
-    assert (found.pairs, found.bf16, found.int8) == pytest.approx((3, 50.0, 80.0))
-    assert (found.least, found.times_faster, found.most) == pytest.approx((1.5, 1.6, 1.8))
-    assert int8.facts(pairs()) is None
+    report = pairs((40.0, 72.0), (50.0, 80.0), (60.0, 90.0), disturbed=999.0)
+    found = int8.summarize(report)
+    assert found.setup["pairs"] == 3
+    rates = [found.row(int8.OUTPUT, arm=arm).middle for arm in ("antiphon", "antiphon int8")]
+    assert rates == pytest.approx([50.0, 80.0])
+    ratio = found.row(int8.OUTPUT, ratio=True)
+    assert (ratio.least, ratio.middle, ratio.most) == pytest.approx((1.5, 1.6, 1.8))
+    assert int8.summarize(pairs()).rows == ()
+    limit = found.row(int8.OUTPUT, arm=int8.LIMIT).middle
     weights = int8.QWEN_05B.weights_count
-    assert 0.8 * 40e9 / weights < found.limit < 40e9 / weights, "a byte of each weight a token"
+    assert 0.8 * 40e9 / weights < limit < 40e9 / weights, "a byte of each weight a token"
 
 
 def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
@@ -123,17 +126,20 @@ def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
-    def took(way: str, ms: float) -> Result:
-        whole, beside = Figure(ms, ms, ms), Figure(0.5, 0.4, 0.6)
-        return Result(case, way, whole, whole, beside, 6.0)
-
-    case = Case(16, 1, 256)
-    results = [took("deterministic", 10.2), took("default", 10.0), took("torch", 30.0)]
-    report = Report(Machine("c", "cpu", 2, 0.0), "avx512", 2, "llama-135m", results)
-    write_results(tmp_path / "steps.json", report, summarize(report))
-    assert read(tmp_path / "steps.json") == summarize(report)
-    raw = (tmp_path / RAW / "steps.json").read_bytes()
-    assert msgspec.json.decode(raw, type=Report) == report
+    times = {"deterministic": 10.2, "default": 10.0, "torch": 30.0}
+    rows = [
+        row
+        for way, ms in times.items()
+        for row in (
+            measured("step_ms", [ms] * 5, case="16 x 1 of 256", arm=way),
+            measured("beside_ms", [0.4, 0.4, 0.5, 0.6, 0.6], case="16 x 1 of 256", arm=way),
+            single("limit_ms", 6.0, case="16 x 1 of 256", arm=way),
+        )
+    ]
+    setup: dict[str, str | int | float] = {"shape": "llama-135m", "isa": "avx512", "threads": 2}
+    where = Machine("c", "cpu", 2, 0.0)
+    summary = Summary(section="steps", machine=where, setup=setup, rows=tuple(rows))
+    write(summary, tmp_path / "steps.json")
     (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
     assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line
 
@@ -148,7 +154,6 @@ def test_what_a_grammar_costs_is_told_pair_by_pair() -> None:
         for name, each in rates.items()
         for pair, rate in enumerate(each)
     ]
-    facts = grammar.facts(sorted(runs, key=lambda each: each.name.split()[1]))
-    assert facts["cost"] == pytest.approx(0.01)
-    assert facts["cost_most"] == pytest.approx(0.02)
-    assert facts["tokens_per_s_schema"] == 980.0
+    pairs = grammar.by_round(sorted(runs, key=lambda each: each.name.split()[1]))
+    assert pairs["cost"] == pytest.approx([0.02, 0.01, 0.01])
+    assert pairs["tokens_per_s_schema"] == [980.0, 891.0, 1089.0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.bench.figures import INSTRUCTIONS, Machine, instructions
+from tests.bench.machine import INSTRUCTIONS, Device, Machine, instructions
 from tests.bench.models import CACHE, LLAMA_135M, Model
 from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
@@ -17,10 +17,10 @@ from tests.bench.peers import report as reporting
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit, prefill_s, step_s
+from tests.bench.peers.peer import config_digest
 from tests.bench.peers.quiet import Work, work
-from tests.bench.peers.report import PeersReport, config_digest, measure, summarize
+from tests.bench.peers.report import PeersReport, measure, summarize
 from tests.bench.peers.rounds import Referee, Sample, Turn, contends, seed_of
-from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Spread
 from tests.bench.summary import Entrant, Measurement, write
 

@@ -7,22 +7,21 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.bench.figures import Machine
+from tests.bench.machine import Device
 from tests.bench.models import LLAMA_135M, Model
 from tests.bench.serving.__main__ import Place, _arguments, _run_all
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.device import Device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
-from tests.bench.serving.report import Report, drawn, read, summarize, table
-from tests.bench.summary import RAW, write_results
-from tests.bench.summary import read as read_summary
+from tests.bench.serving.report import Run, drawn, summarize
+from tests.bench.summary import RAW, read, report, table
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 from tests.unit.client.gateway import MODEL, USAGE, gateway
@@ -129,14 +128,13 @@ async def test_the_command_measures_and_writes_what_it_measured(
         assert run.metrics.goodput == pytest.approx(run.metrics.requests_per_s)
     assert len({json.dumps(body["messages"]) for body in fake.asked}) == len(fake.asked)
 
-    device = Device(30.0, 400.0)
-    where = Machine("abc", "cpu", 2, 0.0)
-    report = Report(machine=where, device=device, model="m", config_digest="", runs=tuple(runs))
-    summary = summarize(report)
-    write_results(tmp_path / "result.json", report, summary)
-    assert read(tmp_path / RAW / "result.json") == report
-    assert read_summary(tmp_path / "result.json") == summary
-    assert table(runs).row_count == 2
+    summary = summarize(runs, Device(30.0, 400.0), "m")
+    report(summary, tmp_path / "result.json", runs)
+    raw = (tmp_path / RAW / "result.json").read_bytes()
+    assert msgspec.json.decode(raw, type=list[Run]) == runs
+    assert read(tmp_path / "result.json") == summary
+    assert table(summary).row_count == len(summary.rows)
+    assert summary.cases() == ["closed:2", "poisson:200"]
     assert all(run.slo == Slo(ttft_ms=900) for run in runs)
     assert drawn(summary).count("<polyline") == 4
 

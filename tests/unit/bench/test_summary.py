@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.bench.figures import Machine
+from tests.bench.machine import Machine
 from tests.bench.summary import (
     RAW,
     RESULTS,

@@ -1,5 +1,6 @@
-"""Where a process spends its processor time: looked at again and again, while it works.
+"""A gateway under a sampling profiler, from SIGUSR1 to SIGUSR2, which writes the samples.
 
+The file is beside its settings: `python -m tests.bench.crowd.profiled_gateway --config FILE ...`.
 The timer counts the process's own time, so idling and the neighbours' work are not in it, and an
 interrupt every few milliseconds costs nothing that shows. What a built-in function does counts for
 the Python function that called it; what is done with no Python function running is the event
@@ -9,15 +10,20 @@ loop's own, the kernel's reading and writing of sockets included.
 from __future__ import annotations
 
 import signal
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.service import GatewayService
+from antiphon.service.main import run
+
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import FrameType
 
+FILE = "samples.json"
 PERIOD_S = 0.002
 TOP = 20
 
@@ -74,7 +80,6 @@ def write(samples: Samples, file: Path) -> None:
 
 
 def read(file: Path) -> Samples:
-    """Read it again."""
     return msgspec.json.decode(file.read_bytes(), type=Samples)
 
 
@@ -90,3 +95,15 @@ def _short(file: str) -> str:
 def _percent(counts: Counter[str]) -> dict[str, float]:
     total = max(1, counts.total())
     return {name: round(100 * count / total, 1) for name, count in counts.most_common()}
+
+
+def main() -> None:
+    file = Path(sys.argv[sys.argv.index("--config") + 1]).parent / FILE
+    sampler = Sampler()
+    signal.signal(signal.SIGUSR1, lambda *_: sampler.start())
+    signal.signal(signal.SIGUSR2, lambda *_: write(sampler.stop(), file))
+    run(GatewayService)
+
+
+if __name__ == "__main__":
+    main()

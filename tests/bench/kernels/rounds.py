@@ -1,0 +1,59 @@
+"""Variants in turn, round after round.
+
+Each round reads a buffer larger than any CPU cache, then runs every variant once, so that other
+processes disturb all of them alike. Ratios are of the medians of a run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.extension import huge_zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+SWEEP_BYTES = 1 << 28
+ROUNDS_MIN = 6
+READ = "read"
+"""The variant that reads the buffer."""
+
+
+class Rounds:
+    """A buffer to read, and the clock of a run."""
+
+    def __init__(self) -> None:
+        self._sweep = huge_zeros(SWEEP_BYTES // 8, dtype=torch.int64)
+        self._sweep.fill_(1)  # zeros that were never written are one page, read again and again
+
+    def alternate(
+        self, work: Mapping[str, Callable[[], object]], seconds: float
+    ) -> dict[str, list[float]]:
+        """Time each variant and the read before them, in ms, for about so long.
+
+        With one thread, the time is that thread's CPU time, which other processes lengthen only by
+        their use of memory.
+        """
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        times: dict[str, list[float]] = {name: [] for name in (READ, *work)}
+        names = list(work)
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds or count < ROUNDS_MIN:
+            # The first variant finds nothing of its own in the CPU caches, so they alternate.
+            first = count % len(names)
+            for name in (READ, *names[first:], *names[:first]):
+                once = self._sweep.sum if name == READ else work[name]
+                start = clock()
+                once()
+                times[name].append((clock() - start) * 1e3)
+            count += 1
+        return {name: taken[1:] for name, taken in times.items()}
+
+
+def setup() -> dict[str, str | int | float]:
+    """Describe what runs the kernels, for a summary."""
+    return {"isa": extension.load().isa(), "threads": torch.get_num_threads()}
