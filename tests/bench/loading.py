@@ -152,7 +152,6 @@ def _status(field: str) -> int:
 
 
 def measure(model: str, rounds: int) -> tuple[Summary, dict[str, list[Load]]]:
-    """Read and load in turn."""
     folder = made(SHAPES[model]).folder
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size
@@ -204,7 +203,6 @@ def _in_a_process(folder: Path, linear: str) -> Load:
 
 
 def main() -> None:
-    """Measure, print, and write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.loading")
     parser.add_argument("--model", choices=SHAPES, default=QWEN_05B.name)
     parser.add_argument("--rounds", type=int, default=5)

@@ -86,19 +86,15 @@ SHAPES = {shape.name: shape for shape in (LLAMA_135M, QWEN_05B, SMOLLM2)}
 
 @dataclass(frozen=True)
 class Model:
-    """A shape and the folder that holds it."""
-
     shape: Shape
     folder: Path
 
     @property
     def name(self) -> str:
-        """The name that servers use."""
         return self.shape.name
 
 
 def made(shape: Shape, cache: Path = CACHE) -> Model:
-    """Return the model, made first if it is not there."""
     folder = cache / "models" / shape.name
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -219,7 +215,6 @@ def _config(shape: Shape) -> PretrainedConfig:
 
 
 def main() -> None:
-    """Make the models that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.models")
     parser.add_argument("names", nargs="*", choices=[*SHAPES, []], default=[])
     parser.add_argument("--cache", type=Path, default=CACHE)

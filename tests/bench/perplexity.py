@@ -116,7 +116,6 @@ class Foretold:
 
 
 def foretold(model: LoadedModel, rows: list[Row]) -> Foretold:
-    """Run all rows."""
     losses: list[Tensor] = []
     likeliest: list[Tensor] = []
     for row in rows:

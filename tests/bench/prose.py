@@ -57,7 +57,6 @@ PAGE_TOKENS, CHUNK = 16, 256
 
 
 def windows(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Cut the first tokens of a text into windows."""
     assert len(ids) >= WINDOW * WINDOWS, f"the text has {len(ids)} tokens"
     return [ids[start : start + WINDOW] for start in range(0, WINDOW * WINDOWS, WINDOW)]
 
@@ -165,7 +164,6 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
 
 
 def main() -> None:
-    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", action="store_true")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peer and model live")

@@ -43,7 +43,6 @@ class ServicesCpu(msgspec.Struct, frozen=True):
 
 
 def measure(stack: EchoStack) -> ServicesCpu:
-    """Keep 16 streams open, and read what each process has used of its core meanwhile."""
     return asyncio.run(_measure(stack))
 
 

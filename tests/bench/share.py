@@ -23,10 +23,9 @@ from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.services_metrics import health_ports, numbers
-from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.load import play
+from tests.bench.serving.load import ClosedLoop, play
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
 from tests.system.stack import Stack, serving
 

@@ -73,7 +73,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def middle(self) -> float:
-        """The median, or the only value."""
         middle = self.value if self.median is None else self.median
         assert middle is not None, f"{self.case} {self.arm} {self.quantity}: no value"
         return middle
@@ -134,11 +133,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return found
 
     def cases(self) -> list[str]:
-        """Return the names of the cases, in order."""
         return list(dict.fromkeys(row.case for row in self.rows))
 
     def arms(self, quantity: str) -> list[str]:
-        """Return the names of the arms that have a quantity, in order."""
         return list(dict.fromkeys(row.arm for row in self.rows if row.quantity == quantity))
 
 
@@ -172,14 +169,12 @@ def measured(
 
 
 def single(quantity: str, value: float, *, case: str = "", arm: str = "") -> Measurement:
-    """Return a row of what was measured, or counted, once."""
     return Measurement(case=case, arm=arm, quantity=quantity, value=_rounded(value))
 
 
 def of_spread(
     quantity: str, spread: Spread, *, case: str = "", arm: str = "", n: int | None = None
 ) -> Measurement:
-    """Return the row of times of one load."""
     return Measurement(
         case=case,
         arm=arm,
@@ -233,12 +228,11 @@ def table(summary: Summary) -> Table:
 
 
 def read(file: Path) -> Summary:
-    """Read a summary."""
     return msgspec.json.decode(file.read_bytes(), type=Summary)
 
 
 def _lines(value: object) -> str:
-    if not isinstance(value, list):
+    if not isinstance(value, (list, tuple)):
         return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
     rows = ",\n".join(_lines(row) for row in value)
     return f"[\n{rows}\n]"

@@ -63,7 +63,6 @@ class Tally:
         self.since = time.perf_counter()
 
     def empty(self) -> None:
-        """Begin anew."""
         self.events, self.gaps, self.since = 0, [], time.perf_counter()
 
 
@@ -77,12 +76,10 @@ class Listener(asyncio.Protocol):
         self._begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
         self._transport = cast("asyncio.Transport", transport)  # as which uvloop's does not count
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count."""
         now = time.perf_counter()
         tally = self._tally
         if not self._begun:
@@ -125,7 +122,6 @@ async def listen(port: int, streams: int) -> Heard:
 
 
 def request(port: int) -> bytes:
-    """What every client asks."""
     body = json.dumps(BODY).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
@@ -140,7 +136,6 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """Measure, and print the result."""
     port, streams = map(int, sys.argv[1:3])
     heard = uvloop.run(listen(port, streams))
     print(msgspec.json.encode(heard).decode(), flush=True)

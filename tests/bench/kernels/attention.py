@@ -45,8 +45,6 @@ BLOCK = 1 << 18
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Heads of a layer."""
-
     name: str
     heads: int
     group: int
@@ -99,7 +97,6 @@ def store(shape: Shape, format_: torch.dtype) -> Callable[[], object]:
 
 
 def measure() -> Summary:
-    """Measure every shape, context and batch, each format in turn."""
     rounds, rows = Rounds(), list[Measurement]()
     reads: list[float] = []
     cases = [(batch, context) for context in (1024, 8192) for batch in (1, 16)]

@@ -51,7 +51,6 @@ class Way:
     linears: Sequence[tuple[int, Callable[[Tensor], Tensor]]]
 
     def __call__(self, by_inputs: Mapping[int, Tensor]) -> None:
-        """Multiply the x that has a linear's number of inputs, linear after linear."""
         for inputs, multiply in self.linears:
             multiply(by_inputs[inputs])
 
@@ -79,7 +78,6 @@ def packed(weight: Tensor, format_: Format) -> PackedWeight:
 
 
 def measure(shape: Shape, rows: Sequence[int]) -> Summary:
-    """Measure every way with each number of rows."""
     found, rounds = ways(shape), Rounds()
     macs = sum(inputs * outputs for inputs, outputs in sizes(shape))
     measurements: list[Measurement] = []

@@ -55,5 +55,4 @@ class Rounds:
 
 
 def setup() -> dict[str, str | int | float]:
-    """Describe what runs the kernels, for a summary."""
     return {"isa": extension.load().isa(), "threads": torch.get_num_threads()}

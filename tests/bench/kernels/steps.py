@@ -146,7 +146,6 @@ def a_plan(case: Case) -> StepPlan:
 
 
 def measure(shape: Shape, cases: tuple[Case, ...]) -> Summary:
-    """Measure every way of every case."""
     pages = max(case.rows * -(-case.kv // PAGE_TOKENS) for case in cases)
     found, rounds = ways(shape, pages), Rounds()
     return Summary(

@@ -63,8 +63,6 @@ class Load:
 
 
 class FullWorker:
-    """A worker whose load is kept constant."""
-
     def __init__(self, load: Load) -> None:
         self.load = load
         self.random = random.Random(0)
@@ -96,7 +94,6 @@ class FullWorker:
         self.planned_ns = 0
 
     def refill(self) -> None:
-        """As many wait as should."""
         live = len(self.batching.running) + len(self.batching.waiting)
         for _ in range(self.load.running + self.load.waiting - live):
             self.keys += 1

@@ -54,8 +54,6 @@ def process(name: str) -> Process:
 
 
 def plan_of(rows: int, tokens: int) -> StepPlan:
-    """A step in which every row samples a token."""
-
     def ints(value: int) -> Ints:
         return np.full(rows, value, np.int32)
 
@@ -116,7 +114,6 @@ class BusSide:
         self.steps = 0
 
     def report(self) -> StepReport:
-        """Return the loop's report of the next step."""
         self.steps += 1
         count = len(self.keys)
         ids = np.full(count, self.steps % 1000, np.int32)

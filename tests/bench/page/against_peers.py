@@ -51,7 +51,6 @@ class OnProcessor:
 
 
 def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
-    """Yield a table for each instruction set that was measured."""
     head = HEAD
     for each in processors:
         if each.whole is None:

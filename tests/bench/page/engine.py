@@ -166,7 +166,6 @@ def int8_weights(summary: Summary) -> Iterable[str]:
 
 
 def int8_perplexity(summary: Summary) -> Iterable[str]:
-    """Yield more lines of the table of int8 weights."""
     change, agreement = (
         summary.row(quantity, case="all", arm="int8").middle for quantity in ("change", "agreement")
     )

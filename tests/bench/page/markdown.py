@@ -15,7 +15,6 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def rows(lines: Iterable[Sequence[str]]) -> str:
-    """Return lines of a table."""
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -86,7 +86,6 @@ def _step_cells(summary: Summary, case: str) -> Sequence[str]:
 
 
 def shares(summary: Summary) -> Iterable[str]:
-    """Yield the table of CPU time per step."""
     yield SHARE_HEAD.format_map(summary.setup) + "\n"
     yield f"{machine_line(summary)}.\n\n"
     parts = summary.arms("cpu_ms")

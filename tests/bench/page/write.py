@@ -59,7 +59,6 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
 
 
 def write_page() -> None:
-    """Write the page and its plot."""
     PAGE.write_text(page(RESULTS))
     if (summary := _read(RESULTS, "open-load")) is not None:
         PAGE.with_name(PLOT).write_text(drawn(summary))
@@ -85,6 +84,5 @@ def _read(results: Path, name: str) -> Summary | None:
 
 
 def _of_processor(results: Path, name: str) -> OnProcessor:
-    """Read the comparison of servers on an instruction set."""
     whole, later = (_read(results, f"peers-{name}{end}") for end in ("", "-later"))
     return OnProcessor(name, whole, later)

@@ -41,7 +41,6 @@ KINDS: dict[str, type[Peer]] = {
 
 
 def main() -> None:
-    """Install, measure, write."""
     arguments = _arguments()
     if arguments.page_only:
         write_page()

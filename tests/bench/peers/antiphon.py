@@ -35,9 +35,6 @@ class Antiphon(Peer):
     def install(self) -> None:
         """It runs from where this file is."""
 
-    def prepare(self, model: Model) -> None:
-        """It reads the folder as it is."""
-
     def command(self, model: Model, port: int) -> list[str]:
         serve = [sys.executable, "-m", "antiphon.cli.main", "serve"]
         return [*serve, "--gateway-port", str(port), *self.arguments(model)]

@@ -38,7 +38,6 @@ class Figure:
 
     @property
     def title(self) -> str:
-        """Name and unit, as summaries and the page show it."""
         return f"{self.name}, {self.unit}"
 
     def times_behind(self, run: Metrics, others: Iterable[Metrics]) -> float:

@@ -17,7 +17,6 @@ import numpy as np
 
 
 def losses(model: Any, ids: list[int]) -> list[float]:
-    """Compute one text."""
     model.reset()
     model.eval(ids)
     logits = np.array(model.scores[: len(ids) - 1], dtype=np.float64)
@@ -27,7 +26,6 @@ def losses(model: Any, ids: list[int]) -> list[float]:
 
 
 def main() -> None:
-    """Read, compute, write."""
     texts: list[list[int]] = json.load(sys.stdin)
     longest = max(map(len, texts))
     package: Any = importlib.import_module("llama_cpp")

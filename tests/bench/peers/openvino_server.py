@@ -53,8 +53,6 @@ class Handle(Protocol):
 
 @dataclass
 class Ask:
-    """One request on its way through the pipeline."""
-
     prompt: str
     output_tokens: int
     ignore_eos: bool
@@ -82,7 +80,6 @@ class Engine(threading.Thread):
         self._ids = itertools.count()
 
     def submit(self, ask: Ask) -> None:
-        """Take a request, from any thread."""
         self._asks.put(ask)
 
     def run(self) -> None:
@@ -135,7 +132,6 @@ class Server:
         self._bytes = token_bytes(vocabulary)
 
     async def start(self, _: web.Application) -> None:
-        """Load the model."""
         loop = asyncio.get_running_loop()
         self._engine = Engine(self._folder, self._threads, loop)
         self._engine.start()
@@ -145,7 +141,6 @@ class Server:
         return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Stream one answer."""
         body = await request.json()
         ask = Ask(body["prompt"], body["max_tokens"], body.get("ignore_eos", False))
         self._engine.submit(ask)
@@ -192,7 +187,6 @@ def token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
 
 
 def main() -> None:
-    """Serve until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--model", required=True)

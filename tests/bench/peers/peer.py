@@ -63,9 +63,8 @@ class Peer(ABC):
             NotHere: It is not possible, with the reason.
         """
 
-    @abstractmethod
-    def prepare(self, model: Model) -> None:
-        """Convert the model, once.
+    def prepare(self, model: Model) -> None:  # noqa: B027 most servers keep it
+        """Convert the model, once; a server that reads its folder as it is has nothing to do.
 
         Raises:
             NotHere: It is not possible, with the reason.
@@ -76,7 +75,6 @@ class Peer(ABC):
         """Return the command line of an OpenAI server that calls the model by its name."""
 
     def served(self, model: Model) -> str:
-        """How the server calls the model."""
         return model.name
 
     def environment(self, name: str, *installs: Sequence[str]) -> Path:
@@ -141,7 +139,6 @@ def config_digest(peer: Peer, model: Model) -> str:
 
 
 def package_version(environment: Path, package: str) -> str:
-    """Return the version of a package in an environment."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     python = str(environment / "bin" / "python")
     return subprocess.run(

@@ -74,7 +74,6 @@ def measure(
 
 
 def entrant(peer: Peer, model: Model) -> Entrant:
-    """Describe a server that is installed."""
     return Entrant(
         name=peer.name,
         arithmetic=peer.arithmetic,
@@ -84,7 +83,6 @@ def entrant(peer: Peer, model: Model) -> Entrant:
 
 
 def summarize(report: PeersReport) -> Summary:
-    """Reduce a run to the rows of its page section."""
     asked = {sample.case for turn in report.turns for sample in turn.samples}
     return Summary(
         section="peers",
@@ -134,7 +132,6 @@ def _measured(
 def _values(
     report: PeersReport, case: Case, of: Callable[[Metrics], float]
 ) -> dict[str, dict[int, float]]:
-    """Return the values of undisturbed samples, by server and round."""
     values: dict[str, dict[int, float]] = {}
     for turn in report.turns:
         for sample in turn.samples:
@@ -144,7 +141,6 @@ def _values(
 
 
 def _best(values: dict[str, dict[int, float]], figure: Figure) -> str | None:
-    """Return the best server other than ours."""
     medians = {
         name: median(by_round.values())
         for name, by_round in values.items()

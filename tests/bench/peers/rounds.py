@@ -21,10 +21,9 @@ import msgspec
 from tests.bench.peers.peer import OURS, NotHere
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import BUSY_MAX, wait_until_quiet, work
-from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, SharedPrefix, Vocabulary
-from tests.bench.serving.load import play
+from tests.bench.serving.load import ClosedLoop, play
 from tests.bench.serving.metrics import Metrics, measure
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether it counts."""
         return self.wrong is None and self.others <= BUSY_MAX
 
     @property
@@ -167,7 +165,6 @@ async def _samples(
     server: Server,
     referee: Referee,
 ) -> tuple[Sample, ...]:
-    """Warm a server up, then measure every case."""
     words = Vocabulary(model.folder)
     async with HttpTarget(server.url, server.model, ignore_eos=peer.ignores_eos) as target:
         guest = Guest(round_, peer.name, server, target, words, referee)
@@ -177,8 +174,6 @@ async def _samples(
 
 @dataclass(frozen=True)
 class Guest:
-    """A server while it has its turn."""
-
     round_: int
     name: str
     server: Server

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class TransformersServe(Peer):
-    """`transformers serve` with continuous batching."""
-
     name = "transformers"
     arithmetic = "bf16 weights and KV"
     ignores_eos = False
@@ -23,9 +21,6 @@ class TransformersServe(Peer):
 
     def install(self) -> None:
         self.environment("venv", (TORCH, "numpy"), (TORCH, "transformers[serving]==5.23.0"))
-
-    def prepare(self, model: Model) -> None:
-        """It reads the folder as it is."""
 
     def served(self, model: Model) -> str:
         """It calls models by their folders."""

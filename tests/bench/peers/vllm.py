@@ -34,9 +34,6 @@ class Vllm(Peer):
         if not self._openmp:
             raise NotHere("intel-openmp brought no libiomp5.so")
 
-    def prepare(self, model: Model) -> None:
-        """It reads the folder as it is."""
-
     def command(self, model: Model, port: int) -> list[str]:
         environment = (
             f"LD_PRELOAD={self._openmp[0]}",

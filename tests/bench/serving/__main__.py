@@ -32,10 +32,9 @@ from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.peer import config_digest
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import Busy, wait_until_quiet
-from tests.bench.serving.arrival import ClosedLoop, parse_arrival
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import FORMS, MultiTurn, Vocabulary, parse_dataset
-from tests.bench.serving.load import play
+from tests.bench.serving.load import ClosedLoop, parse_arrival, play
 from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget
 from tests.bench.serving.report import Load, Run, drawn, summarize
@@ -68,18 +67,15 @@ class Place:
 
     @property
     def over(self) -> str:
-        """As in `ScanSpan.over`."""
         return "nats" if self.nats else "chat" if self.chat else "http"
 
     def target(self) -> Target:
-        """Return a new connection."""
         if self.nats:
             return NatsTarget(Client(self.nats), self.served)
         return HttpTarget(self.url, self.served, chat=self.chat)
 
 
 def main() -> None:
-    """Measure, print, write."""
     arguments = _arguments()
     model = _model(arguments)
     antiphon = Antiphon(arguments.cache, os.cpu_count() or 1, tuple(arguments.serve))

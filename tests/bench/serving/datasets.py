@@ -44,7 +44,6 @@ class Vocabulary:
         assert len(self._words) >= WORDS_MIN, "no byte-level BPE with words: prompts are inexact"
 
     def tokens(self, text: str) -> int:
-        """Count the tokens of a text, special ones not added."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, source: random.Random, tokens: int) -> str:
@@ -67,7 +66,6 @@ class RandomLengths:
     spread: float = 1.0
 
     def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
-        """Make so many."""
         source = random.Random(seed)
         return [self._one(words, source) for _ in range(count)]
 
@@ -93,11 +91,9 @@ class SharedPrefix:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of every prompt."""
         return self.prefix_tokens + self.question_tokens
 
     def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
-        """Make so many."""
         source = random.Random(seed)
         prefixes = [words.text(source, self.prefix_tokens) for _ in range(self.groups)]
         return [
@@ -119,7 +115,6 @@ class MultiTurn:
     output_tokens: int
 
     def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
-        """Make so many conversations."""
         source = random.Random(seed)
         return [
             Script(

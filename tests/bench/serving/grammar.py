@@ -21,9 +21,9 @@ from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
 from tests.bench.serving import guiding
-from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
+from tests.bench.serving.load import ClosedLoop
 from tests.bench.serving.report import Load, Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
 
@@ -68,7 +68,6 @@ ARMS: Mapping[str, Mapping[str, object]] = {
 
 
 def main() -> None:
-    """Measure in pairs on one server, print, write."""
     model = made(LLAMA_135M)
     antiphon = Antiphon(CACHE, os.cpu_count() or 1)
     with running(antiphon, model) as server:
@@ -79,7 +78,6 @@ def main() -> None:
 
 
 def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Return the values of each pair of runs."""
     plain, schema = (
         [run.metrics.output_tokens_per_s for run in runs if run.name.split()[0] == name]
         for name in ARMS

@@ -34,8 +34,6 @@ WARM_UP = 50
 
 
 class Clock:
-    """How long each part took, step by step."""
-
     def __init__(self) -> None:
         self._took: dict[str, list[float]] = defaultdict(list)
 
@@ -129,7 +127,6 @@ def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> 
 
 
 def main() -> None:
-    """Measure and print JSON."""
     import torch  # noqa: PLC0415
 
     from antiphon.config.worker import GrammarConfig  # noqa: PLC0415

@@ -96,7 +96,6 @@ def limit(device: Device) -> float:
 
 
 def main() -> None:
-    """Measure in pairs, print, write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.serving.int8")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--quiet-in-s", type=float, default=60.0)

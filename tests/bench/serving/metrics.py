@@ -45,12 +45,10 @@ class Slo(msgspec.Struct, frozen=True):
     e2e_ms: float | None = None
 
     def promises(self) -> list[tuple[str, float]]:
-        """What is promised, by its name and ms."""
         named = (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms), ("E2E", self.e2e_ms))
         return [(name, most) for name, most in named if most is not None]
 
     def kept(self, timeline: Timeline) -> bool:
-        """Whether a finished request kept all of it."""
         return all(
             most is None or took <= most
             for most, took in (
@@ -132,7 +130,6 @@ def ttft_ms(timeline: Timeline) -> float:
 
 
 def e2e_ms(timeline: Timeline) -> float:
-    """Time to the end."""
     return 1000 * (timeline.ended_s - timeline.sent_s)
 
 

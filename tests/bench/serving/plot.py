@@ -28,7 +28,6 @@ class Line:
 
 
 def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
-    """Draw lines over two axes that begin at zero."""
     x_ticks = _ticks(max((x for line in lines for x, _ in line.points), default=0.0) or 1.0)
     y_ticks = _ticks(max((y for line in lines for _, y in line.points), default=0.0) or 1.0)
     right, top = x_ticks[-1], y_ticks[-1]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
-from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.datasets import SharedPrefix, Vocabulary
+from tests.bench.serving.load import ClosedLoop
 from tests.bench.serving.nats import WholeNatsTarget
 from tests.bench.serving.report import Load, Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
@@ -38,7 +38,6 @@ SETTINGS = {"cached": (), "not cached": ("--disable-radix-cache",)}
 
 
 def main() -> None:
-    """Measure in pairs, print, write."""
     model = made(LLAMA_135M)
     antiphon = Antiphon(CACHE, os.cpu_count() or 1)
     runs: list[Run] = []
@@ -63,7 +62,6 @@ def counted(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Return the values of each pair of runs."""
     cached, plain = (
         [run.metrics for run in runs if run.name.rpartition(" ")[0] == name] for name in SETTINGS
     )

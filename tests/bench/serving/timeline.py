@@ -39,5 +39,4 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The whole answer."""
         return "".join(piece.text for piece in self.pieces)

@@ -35,10 +35,9 @@ from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
-from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.load import play
+from tests.bench.serving.load import ClosedLoop, play
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
@@ -94,7 +93,6 @@ class Sample:
 
 
 def main() -> None:
-    """Measure in pairs on one server, print, write."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.serving.waiting")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--rehearse", action="store_true", help="one pair, and nothing is written")
@@ -113,7 +111,6 @@ def main() -> None:
 
 
 def by_round(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, list[float]]:
-    """Return the values of each pair."""
     alone, beside = zip(*pairs, strict=True)
     return {
         "tokens_per_s_alone": [each.decode.tokens_per_s for each in alone],
@@ -213,7 +210,6 @@ def _arrivals(timeline: Timeline) -> list[float]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Let no garbage be looked for meanwhile."""
     gc.collect()
     gc.disable()
     try:
@@ -223,7 +219,6 @@ def _uncollected() -> Iterator[None]:
 
 
 async def _answering(target: HttpTarget, count: int) -> None:
-    """Wait until so many have begun to answer."""
     async with asyncio.timeout(120):
         while True:
             if target.answering >= count:

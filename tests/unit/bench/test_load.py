@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Self
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.serving.arrival import ClosedLoop, Poisson, parse_arrival
 from tests.bench.serving.client import read_stream
 from tests.bench.serving.datasets import Script
-from tests.bench.serving.load import play
+from tests.bench.serving.load import ClosedLoop, Poisson, parse_arrival, play
 from tests.bench.serving.timeline import Piece, Timeline
 
 if TYPE_CHECKING:
