@@ -15,7 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig, read_preprocessor_config
-from antiphon.encoder.spec import VisionActivation, VisionFamily, VisionTowerSpec
+from antiphon.encoder.spec import SiglipSpec, VisionActivation, VisionFamily, VisionTowerSpec
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ SIZES = [(31, 47), (47, 31), (24, 24), (5, 3), (200, 60), (24, 25), (1, 90)]
 
 
 def spec(family: VisionFamily, size: int = 24) -> VisionTowerSpec:
-    return VisionTowerSpec(
-        family=family,
+    kind = SiglipSpec if family is VisionFamily.SIGLIP else VisionTowerSpec
+    return kind(
         hidden=8,
         intermediate=8,
         layers=1,

@@ -132,7 +132,7 @@ class GatewayService:
         async with bodies, _server(runtime, access, served, metrics) as port:
             driver.start()
             if keys is not None:
-                runtime.group.create_task(keys.follow(access, metrics))
+                runtime.group.create_task(access.follow(keys, metrics))
             try:
                 with _crash_dump(runtime, requests):
                     yield GatewayService(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import TYPE_CHECKING
 
-from antiphon.config.tenants import TenantConfig
+from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.keys import AccessLevel, Caller, Keyring, digest_of
 from antiphon.gateway.access.limits import QuotaReservation, Tenant
 from antiphon.wire.digests import tenant_salt
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.config.access import AccessConfig
-    from antiphon.config.tenants import Tenants
+    from antiphon.gateway.access.keys import KeysFile
+    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.wire.ids import ModelName
 
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # the whole file is compared: timestamps of files are too coarse
 ANONYMOUS = Caller(DEFAULT_TENANT, AccessLevel.OPERATOR)  # the caller if no key is required
 PROBE_CALLER = Caller(TenantId("$probe"), AccessLevel.TENANT)
 """The caller of health checks. It has no limits, so that a busy tenant cannot fail them."""
@@ -152,6 +158,20 @@ class Access:
             tokens_max = allowed
         reservation.reserve(prompt_tokens + gen_request.choices * tokens_max, self._now())
         return tokens_max
+
+    async def follow(self, keys: KeysFile, metrics: GatewayMetrics) -> None:
+        """Apply the keys file whenever it changes."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            news = await asyncio.to_thread(keys.reload_if_changed)
+            if isinstance(news, Tenants):
+                self.reload(news)
+                metrics.add_tenants(self.names)
+                metrics.keys_read.labels("read").inc()
+                log.info("keys file reloaded", extra={"tenants": len(news.tenants)})
+            elif news is not None:
+                metrics.keys_read.labels("refused").inc()
+                log.error("keys file not reloaded", extra={"reason": str(news)})
 
     def _tenant(self, name: TenantId) -> Tenant:
         """Return a tenant. If no key is required, an unknown tenant has no limits."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
-import logging
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,14 +16,7 @@ from antiphon.config.tenants import Tenants, keys_file_bytes, tenants_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.gateway.access.access import Access
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.wire.ids import TenantId
-
-log = logging.getLogger(__name__)
-
-POLL_S = 1.0
-"""Polling interval. The whole file is compared: timestamps of files are too coarse."""
 
 
 class AccessLevel(IntEnum):
@@ -90,16 +81,3 @@ class KeysFile:
             return tenants_of(data, self._path)
         except ConfigError as error:
             return error
-
-    async def follow(self, access: Access, metrics: GatewayMetrics) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            news = await asyncio.to_thread(self.reload_if_changed)
-            if isinstance(news, Tenants):
-                access.reload(news)
-                metrics.add_tenants(access.names)
-                metrics.keys_read.labels("read").inc()
-                log.info("keys file reloaded", extra={"tenants": len(news.tenants)})
-            elif news is not None:
-                metrics.keys_read.labels("refused").inc()
-                log.error("keys file not reloaded", extra={"reason": str(news)})
