@@ -8,7 +8,6 @@ each finished one. Expected: 3 us a row to choose and lay out, whatever is queue
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +21,8 @@ STEPS = 2_000
 
 def measure(name: str, rounds: int, steps: int) -> list[Measurement]:
     """Time each step of workers with this load: planning it, and planning and committing it."""
-    plans: list[float] = []
-    whole: list[float] = []
-    for _ in range(rounds):
-        worker = FullWorker(LOADS[name][0])
-        worker.refill()
-        for number in range(steps + steps // 10):
-            worker.refill()
-            began = time.thread_time_ns()
-            worker.plan()
-            planned_ns = time.thread_time_ns() - began
-            outcome = worker.outcome()
-            began = time.thread_time_ns()
-            worker.commit(outcome)
-            if number >= steps // 10:
-                plans.append(planned_ns / 1e3)
-                whole.append((planned_ns + time.thread_time_ns() - began) / 1e3)
+    times = [each for _ in range(rounds) for each in FullWorker(LOADS[name][0]).timed_steps(steps)]
+    plans, whole = zip(*times, strict=True)
     return [
         measured(quantity, np.round(values, 1).tolist(), case=name)
         for quantity, values in (("plan_us", plans), ("step_us", whole))

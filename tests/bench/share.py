@@ -22,7 +22,7 @@ import msgspec
 from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
 from tests.bench.peers.antiphon import Antiphon
-from tests.bench.services_metrics import health_ports, numbers
+from tests.bench.services_metrics import metrics_urls, scrape
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import ClosedLoop, play
@@ -116,7 +116,7 @@ def _measure(case: Case, rounds: int) -> tuple[Window, ...]:
 
 
 async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple[Window, ...]:
-    worker = {WORKER: (await health_ports(stack))[WORKER]}
+    worker = (await metrics_urls(stack))[WORKER]
     words, windows = Vocabulary(model.folder), list[Window]()
     async with HttpTarget(stack.url, model.name) as target:
         for seed in range(-1, rounds):  # the first one only warms up
@@ -128,9 +128,9 @@ async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple
                     assert not load.done(), "the answers are too short to be measured"
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(SETTLE_S)
-                began, before = time.perf_counter(), await asyncio.to_thread(numbers, worker)
+                began, before = time.perf_counter(), await asyncio.to_thread(scrape, worker)
                 await asyncio.sleep(WINDOW_S)
-                after = await asyncio.to_thread(numbers, worker)
+                after = await asyncio.to_thread(scrape, worker)
                 seconds = time.perf_counter() - began
                 assert target.answering == case.clients, "a request has finished"
             if seed >= 0:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypedDict
 import aiohttp
 import numpy as np
 from tests.bench.machine import machine
-from tests.bench.services_metrics import health_ports, numbers
+from tests.bench.services_metrics import metrics_urls, scrape
 from tests.bench.summary import Measurement, Summary, report, single
 from tests.system.stack import Stack, serving
 
@@ -71,7 +71,7 @@ def soak(minutes: float, seed: int = 0) -> Summary:
 
 
 async def _soak(stack: Stack, minutes: float, seed: int) -> Summary:
-    ports = await health_ports(stack)
+    urls = await metrics_urls(stack)
     pids = stack.pids()
     samples: dict[str, list[tuple[float, int]]] = {name: [] for name in pids}
     outcomes: Counter[str] = Counter()
@@ -83,9 +83,9 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Summary:
                 asker = _Asker(stack, client, session, dice, outcomes)
                 group.create_task(asker.run(ends_at))
             group.create_task(_watch(pids, samples, ends_at))
-        gateway = {"gateway-0": ports["gateway-0"]}  # it shows the whole model
+        gateway = urls["gateway-0"]  # it shows the whole model
         left = await asyncio.to_thread(_settled, gateway)
-    counted = numbers(gateway)
+    counted = scrape(gateway)
     rows = [
         *(single("requests", count, case=name) for name, count in sorted(outcomes.items())),
         *(single("left", count, arm=name) for name, count in left.items()),
@@ -255,11 +255,11 @@ def _growth(name: str, points: list[tuple[float, int]]) -> list[Measurement]:
     ]
 
 
-def _settled(ports: dict[str, int]) -> dict[str, float]:
+def _settled(url: str) -> dict[str, float]:
     """What is left of each that should be zero, as soon as all are, or when the time is over."""
     until = time.monotonic() + EMPTY_WITHIN_S
     while True:
-        counted = numbers(ports)
+        counted = scrape(url)
         left = {name: counted[name] for name in EMPTY}
         left["slots"] = RUNNING_MAX - counted["antiphon_free_slots"]
         if not any(left.values()) or time.monotonic() > until:

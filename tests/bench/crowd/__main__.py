@@ -14,18 +14,14 @@ import argparse
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench.crowd import profiled_gateway
-from tests.bench.crowd.listeners import Heard
+from tests.bench.crowd.listeners import Listeners
 from tests.bench.crowd.profiled_gateway import read
 from tests.bench.machine import machine
 from tests.bench.services import GATEWAY, echo_stack
-from tests.bench.services_cpu import used_s
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
 from tests.support.nats import NatsServer
 from tests.system.stack import wait_until
@@ -38,8 +34,7 @@ if TYPE_CHECKING:
 
 STREAMS = 128
 ROUNDS = 3
-SETTLE_S = 2.0
-WINDOW_S = 6.0
+LISTENERS = Listeners(STREAMS, answer_tokens=800, settle_s=2.0, window_s=6.0)
 STEPS_S = {"steady": 0.02, "hasty": 0.004}
 """Of the workers: 6,400 tokens/s, and 32,000, which is more than any gateway forwards."""
 PROFILED = "tests.bench.crowd.profiled_gateway"
@@ -154,36 +149,20 @@ def _profile(file: Path) -> Profile:
 
 
 def _listen(stack: EchoStack, broker: int, *, watch: bool) -> Crowd:
-    pids = {**stack.pids, "broker": broker}
-    module = "tests.bench.crowd.listeners"
-    command = [sys.executable, "-m", module, stack.url.rpartition(":")[2], str(STREAMS)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as listeners:
-        assert listeners.stdin is not None
-        assert listeners.stdout is not None
-        assert listeners.stdout.readline() == "ready\n", "the clients did not start"
-        time.sleep(SETTLE_S)
-        listeners.stdin.write("begin\n")
-        before = used_s(pids)
-        _signal(stack, signal.SIGUSR1, watch=watch)
-        time.sleep(WINDOW_S)
-        listeners.stdin.write("end\n")
-        _signal(stack, signal.SIGUSR2, watch=watch)
-        after = used_s(pids)
-        heard = msgspec.json.decode(listeners.stdout.readline(), type=Heard)
-    seconds = {name: after[name] - before[name] for name in pids} | {"listeners": heard.cpu_s}
+    marks = iter((signal.SIGUSR1, signal.SIGUSR2))
+
+    def mark() -> None:
+        if watch:
+            os.kill(stack.pids["gateway-0"], next(marks))
+
+    heard, used = LISTENERS.measure(stack, {**stack.pids, "broker": broker}, mark)
+    seconds = used | {"listeners": heard.cpu_s}
     return Crowd(
         events_per_s=round(heard.events / heard.seconds, 1),
         gaps_ms=heard.gaps_ms,
-        percents={name: round(100 * used / heard.seconds, 1) for name, used in seconds.items()},
-        us_an_event=round(1e6 * seconds["gateway-0"] / max(1, heard.events), 2),
+        percents={name: round(100 * each / heard.seconds, 1) for name, each in seconds.items()},
+        us_an_event=round(1e6 * used["gateway-0"] / max(1, heard.events), 2),
     )
-
-
-def _signal(stack: EchoStack, number: signal.Signals, *, watch: bool) -> None:
-    if watch:
-        os.kill(stack.pids["gateway-0"], number)
 
 
 def main() -> None:

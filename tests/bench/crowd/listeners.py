@@ -2,7 +2,7 @@
 
 Raw sockets and no HTTP library: a parser would take more of the two cores than the gateway.
 
-    python -m tests.bench.crowd.listeners PORT STREAMS
+    python -m tests.bench.crowd.listeners PORT STREAMS TOKENS
 
 Prints `ready` when every stream has begun, measures between two lines on standard input, and prints
 the result.
@@ -13,24 +13,24 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import subprocess
 import sys
 import time
-from typing import cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 import uvloop
+from tests.bench.services import used_s
 
-ANSWER_TOKENS = 800
-QUESTION = "What is there to say of a sky that is blue in the morning and red at night? " * 45
-"""Longer than the output, which repeats its tokens."""
-BODY = {
-    "model": "antiphon-small",
-    "stream": True,
-    "max_tokens": ANSWER_TOKENS,
-    "ignore_eos": True,
-    "messages": [{"role": "user", "content": QUESTION}],
-}
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tests.bench.services import EchoStack
+
+QUESTION = "What is there to say of a sky that is blue in the morning and red at night? "
+QUESTION_TOKENS_MIN = 17
 _EVENT = b"data: {"
 _LAST = b"0\r\n\r\n"
 """The end of a body in chunks; no chunk of events ends like this."""
@@ -50,6 +50,52 @@ class Heard(msgspec.Struct, frozen=True):
     reads: int
     gaps_ms: tuple[float, float, float, float]
     cpu_s: float
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """A process of clients that listen to a stack, each to one stream after the other."""
+
+    streams: int
+    answer_tokens: int
+    settle_s: float
+    window_s: float
+
+    def measure(
+        self,
+        stack: EchoStack,
+        pids: Mapping[str, int],
+        mark: Callable[[], None] = lambda: None,
+    ) -> tuple[Heard, dict[str, float]]:
+        """Return what came in a window, and the processor time that each process used in it.
+
+        Args:
+            stack: Where to listen.
+            pids: The processes.
+            mark: Called at the beginning of the window and at its end.
+        """
+        port = stack.url.rpartition(":")[2]
+        arguments = (port, str(self.streams), str(self.answer_tokens))
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.crowd.listeners", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", "the clients did not start"
+            time.sleep(self.settle_s)
+            process.stdin.write("begin\n")
+            before = used_s(pids)
+            mark()
+            time.sleep(self.window_s)
+            process.stdin.write("end\n")
+            mark()
+            after = used_s(pids)
+            heard = msgspec.json.decode(process.stdout.readline(), type=Heard)
+        return heard, {name: after[name] - before[name] for name in pids}
 
 
 class Tally:
@@ -101,10 +147,10 @@ class Listener(asyncio.Protocol):
         """The gateway ends no connection by itself, and we close none before the end."""
 
 
-async def listen(port: int, streams: int) -> Heard:
+async def listen(port: int, streams: int, tokens: int) -> Heard:
     """Open all streams, and measure between lines of standard input."""
     loop, tally = asyncio.get_running_loop(), Tally()
-    asked = request(port)
+    asked = request(port, tokens)
     for _ in range(streams):
         await loop.create_connection(lambda: Listener(asked, tally), "127.0.0.1", port)
     while tally.begun < streams:  # noqa: ASYNC110  # events of raw sockets, no future to wait for
@@ -121,8 +167,16 @@ async def listen(port: int, streams: int) -> Heard:
     return Heard(seconds, tally.events, len(tally.gaps), (p50, p90, p99, most), used_s)
 
 
-def request(port: int) -> bytes:
-    body = json.dumps(BODY).encode()
+def request(port: int, tokens: int) -> bytes:
+    """Return a request for so many tokens; its prompt is longer, since the echo repeats that."""
+    chat = {
+        "model": "antiphon-small",
+        "stream": True,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": QUESTION * (tokens // QUESTION_TOKENS_MIN + 1)}],
+    }
+    body = json.dumps(chat).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -136,8 +190,8 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    port, streams = map(int, sys.argv[1:3])
-    heard = uvloop.run(listen(port, streams))
+    port, streams, tokens = map(int, sys.argv[1:4])
+    heard = uvloop.run(listen(port, streams, tokens))
     print(msgspec.json.encode(heard).decode(), flush=True)
 
 

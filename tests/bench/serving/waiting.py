@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import gc
 import os
-import re
 import sys
 import time
 from contextlib import contextmanager
@@ -30,11 +29,11 @@ from itertools import pairwise
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-import aiohttp
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
+from tests.bench.services_metrics import scrape
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import ClosedLoop, play
@@ -55,7 +54,7 @@ DATASET = RandomLengths(128, 400)
 WINDOW = (150, 390)
 """Which tokens of each answer are timed: the queue must stand before the first of them."""
 POLL_S = 0.2
-OPEN = re.compile(rb"^antiphon_num_open_reqs (\S+)$", re.MULTILINE)
+OPEN = "antiphon_num_open_reqs"
 SETTINGS = (
     *("--max-running-requests", str(RUNNING), "--max-queued-requests", str(2 * WAITING)),
     *("--gateway-requests-max", str(2 * WAITING), "--queue-waiting-max", str(2 * WAITING)),
@@ -220,22 +219,16 @@ def _uncollected() -> Iterator[None]:
 
 async def _answering(target: HttpTarget, count: int) -> None:
     async with asyncio.timeout(120):
-        while True:
-            if target.answering >= count:
-                return
+        while target.answering < count:  # noqa: ASYNC110  # counted by the reads of many streams
             await asyncio.sleep(POLL_S)
 
 
 async def _open(server: Server, count: int) -> float:
     """Wait until the gateway holds so many requests, no fewer and no more; return when."""
-    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
-        while True:
-            async with session.get(f"{server.url}/metrics") as answer:
-                found = OPEN.search(await answer.read())
-            assert found, "the gateway does not report the number of open requests"
-            if float(found[1]) == count:
-                return time.perf_counter()
+    async with asyncio.timeout(120):
+        while (await asyncio.to_thread(scrape, server.url))[OPEN] != count:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
+    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ class Wire(asyncio.Transport):
 
 def test_a_listener_counts_events_and_the_gaps_between_them_and_asks_again() -> None:
     tally, wire = Tally(), Wire()
-    listener = Listener(request(1), tally)
+    listener = Listener(request(1, 800), tally)
     listener.connection_made(wire)
     for piece in (HEAD + EVENT, EVENT * 3, END, HEAD + EVENT, EVENT, EVENT + END):
         listener.data_received(piece)
-    assert wire.written == [request(1)] * 3
+    assert wire.written == [request(1, 800)] * 3
     assert (tally.begun, tally.events, tally.refused) == (1, 7, b"")
     assert len(tally.gaps) == 3  # one a read within an answer, none over its end
 
