@@ -51,12 +51,7 @@ def echo_stack(
 ) -> Iterator[EchoStack]:
     """Run five services on a broker until left; logs are JSON, for the breakdown.
 
-    Args:
-        nats_url: The broker.
-        step_s: Time of a step of the paced worker.
-        worker: The module that is run in the worker's place.
-        gateway: The module that is run as the gateway.
-        settings: More of them, by section.
+    `worker` and `gateway` are the modules that run in their place; `settings` are by section.
     """
     port = free_port("127.0.0.1")
     merged = msgspec.convert(

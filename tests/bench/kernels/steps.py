@@ -17,23 +17,23 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, setup
 from tests.bench.machine import machine
-from tests.bench.models import SHAPES, VOCABULARY, Shape, made
+from tests.bench.micro.plans import PAGE_TOKENS, decode_plan
+from tests.bench.models import SHAPES, Shape, made
 from tests.bench.summary import Measurement, Summary, measured, report, single
 from tests.support.models import load
 
 from antiphon.kernels.op import REGISTRY
-from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-PAGE_TOKENS = 16
+    from antiphon.model_worker.batching.plan import StepPlan
+
 CASE_S = 20.0
 """About how long one case is measured."""
 
@@ -115,36 +115,6 @@ def ways(shape: Shape, pages: int) -> dict[str, Way]:
     return found
 
 
-def a_plan(case: Case) -> StepPlan:
-    """The step of a case, greedy; its pages lie in no order."""
-    random = np.random.default_rng(0)
-    each = -(-case.kv // PAGE_TOKENS)
-    table = random.permutation(case.rows * each).astype(np.int32).reshape(case.rows, each)
-    every = np.ones(case.rows, np.int32)
-    ends = np.cumsum(every * case.new, dtype=np.int32)
-    positions = np.tile(np.arange(case.kv - case.new, case.kv, dtype=np.int32), case.rows)
-    return StepPlan(
-        step=1,
-        slot=np.arange(case.rows, dtype=np.int32),
-        query_start=ends - case.new,
-        query_len=every * case.new,
-        kv_len=every * case.kv,
-        adapter=-every,
-        tokens=random.integers(0, VOCABULARY, case.rows * case.new).astype(np.int32),
-        positions=positions[np.newaxis],
-        logit_tokens=ends - 1,
-        sampling=SamplingColumns(
-            temperature=np.zeros(case.rows, np.float32),
-            top_p=np.ones(case.rows, np.float32),
-            min_p=np.zeros(case.rows, np.float32),
-            top_k=np.zeros(case.rows, np.int32),
-            seed=np.zeros(case.rows, np.int64),
-            choice=np.zeros(case.rows, np.int32),
-        ),
-        page_tables=(table,),
-    )
-
-
 def measure(shape: Shape, cases: tuple[Case, ...]) -> Summary:
     pages = max(case.rows * -(-case.kv // PAGE_TOKENS) for case in cases)
     found, rounds = ways(shape, pages), Rounds()
@@ -157,7 +127,7 @@ def measure(shape: Shape, cases: tuple[Case, ...]) -> Summary:
 
 
 def _rows(shape: Shape, case: Case, found: dict[str, Way], rounds: Rounds) -> Iterable[Measurement]:
-    plan = a_plan(case)
+    plan = decode_plan(case.rows, case.new, case.kv)
     for way in found.values():
         way.layers_ms.clear()
         way.beside_ms.clear()

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.bench.micro.plans import decode_plan
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder
@@ -42,8 +42,6 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from antiphon.model_worker.batching.plan import Ints
-
 ROUNDS = 5_000
 SLACK = 2.5
 FAR = 2**52
@@ -51,33 +49,6 @@ FAR = 2**52
 
 def process(name: str) -> Process:
     return Process(instance=InstanceId(name), incarnation=Incarnation("0123456789abcdef"))
-
-
-def plan_of(rows: int, tokens: int) -> StepPlan:
-    def ints(value: int) -> Ints:
-        return np.full(rows, value, np.int32)
-
-    floats = np.ones(rows, np.float32)
-    return StepPlan(
-        step=1,
-        slot=ints(1),
-        query_start=ints(1),
-        query_len=ints(1),
-        kv_len=ints(tokens),
-        adapter=ints(-1),
-        tokens=ints(5),
-        positions=ints(tokens)[np.newaxis],
-        logit_tokens=ints(0),
-        sampling=SamplingColumns(
-            temperature=floats,
-            top_p=floats,
-            min_p=floats,
-            top_k=ints(0),
-            seed=np.zeros(rows, np.int64),
-            choice=ints(0),
-        ),
-        page_tables=(np.zeros((rows, tokens // 16), np.int32),),
-    )
 
 
 class BusSide:
@@ -144,7 +115,7 @@ class BusSide:
 
 @pytest.mark.benchmark(timer=time.thread_time)
 def test_keeping_a_plan(benchmark: BenchmarkFixture) -> None:
-    recorder, plan = FlightRecorder(), plan_of(64, 2000)
+    recorder, plan = FlightRecorder(), decode_plan(rows=64, new=1, kv=2000)
     benchmark.pedantic(recorder.begin, args=(plan,), rounds=ROUNDS)
     if benchmark.stats is not None:  # None where benchmarks are disabled
         assert benchmark.stats["median"] < SLACK * 5e-6

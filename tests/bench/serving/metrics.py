@@ -49,14 +49,8 @@ class Slo(msgspec.Struct, frozen=True):
         return [(name, most) for name, most in named if most is not None]
 
     def kept(self, timeline: Timeline) -> bool:
-        return all(
-            most is None or took <= most
-            for most, took in (
-                (self.ttft_ms, ttft_ms(timeline)),
-                (self.tpot_ms, tpot_ms(timeline) or 0.0),
-                (self.e2e_ms, e2e_ms(timeline)),
-            )
-        )
+        took = {"TTFT": ttft_ms(timeline), "TPOT": tpot_ms(timeline), "E2E": e2e_ms(timeline)}
+        return all((took[name] or 0.0) <= most for name, most in self.promises())
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

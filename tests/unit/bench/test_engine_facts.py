@@ -1,4 +1,4 @@
-"""Reductions of runs with and without the cache, a queue, int8 weights and grammars."""
+"""Reductions of runs to page sections: cache, queue, int8 weights, grammars, steps and bodies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.bench.bodies import BODIES, Body, Pair, rows
 from tests.bench.machine import Device, Machine
 from tests.bench.page.write import page
 from tests.bench.peers.report import PeersReport
@@ -15,6 +16,8 @@ from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run
 from tests.bench.serving.timeline import Piece, Timeline
 from tests.bench.summary import RESULTS, Summary, measured, single, write
+
+from antiphon.config.gateway import GatewayConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +130,7 @@ def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
     times = {"deterministic": 10.2, "default": 10.0, "torch": 30.0}
-    rows = [
+    found = [
         row
         for way, ms in times.items()
         for row in (
@@ -138,7 +141,7 @@ def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
     ]
     setup: dict[str, str | int | float] = {"shape": "llama-135m", "isa": "avx512", "threads": 2}
     where = Machine("c", "cpu", 2, 0.0)
-    summary = Summary(section="steps", machine=where, setup=setup, rows=tuple(rows))
+    summary = Summary(section="steps", machine=where, setup=setup, rows=tuple(found))
     write(summary, tmp_path / "steps.json")
     (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
     assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line
@@ -157,3 +160,28 @@ def test_what_a_grammar_costs_is_told_pair_by_pair() -> None:
     pairs = grammar.by_round(sorted(runs, key=lambda each: each.name.split()[1]))
     assert pairs["cost"] == pytest.approx([0.02, 0.01, 0.01])
     assert pairs["tokens_per_s_schema"] == [980.0, 891.0, 1089.0]
+
+
+BODY_PAIRS = tuple(
+    Pair(quiet, loud, loud + 1, 400, 10.0)
+    for quiet, loud in ((10.0, 12.0), (10.0, 50.0), (9.0, 19.0))
+)
+
+
+def test_bodies_are_as_large_as_the_gateway_takes() -> None:
+    most = GatewayConfig().body_bytes_max
+    for body in BODIES:
+        assert len(msgspec.json.encode(body.make())) <= 1.3 * most, body.name
+
+
+def test_page_shows_a_row_a_body_and_the_median_difference(tmp_path: Path) -> None:
+    found = rows(Body("Some ids", "/generate", dict), 2_000_000, BODY_PAIRS)
+    summary = Summary(
+        section="bodies",
+        machine=Machine("abc", "cpu", 2, 0.5),
+        setup={"streams": 8, "tokens": 100, "rounds": 3, "difference_ms_max": 300.0},
+        rows=tuple(found),
+    )
+    assert summary.row("difference_ms").middle == 10.0
+    write(summary, tmp_path / "bodies.json")
+    assert "| Some ids, `/generate` | 2.0 | 400 | 10 | 10 | 19 | 51 | **+10** |" in page(tmp_path)
