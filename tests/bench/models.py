@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from antiphon.config.settings import Settings
+
 CACHE = Path.home() / ".cache" / "antiphon-bench"
 """Where models and peers are kept between runs. Nothing in it is committed."""
 
@@ -108,6 +110,24 @@ def made(shape: Shape, cache: Path = CACHE) -> Model:
     return Model(shape, folder)
 
 
+def fetched(name: str, cache: Path, *, stderr: bool = False) -> Settings:
+    """Return the settings of a packaged model, fetched first if it is not there."""
+    from msgspec.structs import replace  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    from antiphon.cli.serve import fetch_models  # noqa: PLC0415
+    from antiphon.config.settings import Settings  # noqa: PLC0415
+
+    base = Settings()
+    settings = replace(
+        base,
+        model=replace(base.model, path=name),
+        load=replace(base.load, download_folder=str(cache)),
+    )
+    fetch_models(settings, Console(stderr=stderr))
+    return settings
+
+
 def standard_library() -> Iterator[str]:
     """Yield the text of the standard library's modules, in one order, about 12 MB of it."""
     left = _TEXT_BYTES_MAX
@@ -162,24 +182,13 @@ def _write_weights(shape: Shape, folder: Path) -> None:
 
 def _widen(name: str, folder: Path, cache: Path) -> None:
     """Write a packaged GGUF file as a folder of bf16, which every peer reads."""
-    from msgspec.structs import replace  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
     from safetensors.torch import save_file  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    from antiphon.cli.serve import fetch_models  # noqa: PLC0415
-    from antiphon.config.settings import Settings  # noqa: PLC0415
     from antiphon.model_card.served_model import model_files  # noqa: PLC0415
     from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
 
-    base = Settings()
-    settings = replace(
-        base,
-        model=replace(base.model, path=name),
-        load=replace(base.load, download_folder=str(cache)),
-    )
-    fetch_models(settings, Console())
-    files = model_files(settings)
+    files = model_files(fetched(name, cache))
     for file in files.folder.iterdir():
         shutil.copy(file, folder)
     card = json.loads((folder / "tokenizer_config.json").read_text())

@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812
-from msgspec.structs import replace
-from rich.console import Console
 from tests.bench.machine import machine
-from tests.bench.models import CACHE
+from tests.bench.models import CACHE, fetched
 from tests.bench.peers.llama_cpp import VERSION, LlamaCpp
 from tests.bench.peers.peer import NotHere
 from tests.bench.summary import RESULTS, Measurement, Summary, report, single
@@ -36,9 +34,7 @@ from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 from tests.support.models import open_model
 
-from antiphon.cli.serve import fetch_models
 from antiphon.config.models import packaged
-from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
 
@@ -170,14 +166,8 @@ def main() -> None:
     parser.add_argument("--without-peer", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--json", type=Path, default=FILE)
     arguments = parser.parse_args()
-    base = Settings()
-    settings = replace(
-        base,
-        model=replace(base.model, path=MODEL),
-        load=replace(base.load, download_folder=str(arguments.cache)),
-    )
-    console = Console(stderr=arguments.ids)  # ids alone go to the other end of a pipe
-    fetch_models(settings, console)
+    # The ids alone go to the other end of a pipe.
+    settings = fetched(MODEL, arguments.cache, stderr=arguments.ids)
     tokenizer = open_tokenizer(tokenizer_folder(settings))
     texts = windows(tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids)
     if arguments.ids:

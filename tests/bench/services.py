@@ -30,7 +30,6 @@ MODULES = {
     "detokenizer-0": "antiphon.detokenizer",
 }
 STOP_TIMEOUT_S = 30.0
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,6 @@ def echo_stack(
             output = "".join(file.read_text()[-2000:] for file in sorted(logs.glob("*.log")))
             raise AssertionError(f"{error}\n{output}") from error
         yield EchoStack(url, logs, pids)
-
-
-def used_s(pids: Mapping[str, int]) -> dict[str, float]:
-    """Return the processor time of each process since its start, user and system."""
-    return {name: _stat_s(Path(f"/proc/{pid}/stat").read_text()) for name, pid in pids.items()}
-
-
-def _stat_s(line: str) -> float:
-    user, system = line.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / TICKS_PER_S
 
 
 @contextmanager

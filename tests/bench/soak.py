@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -130,29 +131,22 @@ class _More(TypedDict, total=False):
     grammar: Grammar
 
 
+@dataclass(frozen=True)
 class _Asker:
     """One client, which asks at random and often leaves."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        client: Client,
-        session: aiohttp.ClientSession,
-        dice: random.Random,
-        outcomes: Counter[str],
-    ) -> None:
-        self._stack = stack
-        self._client = client
-        self._session = session
-        self._dice = dice
-        self._outcomes = outcomes
+    stack: Stack
+    client: Client
+    session: aiohttp.ClientSession
+    dice: random.Random
+    outcomes: Counter[str]
 
     async def run(self, ends_at: float) -> None:
         """Ask one thing after the other. What is still open at the end is left, too."""
         ways: Sequence[Callable[[], object]] = (self._over_nats, self._streamed, self._whole)
         while (left_s := ends_at - time.monotonic()) > 0:
-            way = self._dice.choice(ways)
-            leaves_s = self._dice.expovariate(2.0) if self._dice.random() < 0.6 else 60.0
+            way = self.dice.choice(ways)
+            leaves_s = self.dice.expovariate(2.0) if self.dice.random() < 0.6 else 60.0
             try:
                 async with asyncio.timeout(min(leaves_s, left_s)):
                     outcome = await way()  # pyright: ignore[reportGeneralTypeIssues]
@@ -161,18 +155,18 @@ class _Asker:
             except EngineError as error:
                 outcome = error.code
             if outcome in _REFUSED:
-                await asyncio.sleep(self._dice.expovariate(2.0))
-            self._outcomes[f"{way.__name__.strip('_')}: {outcome}"] += 1
+                await asyncio.sleep(self.dice.expovariate(2.0))
+            self.outcomes[f"{way.__name__.strip('_')}: {outcome}"] += 1
 
     async def _over_nats(self) -> str:
-        dice = self._dice
+        dice = self.dice
         options: _More = {}
         if dice.random() < 0.5:
             options["details"] = TokenOutputParams(logprobs=True, top=2, prompt_start=0)
         if dice.random() < 0.2:
             options["grammar"] = Grammar(kind=GrammarKind.REGEX, text="[a-z]+( [a-z]+)*")
-        answer = self._client.generate(
-            self._stack.model,
+        answer = self.client.generate(
+            self.stack.model,
             self._prompt(),
             max_tokens=dice.choice([1, 20, 200]),
             n=dice.choice([1, 1, 3]),
@@ -190,7 +184,7 @@ class _Asker:
         return "ended"
 
     async def _streamed(self) -> str:
-        events = self._dice.choice([1, 5, 1000])
+        events = self.dice.choice([1, 5, 1000])
         async with self._post({"stream": True}) as reply:
             async for line in reply.content:
                 if line.startswith(b"data:"):
@@ -201,22 +195,22 @@ class _Asker:
             return "ended" if reply.status == 200 else str(reply.status)
 
     async def _whole(self) -> str:
-        async with self._post({"n": self._dice.choice([1, 2])}) as reply:
+        async with self._post({"n": self.dice.choice([1, 2])}) as reply:
             await reply.read()
             return "ended" if reply.status == 200 else str(reply.status)
 
     def _post(self, more: dict[str, object]) -> aiohttp.client._RequestContextManager:
         body: dict[str, object] = {
-            "model": self._stack.model,
+            "model": self.stack.model,
             "messages": [{"role": "user", "content": self._prompt()}],
-            "max_tokens": self._dice.choice([1, 20, 200]),
-            "temperature": self._dice.choice([0, 1]),
-            "logprobs": self._dice.random() < 0.2,
+            "max_tokens": self.dice.choice([1, 20, 200]),
+            "temperature": self.dice.choice([0, 1]),
+            "logprobs": self.dice.random() < 0.2,
         }
-        return self._session.post(f"{self._stack.url}/v1/chat/completions", json=body | more)
+        return self.session.post(f"{self.stack.url}/v1/chat/completions", json=body | more)
 
     def _prompt(self) -> str:
-        dice = self._dice
+        dice = self.dice
         match dice.randrange(4):
             case 0:
                 return f"Count from {dice.randrange(50)} to {dice.randrange(50, 90)}."

@@ -16,13 +16,13 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 import uvloop
-from tests.bench.services import used_s
+from tests.bench.peers.quiet import used_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,25 +88,25 @@ class Listeners:
             assert process.stdout.readline() == "ready\n", "the clients did not start"
             time.sleep(self.settle_s)
             process.stdin.write("begin\n")
-            before = used_s(pids)
+            before = used_s()
             mark()
             time.sleep(self.window_s)
             process.stdin.write("end\n")
             mark()
-            after = used_s(pids)
+            after = used_s()
             heard = msgspec.json.decode(process.stdout.readline(), type=Heard)
-        return heard, {name: after[name] - before[name] for name in pids}
+        return heard, {name: after[pid] - before[pid] for name, pid in pids.items()}
 
 
+@dataclass
 class Tally:
     """Events of all clients since the last reset."""
 
-    def __init__(self) -> None:
-        self.begun = 0
-        self.refused = b""
-        self.events = 0
-        self.gaps: list[float] = []
-        self.since = time.perf_counter()
+    begun: int = 0
+    refused: bytes = b""
+    events: int = 0
+    gaps: list[float] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
 
     def empty(self) -> None:
         self.events, self.gaps, self.since = 0, [], time.perf_counter()

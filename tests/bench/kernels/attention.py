@@ -8,18 +8,16 @@ a layer finds its KV cache in memory and not in the CPU caches.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, setup
+from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
 from tests.bench.machine import machine
-from tests.bench.summary import Measurement, Summary, measured, report, single
+from tests.bench.summary import Measurement, Summary, measured, single
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.extension import huge_zeros
@@ -137,14 +135,7 @@ def _rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with torch.inference_mode():
-        summary = measure()
-    report(summary, arguments.json)
+    run(arguments(__doc__), lambda _: measure())
 
 
 if __name__ == "__main__":

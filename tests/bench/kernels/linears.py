@@ -5,19 +5,17 @@ python -m tests.bench.kernels.linears --shape llama-135m --json FILE
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, setup
+from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
 from tests.bench.machine import machine
 from tests.bench.models import SHAPES, Shape
-from tests.bench.summary import Measurement, Summary, measured, report, single
+from tests.bench.summary import Measurement, Summary, measured, single
 
 from antiphon.kernels.cpu.linear import Format, PackedWeight
 
@@ -108,16 +106,10 @@ def measure(shape: Shape, rows: Sequence[int]) -> Summary:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-135m")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with torch.inference_mode():
-        summary = measure(SHAPES[arguments.shape], arguments.rows)
-    report(summary, arguments.json)
+    run(parser, lambda given: measure(SHAPES[given.shape], given.rows))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ processes disturb all of them alike. Ratios are of the medians of a run.
 
 from __future__ import annotations
 
+import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tests.bench.summary import Summary, report
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import huge_zeros
@@ -56,3 +59,18 @@ class Rounds:
 
 def setup() -> dict[str, str | int | float]:
     return {"isa": extension.load().isa(), "threads": torch.get_num_threads()}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Summary]) -> None:
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    with torch.inference_mode():
+        summary = measure(given)
+    report(summary, given.json)

@@ -9,20 +9,17 @@ row against the second.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, setup
+from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
 from tests.bench.machine import machine
 from tests.bench.micro.plans import PAGE_TOKENS, decode_plan
 from tests.bench.models import SHAPES, Shape, made
-from tests.bench.summary import Measurement, Summary, measured, report, single
+from tests.bench.summary import Measurement, Summary, measured, single
 from tests.support.models import load
 
 from antiphon.kernels.op import REGISTRY
@@ -142,13 +139,9 @@ def _rows(shape: Shape, case: Case, found: dict[str, Way], rounds: Rounds) -> It
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-135m")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    report(measure(SHAPES[arguments.shape], CASES), arguments.json)
+    run(parser, lambda given: measure(SHAPES[given.shape], CASES))
 
 
 if __name__ == "__main__":

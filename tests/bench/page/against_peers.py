@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.bench.page.markdown import device_line, markdown
 from tests.bench.peers.cases import CASES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tests.bench.peers.cases import Case, Figure
     from tests.bench.summary import Measurement, Summary
@@ -36,32 +35,19 @@ LATER = "\nCases measured later, at another commit:\n"
 ROUNDS_MIN = 5
 
 
-@dataclass(frozen=True)
-class OnProcessor:
-    """Results of one instruction set.
-
-    Attributes:
-        instructions: Its name in the kernels.
-        later: Some cases, measured again.
-    """
-
-    instructions: str
-    whole: Summary | None
-    later: Summary | None = None
-
-
-def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
+def peers(processors: Mapping[str, tuple[Summary | None, Summary | None]]) -> Iterable[str]:
+    """Yield a table for each instruction set that was measured, and of cases measured again."""
     head = HEAD
-    for each in processors:
-        if each.whole is None:
+    for instructions, (whole, later) in processors.items():
+        if whole is None:
             continue
         yield head
         head = ""
-        yield f"\n### {TITLES[each.instructions]}\n"
-        yield from _measured(each.whole)
-        if each.later is not None:
+        yield f"\n### {TITLES[instructions]}\n"
+        yield from _measured(whole)
+        if later is not None:
             yield LATER
-            yield from _measured(each.later)
+            yield from _measured(later)
 
 
 def _measured(summary: Summary) -> Iterable[str]:

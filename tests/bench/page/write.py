@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.machine import INSTRUCTIONS
-from tests.bench.page.against_peers import OnProcessor, peers
+from tests.bench.page.against_peers import peers
 from tests.bench.page.engine import (
     PLOT,
     grammar,
@@ -67,7 +67,12 @@ def write_page() -> None:
 def page(results: Path) -> str:
     """Return the page of a folder of summaries; a missing one has no section."""
     parts = [HEAD]
-    parts += peers([_of_processor(results, name) for name, _ in INSTRUCTIONS])
+    parts += peers(
+        {
+            name: (_read(results, f"peers-{name}"), _read(results, f"peers-{name}-later"))
+            for name, _ in INSTRUCTIONS
+        }
+    )
     perplexity = _read(results, "perplexity")
     for name, section in SECTIONS:
         if (summary := _read(results, name)) is None:
@@ -81,8 +86,3 @@ def page(results: Path) -> str:
 def _read(results: Path, name: str) -> Summary | None:
     file = results / f"{name}.json"
     return read(file) if file.exists() else None
-
-
-def _of_processor(results: Path, name: str) -> OnProcessor:
-    whole, later = (_read(results, f"peers-{name}{end}") for end in ("", "-later"))
-    return OnProcessor(name, whole, later)

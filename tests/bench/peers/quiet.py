@@ -66,7 +66,7 @@ def wait_until_quiet(timeout_s: float, ours: Iterable[int] = ()) -> None:
     own = [os.getpid(), *ours]
     deadline_s = time.monotonic() + timeout_s
     while True:
-        before, used = work(own), _used_s()
+        before, used = work(own), used_s()
         time.sleep(WATCH_S)
         share = work(own).others_since(before)
         if share <= BUSY_MAX:
@@ -110,15 +110,16 @@ def _processes() -> Iterable[tuple[int, int, float, float]]:
             yield int(folder.name), int(fields[1]), _TICK_S * own, _TICK_S * waited
 
 
-def _used_s() -> dict[int, float]:
+def used_s() -> dict[int, float]:
+    """Return the CPU seconds of every process, without its children."""
     return {pid: own_s for pid, _, own_s, _ in _processes()}
 
 
 def _busiest(before: dict[int, float]) -> str:
     """Name the three processes that worked most, with what they used meanwhile."""
-    used = {pid: used_s - before.get(pid, 0.0) for pid, used_s in _used_s().items()}
+    used = {pid: each - before.get(pid, 0.0) for pid, each in used_s().items()}
     most = sorted(used.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{_command(pid)} ({pid}): {used_s:.1f} s" for pid, used_s in most)
+    return ", ".join(f"{_command(pid)} ({pid}): {each:.1f} s" for pid, each in most)
 
 
 def _command(pid: int) -> str:
