@@ -125,11 +125,8 @@ BODIES = (
 class Pair(msgspec.Struct, frozen=True):
     """A window without the body and the one with it.
 
-    Attributes:
-        quiet_ms, loud_ms: p99 of the gaps of all streams.
-        longest_ms: The longest gap of the window with the body.
-        status: Of the reply to the body.
-        reply_ms: Until that reply.
+    `quiet_ms` and `loud_ms` are p99 of the gaps of all streams, `longest_ms` is the longest one of
+    the window with the body; status and time are those of the reply to it.
     """
 
     quiet_ms: float

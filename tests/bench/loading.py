@@ -42,11 +42,8 @@ CACHED_MAX = 0.01
 class Load(msgspec.Struct, frozen=True):
     """One load: from headers to the last weight in place.
 
-    Attributes:
-        cpu_seconds: Of all threads; what the machine does for the process within it.
-        peak_bytes: Most growth of the process.
-        kept_bytes: Growth of its own memory that is left.
-        weight_bytes: The weights as they are kept.
+    The CPU time is that of all threads; `peak_bytes` is the most growth of the process, and
+    `kept_bytes` what is left of it in its own memory.
     """
 
     seconds: float

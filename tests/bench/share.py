@@ -62,11 +62,7 @@ CASES = (
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A window in which every client decodes.
-
-    Attributes:
-        parts_s: Processor time of each part.
-    """
+    """A window in which every client decodes, and the processor time of each part."""
 
     seconds: float
     steps: int

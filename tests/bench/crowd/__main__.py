@@ -56,13 +56,7 @@ PARTS = (
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
-    """One window.
-
-    Attributes:
-        gaps_ms: Between two events of a stream: percentiles 50, 90, 99 and 100.
-        percents: Of a core, by process.
-        us_an_event: Processor time of the gateway.
-    """
+    """One window: gaps as in `Heard`, percents of a core by process, and the gateway's time."""
 
     events_per_s: float
     gaps_ms: tuple[float, float, float, float]

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a case.
+    """One number of a case, and what the device allows.
 
-    Attributes:
-        of: Computes it from a run.
-        limit: What the device allows.
-        higher_wins: Whether higher is better; a ratio is ours over theirs either way.
-        must, aim: Required and targeted ratio to the best peer.
+    `must` and `aim` are the required and the targeted ratio of ours to the best peer's.
     """
 
     name: str
@@ -48,11 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Case:
-    """One load. The server has been warmed up with other prompts.
-
-    Attributes:
-        requests: Total number of requests, sent by `clients` concurrent clients.
-    """
+    """One load on a server that was warmed up with other prompts."""
 
     name: str
     title: str

@@ -43,14 +43,9 @@ def output_limit(
     output: int,
     weight_bytes: int = BF16_BYTES,
 ) -> float:
-    """Return the output tok/s of so many clients.
+    """Return the output tok/s of so many clients, all of them always busy.
 
-    Args:
-        rows: Clients, all of them always busy.
-        new_tokens: Prompt tokens that no cache holds.
-        prompt_tokens: All of them.
-        output: Tokens of an answer.
-        weight_bytes: Of each weight, as it is read.
+    `new_tokens` are the prompt tokens that no cache holds, `weight_bytes` those read of a weight.
     """
     behind = prompt_tokens + output / 2
     decode_s = (output - 1) * step_s(shape, device, rows, behind, weight_bytes)

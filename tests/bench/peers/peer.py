@@ -30,14 +30,8 @@ class NotHere(Exception):
 class Peer(ABC):
     """One server that could be chosen instead.
 
-    Args:
-        cache: Folder for environments and converted models; made where it is missing.
-        cores: Threads that the server may use.
-
     Attributes:
-        name: How reports call it.
         arithmetic: Its dtypes, shown below the table.
-        starts_in_s: How long its start may take.
         ignores_eos: Whether it takes `ignore_eos`, a field of vLLM's that most have.
     """
 
@@ -78,12 +72,7 @@ class Peer(ABC):
         return model.name
 
     def environment(self, name: str, *installs: Sequence[str]) -> Path:
-        """Return a virtual environment of this peer, made first if it is not whole.
-
-        Args:
-            name: Its folder.
-            installs: Arguments of `pip install`, a call each.
-        """
+        """Return a virtual environment of this peer, made first by `pip install`, a call each."""
         folder = self.folder / name
         if not (folder / "ready").exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -94,11 +83,7 @@ class Peer(ABC):
         return folder
 
     def without_cuda(self, environment: Path) -> Path:
-        """Remove CUDA builds that came along: they break whatever imports them beside a CPU torch.
-
-        Raises:
-            NotHere: It is not possible, with the reason.
-        """
+        """Remove CUDA builds that came along: they break imports beside a CPU torch."""
         pip = str(environment / "bin" / "pip")
         self.run([pip, "uninstall", "-q", "-y", *_CUDA_BUILDS], "removing CUDA builds")
         return environment

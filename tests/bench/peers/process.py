@@ -28,11 +28,7 @@ STOP_S = 30.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers.
-
-    Attributes:
-        pid: Of its first process; all others descend from it.
-    """
+    """A server that answers; all its processes descend from `pid`."""
 
     url: str
     model: str

@@ -27,12 +27,7 @@ class Busy(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """CPU seconds since boot.
-
-    Attributes:
-        machine_s: Of all processes, and the time that the hypervisor stole.
-        ours_s: Of the given processes.
-    """
+    """CPU seconds since boot: of all processes, stolen time included, and of the given ones."""
 
     at_s: float
     machine_s: float
@@ -45,20 +40,12 @@ class Work:
 
 
 def work(ours: Iterable[int]) -> Work:
-    """Read the clocks.
-
-    Args:
-        ours: Processes that do not count as others, with all their descendants.
-    """
+    """Read the clocks; `ours` are processes that do not count as others, with descendants."""
     return Work(time.monotonic(), _machine_s(), _tree_s(set(ours)))
 
 
 def wait_until_quiet(timeout_s: float, ours: Iterable[int] = ()) -> None:
-    """Return once no other process uses the CPU. Blocks.
-
-    Args:
-        timeout_s: How long to wait.
-        ours: Processes that do not count as others, beside this one, with their descendants.
+    """Return once no process uses the CPU but this one, `ours` and their descendants. Blocks.
 
     Raises:
         Busy: The machine was not idle in time.

@@ -90,13 +90,7 @@ def print_progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Referee:
-    """Waits for an idle machine before a measurement, and reports progress.
-
-    Attributes:
-        quiet_in_s: How long to wait for an idle machine before each case; None: not at all, for
-            a rehearsal.
-        progress: Receives a line for every step.
-    """
+    """Waits for an idle machine before each case, if it is no rehearsal, and reports progress."""
 
     quiet_in_s: float | None
     progress: Callable[[str], None] = print_progress

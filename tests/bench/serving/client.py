@@ -29,15 +29,10 @@ class Target(Protocol):
     async def __aexit__(self, *error: object) -> None: ...
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        """Ask and listen to the end.
+        """Send messages of user and assistant in turn, and read the answer to its end.
 
-        Args:
-            said: Messages of user and assistant in turn; the user's is last.
-            output_tokens: How long the answer shall be, whatever the model thinks.
-            due_s: When the request was to be sent, by `time.perf_counter`.
-
-        Returns:
-            What came; an error that the server answered, or a broken connection, is in it.
+        `due_s` is when the request was to be sent, by `time.perf_counter`. An error that the server
+        answered, or a broken connection, is in the timeline.
         """
         ...
 
@@ -76,12 +71,10 @@ class HttpTarget:
 
     Args:
         url: Without the `/v1`.
-        model: Its name there.
         chat: Ask `/v1/chat/completions`, through the model's template, instead of
             `/v1/completions`, which takes the text as it is. Needed for more than one turn.
         ignore_eos: Set it in the request; a server that rejects the field may end early.
         more: Further fields of each request, or others in the place of ours.
-        headers: Further headers of each request.
 
     Attributes:
         answering: Answers of which something has come, and not the end.

@@ -22,10 +22,7 @@ WORDS_MIN = 100
 class Script:
     """One client's part: turns that are asked one after the other, each with the answers before.
 
-    Attributes:
-        turns: Messages of the user; a single one is a plain request.
-        prompt_tokens: Length of the first turn as raw text, without a chat template.
-        output_tokens: Length of every answer.
+    A single turn is a plain request; `prompt_tokens` counts the first one without a chat template.
     """
 
     turns: tuple[str, ...]

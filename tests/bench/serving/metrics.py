@@ -85,13 +85,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 def measure(
     timelines: Sequence[Timeline], tokens: Callable[[str], int], slo: Slo | None = None
 ) -> Metrics:
-    """Reduce a run.
-
-    Args:
-        timelines: Every request that was sent.
-        tokens: Counts the tokens of a piece of text, for ITL.
-        slo: What goodput counts.
-    """
+    """Reduce a run; `tokens` counts those of a piece of text, for ITL."""
     good = [timeline for timeline in timelines if timeline.error is None]
     duration_s = _duration_s(good)
     prompt = sum(timeline.prompt_tokens for timeline in good)

@@ -65,13 +65,7 @@ COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": T
 
 @dataclass(frozen=True)
 class Decode:
-    """What was seen in the window.
-
-    Attributes:
-        began_s: When the last of them came to its first token.
-        tokens_per_s: Of all that run.
-        gap_p99_ms: Between two pieces of one answer.
-    """
+    """The window, which begins when the last request comes to the first token of it."""
 
     began_s: float
     tokens_per_s: float
@@ -80,11 +74,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run.
-
-    Attributes:
-        formed_in_s: How long the queue took to form; zero without one.
-    """
+    """One run, and how long its queue took to form."""
 
     run: Run
     decode: Decode
