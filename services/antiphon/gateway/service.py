@@ -16,14 +16,14 @@ from antiphon.gateway.http.core.body_reader import BodyReader
 from antiphon.gateway.http.core.detached import DetachedTasks
 from antiphon.gateway.http.core.operation import Operation, routes
 from antiphon.gateway.http.families import all_operations
-from antiphon.gateway.metrics import GatewayMetrics
-from antiphon.gateway.model_metrics import Exposition
+from antiphon.gateway.metrics_exposition import Exposition
 from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
 from antiphon.gateway.nats.generate import NatsGenerationEndpoints
 from antiphon.gateway.owner.driver import OwnerDriver
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.gateway.request_log.crash_dump import dump_on_quit
 from antiphon.gateway.request_log.request_log import RequestLog
+from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.model_card.served_model import served_name, served_names
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from antiphon.gateway.model_metrics import ModelMetrics
+    from antiphon.gateway.metrics_exposition import ModelMetrics
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName

@@ -9,9 +9,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.wire.examples import EXAMPLES
 
-from antiphon.gateway.metrics import GatewayMetrics
-from antiphon.gateway.model_metrics import Exposition
+from antiphon.gateway.metrics_exposition import Exposition
 from antiphon.gateway.owner.actions import Accepted, Ended, TextDelta
+from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.service.metrics_publisher import families
 from antiphon.telemetry import catalog

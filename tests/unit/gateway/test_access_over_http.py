@@ -20,7 +20,7 @@ from tests.unit.gateway.keyed import key_of, keyed, write_keys
 
 from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
-from antiphon.gateway import metrics
+from antiphon.gateway import request_metrics
 from antiphon.gateway.access import keys
 from antiphon.gateway.http.core import app as server
 from antiphon.gateway.service import GatewayService
@@ -449,7 +449,7 @@ async def test_a_bad_file_at_the_start_is_no_start(tmp_path: Path) -> None:
 async def test_labels_of_tenants_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "TENANTS_MAX", 2)
+    monkeypatch.setattr(request_metrics, "TENANTS_MAX", 2)
     async with house(access=keyed(tmp_path, {"a": {}, "b": {}})) as at:
         for name in ("a", "b"):
             async with client(at, key_of(name)) as each:

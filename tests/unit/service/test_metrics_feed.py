@@ -13,8 +13,8 @@ from tests.support.wait import until
 from tests.unit.service.test_run import EchoService
 
 from antiphon.config.settings import Settings
-from antiphon.gateway.metrics import CustomLabels
-from antiphon.gateway.model_metrics import ModelMetrics
+from antiphon.gateway.metrics_exposition import ModelMetrics
+from antiphon.gateway.request_metrics import CustomLabels
 from antiphon.service import metrics_publisher as metrics_feed
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.access import AccessConfig
     from antiphon.gateway.access.keys import KeysFile
-    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.wire.ids import ModelName
 

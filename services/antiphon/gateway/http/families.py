@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.body_reader import BodyReader
     from antiphon.gateway.http.core.detached import DetachedTasks
     from antiphon.gateway.http.core.operation import Operation
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_log.request_log import RequestLog
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime

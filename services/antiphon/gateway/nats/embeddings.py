@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.requests.token_output_budget import TokenOutputBudget

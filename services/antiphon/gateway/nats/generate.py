@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.endpoint import Endpoint

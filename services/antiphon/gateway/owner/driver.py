@@ -24,9 +24,9 @@ from antiphon.wire.text import ResumeText
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.actions import Action
     from antiphon.gateway.owner.machine import Owner
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_log.request_log import RequestLog
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler, Middleware
 
     from antiphon.config.gateway import GatewayConfig
-    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.http.core.operation import Operation
-    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.wire.ids import TenantId
 
 _CALLER = web.RequestKey("caller", Caller)

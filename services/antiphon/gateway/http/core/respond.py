@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.stream.group import ChoiceEvent

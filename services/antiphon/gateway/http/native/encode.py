@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.generation_fields import Rid
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.sampling import Rid
 from antiphon.gateway.http.native.parse import prompts_of
 from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
 from antiphon.gateway.requests.pooling import pool_params

@@ -20,7 +20,7 @@ from antiphon.wire.errors import EngineError, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.worker_control import WorkerControl
     from antiphon.service.peers import Peer

@@ -8,14 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
-from antiphon.gateway.http.core.limits import Ids
-from antiphon.gateway.http.core.sampling import (
+from antiphon.gateway.http.core.generation_fields import (
     Choices,
     Rid,
     Schema,
     SglangSamplingFields,
     TokensMax,
 )
+from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.processors import TokenId

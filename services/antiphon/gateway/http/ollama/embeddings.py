@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.generation_fields import Json
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OLLAMA_EMBED_UNSUPPORTED
 from antiphon.gateway.requests.pooling import pool_params

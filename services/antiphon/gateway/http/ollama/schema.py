@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.generation_fields import Json, Stops
 from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
-from antiphon.gateway.http.core.sampling import Json, Stops
 from antiphon.gateway.requests.sampling import SamplingFields
 from antiphon.wire.sampling import RepetitionPenalty, Seed
 

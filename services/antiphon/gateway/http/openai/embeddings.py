@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import EMBEDDING
+from antiphon.gateway.http.core.generation_fields import Rid
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.operation import Operation, json_reply
 from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
-from antiphon.gateway.http.core.sampling import Rid
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import pool_params

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.limits import CallId, Ids, Messages, Name, Parts, Tools
-from antiphon.gateway.http.core.logprobs import TopLogprobs
-from antiphon.gateway.http.core.sampling import (
+from antiphon.gateway.http.core.generation_fields import (
     Choices,
     Json,
     Rid,
     SglangSamplingFields,
     TokensMax,
 )
+from antiphon.gateway.http.core.limits import CallId, Ids, Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported

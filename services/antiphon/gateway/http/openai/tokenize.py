@@ -11,9 +11,9 @@ from msgspec import Meta
 from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.generation_fields import Json
 from antiphon.gateway.http.core.limits import Messages, Tools
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.sampling import Json
 from antiphon.gateway.http.openai.schema import (
     PROMPTS_MAX,
     ChatMessageParam,

@@ -49,7 +49,7 @@ from antiphon.wire.ids import ClientKey
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from antiphon.gateway.http.core.sampling import Json
+    from antiphon.gateway.http.core.generation_fields import Json
     from antiphon.gateway.parsing.formats import Formats
 
 LOGPROBS = "message.output_text.logprobs"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.http.core.sampling import Json
+from antiphon.gateway.http.core.generation_fields import Json
 from antiphon.gateway.http.openai.responses.items import Item, OutputItem
 from antiphon.gateway.http.openai.responses.tools import ResponseTool
 from antiphon.gateway.http.openai.schema import Effort, Verbosity

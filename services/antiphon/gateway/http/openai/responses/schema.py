@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.generation_fields import Json, TokensMax
 from antiphon.gateway.http.core.limits import Messages, Tools
 from antiphon.gateway.http.core.logprobs import TopLogprobs
-from antiphon.gateway.http.core.sampling import Json, TokensMax
 from antiphon.gateway.http.openai.schema import Effort, OpenAiFields, Verbosity
 
 METADATA_MAX = 16

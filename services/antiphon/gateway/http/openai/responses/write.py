@@ -40,9 +40,9 @@ from antiphon.wire.token_outputs import join_chunks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from antiphon.gateway.http.core.generation_fields import Json
     from antiphon.gateway.http.core.logprobs import TokenLogprob
     from antiphon.gateway.http.core.output_parser import OutputParserOptions
-    from antiphon.gateway.http.core.sampling import Json
     from antiphon.gateway.http.openai.responses.events import ResponseEvent
     from antiphon.gateway.http.openai.responses.items import Status
     from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.gateway.metrics_page import Door, labels_of, value, worker
 
 from antiphon.config.settings import Settings
-from antiphon.gateway import model_metrics
-from antiphon.gateway.metrics import SETS_MAX, CustomLabels
+from antiphon.gateway import metrics_exposition
+from antiphon.gateway.request_metrics import SETS_MAX, CustomLabels
 from antiphon.telemetry import catalog
 from antiphon.wire.ids import ModelName
 from antiphon.wire.metrics import MetricFamily, MetricSeries
@@ -52,7 +52,7 @@ def test_gauges_are_added_or_averaged_over_processes_that_live(door: Door) -> No
     assert value(page, "sglang:num_running_reqs", **NAMED) == 4
     assert value(page, "sglang:token_usage", **NAMED) == pytest.approx(0.4)
     assert value(page, "sglang:full_token_usage") == pytest.approx(0.4)
-    door.now += model_metrics.FRESH_S + 0.1
+    door.now += metrics_exposition.FRESH_S + 0.1
     door.model.take(worker("worker-1", running=2, tokens=1))
     page = door.read()
     assert value(page, "antiphon_num_running_reqs") == 2
@@ -86,12 +86,12 @@ def test_reports_that_cannot_be_used_are_counted_and_ignored(door: Door) -> None
 def test_more_processes_than_there_is_room_for_lose_no_count(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_metrics, "PROCESSES_MAX", 2)
+    monkeypatch.setattr(metrics_exposition, "PROCESSES_MAX", 2)
     for number in range(5):
         door.model.take(worker(f"worker-{number}", tokens=1))
     assert door.model.rejected == 3, "none has been silent for long"
     for number in range(2, 5):
-        door.now += model_metrics.FORGET_S + 1
+        door.now += metrics_exposition.FORGET_S + 1
         door.model.take(worker(f"worker-{number}", tokens=1))
     assert value(door.read(), "antiphon_realtime_tokens_total") == 5
     door.model.take(worker("worker-1", tokens=8))
