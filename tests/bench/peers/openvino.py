@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench.peers.peer import TORCH, Peer, package_version
+from tests.bench.peers.peer import TORCH, Peer
 
 if TYPE_CHECKING:
     from tests.bench.models import Model
@@ -20,11 +20,8 @@ class OpenVino(Peer):
     """Exported in a second environment: the exporter wants another transformers than the rest."""
 
     name = "openvino"
+    package = "openvino-genai"
     arithmetic = "fp16 weights computed in bf16, u8 KV (its defaults)"
-
-    @property
-    def version(self) -> str:
-        return package_version(self.folder / "venv", "openvino-genai")
 
     def install(self) -> None:
         self.environment("venv", SERVER)

@@ -19,7 +19,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino_genai as genai  # pyright: ignore[reportMissingImports]
@@ -33,22 +33,6 @@ if TYPE_CHECKING:
 CACHE_GB = 2
 SEQUENCES_MAX = 64
 STEP_TOKENS_MAX = 2048
-
-
-class Output(Protocol):
-    """Part of `GenerationOutput`."""
-
-    generated_ids: list[int]
-
-
-class Handle(Protocol):
-    """Part of `GenerationHandle`."""
-
-    def get_status(self) -> object: ...
-
-    def can_read(self) -> bool: ...
-
-    def read(self) -> dict[int, Output]: ...
 
 
 @dataclass
@@ -76,7 +60,7 @@ class Engine(threading.Thread):
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._loop = loop
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        self._open: list[tuple[Ask, Handle]] = []
+        self._open: list[tuple[Ask, Any]] = []  # with the `GenerationHandle`
         self._ids = itertools.count()
 
     def submit(self, ask: Ask) -> None:
@@ -103,7 +87,7 @@ class Engine(threading.Thread):
             wait = False
 
     def _read(self) -> Iterable[tuple[Ask, list[int] | None]]:
-        still: list[tuple[Ask, Handle]] = []
+        still: list[tuple[Ask, Any]] = []
         for ask, handle in self._open:
             running = handle.get_status() == genai.py_openvino_genai.GenerationStatus.RUNNING
             while handle.can_read():

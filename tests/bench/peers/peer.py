@@ -32,11 +32,13 @@ class Peer(ABC):
 
     Attributes:
         arithmetic: Its dtypes, shown below the table.
+        package: The one in its environment whose version is that of the server.
         ignores_eos: Whether it takes `ignore_eos`, a field of vLLM's that most have.
     """
 
     name: ClassVar[str]
     arithmetic: ClassVar[str]
+    package: ClassVar[str] = ""
     starts_in_s: ClassVar[float] = 300.0
     ignores_eos: ClassVar[bool] = True
 
@@ -45,9 +47,8 @@ class Peer(ABC):
         self.cores = cores
 
     @property
-    @abstractmethod
     def version(self) -> str:
-        """What is installed."""
+        return package_version(self.folder / "venv", self.package)
 
     @abstractmethod
     def install(self) -> None:

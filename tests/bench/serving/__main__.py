@@ -21,7 +21,6 @@ import asyncio
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,30 +50,6 @@ SWEEP = ("closed:1", "closed:4", "closed:16", "closed:64")
 WARM_UP_SEED = 1_000_000
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where to ask, and by which name.
-
-    Attributes:
-        pid: Of the server, if it was started here.
-    """
-
-    url: str
-    nats: str
-    served: str
-    chat: bool
-    pid: int | None = None
-
-    @property
-    def over(self) -> str:
-        return "nats" if self.nats else "chat" if self.chat else "http"
-
-    def target(self) -> Target:
-        if self.nats:
-            return NatsTarget(Client(self.nats), self.served)
-        return HttpTarget(self.url, self.served, chat=self.chat)
-
-
 def main() -> None:
     arguments = _arguments()
     model = _model(arguments)
@@ -82,13 +57,11 @@ def main() -> None:
     started = not (arguments.url or arguments.nats)
     device = measure_device()
     with running(antiphon, model) if started else nullcontext() as server:
-        url = server.url if server else arguments.url
         served = server.model if server else arguments.served or model.name
-        chat = arguments.chat or isinstance(parse_dataset(arguments.dataset), MultiTurn)
         pid = server.pid if server else None
-        place = Place(url, arguments.nats, served, chat, pid)
+        target, over = _target(arguments, server.url if server else arguments.url, served)
         try:
-            runs = asyncio.run(_run_all(arguments, model, place))
+            runs = asyncio.run(_run_all(arguments, model, target, over, pid))
         except Busy as error:
             sys.exit(f"not measured: {error}")
     digest = config_digest(antiphon, model) if started else ""
@@ -98,37 +71,34 @@ def main() -> None:
         arguments.plot.write_text(drawn(summary))
 
 
-async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) -> list[Run]:
-    words = Vocabulary(model.folder)
-    async with place.target() as target:
-        dataset = parse_dataset(arguments.dataset)
-        await play(dataset.scripts(words, 4, WARM_UP_SEED), ClosedLoop(2), target)
-        return [
-            await _run(arguments, n, text, words, place, target)
-            for n, text in enumerate(arguments.arrival)
-        ]
+def _target(arguments: argparse.Namespace, url: str, served: str) -> tuple[Target, str]:
+    """Return a new connection, and its kind as in `Run.over`."""
+    if arguments.nats:
+        return NatsTarget(Client(arguments.nats), served), "nats"
+    chat = arguments.chat or isinstance(parse_dataset(arguments.dataset), MultiTurn)
+    return HttpTarget(url, served, chat=chat), "chat" if chat else "http"
 
 
-async def _run(
-    arguments: argparse.Namespace,
-    n: int,
-    text: str,
-    words: Vocabulary,
-    place: Place,
-    target: Target,
-) -> Run:
-    """One load. Each has a seed of its own, or a cache would know the prompts of the one before.
+async def _run_all(
+    arguments: argparse.Namespace, model: Model, target: Target, over: str, pid: int | None
+) -> list[Run]:
+    """Play each load; a cache would know the prompts of the one before, so each has its own seed.
 
     Raises:
-        Busy: The machine of a server started here was not idle in time.
+        Busy: The machine of a server started here, whose process is `pid`, was not idle in time.
     """
-    seed = arguments.seed + n
-    dataset, arrival = parse_dataset(arguments.dataset), parse_arrival(text, seed)
-    if place.pid is not None:
-        wait_until_quiet(arguments.quiet_in_s, (place.pid,))
-    load = Load(dataset, arguments.requests, arrival, place.over)
-    run = await load.run(text, seed, target, words, place.pid, _slo(arguments.slo))
-    return replace(run, dataset=arguments.dataset)
+    words, slo = Vocabulary(model.folder), _slo(arguments.slo)
+    dataset = parse_dataset(arguments.dataset)
+    runs: list[Run] = []
+    async with target:
+        await play(dataset.scripts(words, 4, WARM_UP_SEED), ClosedLoop(2), target)
+        for seed, text in enumerate(arguments.arrival, arguments.seed):
+            if pid is not None:
+                wait_until_quiet(arguments.quiet_in_s, (pid,))
+            load = Load(dataset, arguments.requests, parse_arrival(text, seed), over)
+            run = await load.run(text, seed, target, words, pid, slo)
+            runs.append(replace(run, dataset=arguments.dataset))
+    return runs
 
 
 def _slo(given: Sequence[str]) -> Slo | None:

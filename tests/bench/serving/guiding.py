@@ -33,21 +33,6 @@ STEPS = 400
 WARM_UP = 50
 
 
-class Clock:
-    def __init__(self) -> None:
-        self._took: dict[str, list[float]] = defaultdict(list)
-
-    def note(self, name: str, began_s: float) -> float:
-        """A part ended just now; return the time, where the next one begins."""
-        now = time.perf_counter()
-        self._took[name].append(now - began_s)
-        return now
-
-    def medians_us(self) -> dict[str, float]:
-        """Of each part, the warm-up left out."""
-        return {name: 1e6 * median(took[WARM_UP:]) for name, took in self._took.items()}
-
-
 def measure(folder: Path, schema: object, rows: int) -> dict[str, float]:
     """Measure in a process of its own, so that the load generator stays free of torch.
 
@@ -71,7 +56,15 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, fl
     from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
     from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 
-    clock, dice, walker = Clock(), np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
+    took: dict[str, list[float]] = defaultdict(list)
+
+    def note(name: str, began_s: float) -> float:
+        """Record a part that has just ended; return the time, at which the next one begins."""
+        now = time.perf_counter()
+        took[name].append(now - began_s)
+        return now
+
+    dice, walker = np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
     steering, chosen = LogitsProcessors(rows, vocab_size), ops.select(DeviceCapability("cpu"))
     guides = [
         GrammarMatcher(compiled.start(()), vocab_size, compiled.eos_ids(())) for _ in range(rows)
@@ -88,24 +81,24 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, fl
         began_s = time.perf_counter()
         walks = [MatcherTask(guide, [token]) for guide, token in zip(guides, drawn, strict=True)]
         walker.submit(walks)
-        clock.note("walks_us", began_s)
+        note("walks_us", began_s)
         assert all(walk.done and walk.finishes == [None] for walk in walks), "the schema ends"
         began_s = time.perf_counter()
         for state, token in zip(bare, drawn, strict=True):
             state.accept(token)
-        began_s = clock.note("of_walks_accept_us", began_s)
+        began_s = note("of_walks_accept_us", began_s)
         for state, row in zip(bare, words, strict=True):
             state.fill(row)
-        began_s = clock.note("of_walks_fill_us", began_s)
+        began_s = note("of_walks_fill_us", began_s)
         masks, masked = steering.masks(drawing)
         assert masks is not None
         assert masked is not None
-        began_s = clock.note("into_the_plan_us", began_s)
+        began_s = note("into_the_plan_us", began_s)
         chosen.mask(logits, torch.as_tensor(masked.astype(np.int64)), torch.as_tensor(masks))
         torch.isneginf(logits.amax(dim=-1)).numpy()
-        clock.note("into_the_logits_us", began_s)
+        note("into_the_logits_us", began_s)
         logits.zero_()
-    return clock.medians_us()
+    return {name: 1e6 * median(each[WARM_UP:]) for name, each in took.items()}
 
 
 def _request(slot: int, guide: GrammarMatcher) -> Any:

@@ -49,8 +49,6 @@ class Small(Peer):
 
     def install(self) -> None: ...
 
-    def prepare(self, model: Model) -> None: ...
-
     def command(self, model: Model, port: int) -> list[str]:
         return [sys.executable, "-c", self.script, str(port), f"mark:{self.folder}"]
 

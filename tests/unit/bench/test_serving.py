@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.bench.machine import Device
 from tests.bench.models import LLAMA_135M, Model
-from tests.bench.serving.__main__ import Place, _arguments, _run_all
+from tests.bench.serving.__main__ import _arguments, _run_all
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import ClosedLoop, play
@@ -118,8 +118,8 @@ async def test_the_command_measures_and_writes_what_it_measured(
         "--arrival closed:2 poisson:200 --dataset turns:2:6:4 --requests 5 --slo ttft=900 --chat"
     )
     monkeypatch.setattr(sys, "argv", ["bench-serving", *given.split()])
-    place = Place(url, "", "m", chat=True)
-    runs = await _run_all(_arguments(), Model(LLAMA_135M, folder), place)
+    target = HttpTarget(url, "m", chat=True)
+    runs = await _run_all(_arguments(), Model(LLAMA_135M, folder), target, "chat", None)
     assert [run.name for run in runs] == ["closed:2", "poisson:200"]
     for run in runs:
         assert (run.metrics.requests, run.metrics.failed) == (10, 0)
