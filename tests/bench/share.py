@@ -22,7 +22,7 @@ import msgspec
 from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
 from tests.bench.peers.antiphon import Antiphon
-from tests.bench.services_metrics import metrics_urls, scrape
+from tests.bench.services import metrics_urls, scrape
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import ClosedLoop, play

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypedDict
 import aiohttp
 import numpy as np
 from tests.bench.machine import machine
-from tests.bench.services_metrics import metrics_urls, scrape
+from tests.bench.services import metrics_urls, scrape
 from tests.bench.summary import Measurement, Summary, report, single
 from tests.system.stack import Stack, serving
 

@@ -20,14 +20,12 @@ from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, write_page
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
+from tests.bench.peers.environments import OpenVino, TransformersServe, Vllm
 from tests.bench.peers.llama_cpp import LlamaCpp
-from tests.bench.peers.openvino import OpenVino
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
 from tests.bench.peers.report import entrant, measure, summarize
 from tests.bench.peers.rounds import Referee, print_progress
-from tests.bench.peers.transformers_serve import TransformersServe
-from tests.bench.peers.vllm import Vllm
 from tests.bench.summary import RESULTS, Entrant, write_results
 
 if TYPE_CHECKING:

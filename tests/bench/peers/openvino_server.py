@@ -2,8 +2,7 @@
 
 OpenVINO has a server of its own that is no Python package, so this one stands in: as thin as it
 can be, so that what is measured is the pipeline. It runs alone, in OpenVINO's environment. A
-thread steps the pipeline; after each step, what is new goes to the event loop in one call. With
--P, since `openvino.py` beside it would hide the package.
+thread steps the pipeline; after each step, what is new goes to the event loop in one call.
 
     python -P openvino_server.py --folder EXPORTED --model NAME --port PORT --threads N
 """

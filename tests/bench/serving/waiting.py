@@ -33,7 +33,7 @@ from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
-from tests.bench.services_metrics import scrape
+from tests.bench.services import scrape
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.load import ClosedLoop, play
