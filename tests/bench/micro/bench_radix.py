@@ -63,14 +63,12 @@ class Loaded:
         return len(self.key.token_ids) // 4
 
     def computed(self) -> PageTable:
-        """A table of the prompt, not yet in the index."""
         table = PageTable(self.pools)
         table.allocate(self.tokens)
         table.commit(self.tokens)
         return table
 
     def serve(self) -> None:
-        """Put the prompt into the index."""
         table = self.computed()
         self.index.insert(self.key, table)
         table.release()

@@ -14,7 +14,6 @@ import sys
 
 
 def main() -> None:
-    """Convert, with the converter's own arguments after the folder of its source."""
     source = sys.argv.pop(1)
     sys.path.insert(0, source)
     converter = importlib.import_module("convert_hf_to_gguf")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import openvino_genai as genai  # pyright: ignore[reportMissingImports]
 from aiohttp import web
-from openvino import Tensor  # pyright: ignore[reportAttributeAccessIssue]
+from openvino import Tensor  # pyright: ignore[reportMissingImports]
 from tokenizers import Tokenizer, pre_tokenizers
 
 if TYPE_CHECKING:

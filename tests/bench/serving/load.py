@@ -69,7 +69,7 @@ def parse_arrival(text: str, seed: int) -> Arrival:
 
 
 async def play(scripts: Sequence[Script], arrival: Arrival, target: Target) -> list[Timeline]:
-    """Ask everything; return what was seen, in the order in which it ended.
+    """Send every request; return the timelines in the order in which they ended.
 
     In the open loop a conversation arrives as a whole: its first turn when it is due, each later
     turn when the one before is answered.

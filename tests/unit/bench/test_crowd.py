@@ -22,8 +22,6 @@ END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written to it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []

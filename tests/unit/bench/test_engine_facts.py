@@ -58,7 +58,6 @@ def test_text_that_comes_in_lumps_was_made_one_token_a_step() -> None:
 
 
 def run(name: str, took_s: float, cached_tokens: int) -> Run:
-    """32 prompts of 800 tokens."""
     timelines = [
         Timeline(
             due_s=0,

@@ -45,11 +45,8 @@ def test_a_piece_of_several_tokens_counts_as_so_many_equal_gaps() -> None:
     assert list(itl_ms(bursty, words)) == pytest.approx([250] * 4)
 
 
-def test_an_answer_of_one_token_has_no_time_per_further_token() -> None:
+def test_answers_of_one_token_and_of_none_have_the_times_that_are_left() -> None:
     assert tpot_ms(answered(0.0, (1.0, "one"), ended_s=1.0)) is None
-
-
-def test_an_answer_without_text_has_its_first_token_at_its_end() -> None:
     assert ttft_ms(answered(2.0, ended_s=3.0)) == pytest.approx(1000)
 
 

@@ -36,7 +36,6 @@ DEVICE = Device(31.8, 433.0)
 
 
 def metrics(output_tokens_per_s: float, ttft_ms: float = 0.0) -> Metrics:
-    """A run of which two figures matter."""
     times = Spread(p50=ttft_ms, max=2 * ttft_ms)
     return Metrics(
         requests=1,
@@ -59,7 +58,6 @@ def metrics(output_tokens_per_s: float, ttft_ms: float = 0.0) -> Metrics:
 
 
 def turns(peer: str, *values: float, case: str = DECODE.name, others: float = 0.0):
-    """Rounds in which a server reached these."""
     return [
         Turn(n, peer, "m", 1.0, (Sample(n, peer, case, others, metrics(value, value)),))
         for n, value in enumerate(values)
@@ -77,7 +75,6 @@ def report(*turns: Turn) -> PeersReport:
 
 
 def ratios(*turns: Turn, case: Case = DECODE) -> list[Measurement | None]:
-    """The ratio of each figure of a case."""
     summary = summarize(report(*turns))
     return [summary.find(figure.title, case=case.name, ratio=True) for figure in case.figures]
 

@@ -54,14 +54,11 @@ class Small(Peer):
 
 
 class Broken(Small):
-    """A peer that is not available, with a reason."""
-
     name = "broken"
     script = "import sys; sys.exit('no such thing')"
 
 
 def alive(cache: Path) -> int:
-    """Count the processes of a server."""
     return sum(f"mark:{cache / 'peers' / 'small'}" in command for _, command in processes())
 
 
