@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import aiohttp
 import msgspec
-from tests.bench.serving.timeline import Piece, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,43 @@ if TYPE_CHECKING:
 TIMEOUT_S = 900.0
 _DATA = b"data:"
 _DONE = b"[DONE]"
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Text that arrived together.
+
+    Attributes:
+        tokens: Output tokens so far, if the server reports them with each piece.
+    """
+
+    at_s: float
+    text: str
+    tokens: int | None = None
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, in seconds of one monotonic clock.
+
+    Attributes:
+        due_s: When the arrival process wanted it sent; `sent_s` is later where the client was slow.
+        ended_s: When the stream had ended, the last event included.
+        output_tokens: As the server reports them; else as requested.
+        cached_tokens: Prompt tokens from the cache; None if the server does not report them.
+        error: Why there is no answer. Such a request counts in nothing but `failed`.
+    """
+
+    due_s: float
+    sent_s: float
+    ended_s: float
+    pieces: tuple[Piece, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
 
 
 class Target(Protocol):

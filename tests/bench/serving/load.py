@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tests.bench.serving.client import Target
+    from tests.bench.serving.client import Target, Timeline
     from tests.bench.serving.datasets import Script
-    from tests.bench.serving.timeline import Timeline
 
 
 @dataclass(frozen=True)

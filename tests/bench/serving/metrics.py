@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tests.bench.serving.timeline import Timeline
+    from tests.bench.serving.client import Timeline
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
-from tests.bench.serving.timeline import Piece, Timeline
+from tests.bench.serving.client import Piece, Timeline
 
 from antiphon.wire.errors import EngineError
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tests.bench.peers.process import Server
-    from tests.bench.serving.timeline import Timeline
+    from tests.bench.serving.client import Timeline
 
 RUNNING = 64
 WAITING = 2000

@@ -12,9 +12,9 @@ from tests.bench.page.write import page
 from tests.bench.peers.report import PeersReport
 from tests.bench.peers.rounds import Sample, Turn
 from tests.bench.serving import grammar, int8, radix, waiting
+from tests.bench.serving.client import Piece, Timeline
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run
-from tests.bench.serving.timeline import Piece, Timeline
 from tests.bench.summary import RESULTS, Summary, measured, single, write
 
 from antiphon.config.gateway import GatewayConfig

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.bench.serving.client import Piece, Timeline
 from tests.bench.serving.metrics import Slo, e2e_ms, itl_ms, measure, spread, tpot_ms, ttft_ms
-from tests.bench.serving.timeline import Piece, Timeline
 
 
 def words(text: str) -> int:
