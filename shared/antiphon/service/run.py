@@ -116,10 +116,10 @@ async def _run(
         group.create_task(heartbeater.send_periodically(), name="heartbeat")
         group.create_task(heartbeater.watch_peers(), name="peers")
         async with asyncio.timeout(None) as leaving, factory.lifespan(runtime) as service:
-            heartbeater.service = service
-            publisher = MetricsPublisher(factory.role, service.model(), runtime)
-            group.create_task(publisher.publish(), name="metrics")
             try:
+                heartbeater.service = service
+                publisher = MetricsPublisher(factory.role, service.model(), runtime)
+                group.create_task(publisher.publish(), name="metrics")
                 context.on_started()
                 await _serve_until_stop(service, runtime, heartbeater, stop)
             finally:
