@@ -67,8 +67,8 @@ def groups() -> tuple[Group, ...]:
 def help_texts(module: str) -> Mapping[tuple[str, str], str]:
     """The docstring below each field of a module's structs, by the names of both.
 
-    Python does not keep them, so they are read from the source as vLLM does it: only when help is
-    printed, since it takes a hundredth of a second.
+    Python does not keep them, so they are read from the source as vLLM does it: only for help and
+    for the OpenAPI document, since it takes a hundredth of a second.
     """
     texts: dict[tuple[str, str], str] = {}
     for config in ast.parse(source.getsource(sys.modules[module])).body:
