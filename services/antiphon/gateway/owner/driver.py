@@ -215,7 +215,9 @@ class OwnerDriver:
         except EngineError as error:
             return error
         except Exception:
-            log.exception("call failed", extra={"route": route.name})
+            request_id = getattr(message, "request_id", None)
+            extra = {"route": route.name, "request_id": request_id, **address}
+            log.exception("call failed", extra=extra)
             return Internal("internal error")
 
     def _update_timer(self) -> None:
