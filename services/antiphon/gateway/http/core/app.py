@@ -260,10 +260,10 @@ def allow_origins(app: web.Application, origins: frozenset[str]) -> None:
 def _cors_preflight(origins: frozenset[str]) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        gen_requests = request.method == hdrs.METH_OPTIONS and (
+        is_preflight = request.method == hdrs.METH_OPTIONS and (
             hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         )
-        if not gen_requests or _allowed_origin(request, origins) is None:
+        if not is_preflight or _allowed_origin(request, origins) is None:
             return await handler(request)
         headers = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: _CORS_METHODS,
