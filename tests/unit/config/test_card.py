@@ -68,6 +68,14 @@ def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
     assert card.kv_bytes(Dtype.FLOAT32) == 2 * 2 * 2 * 32 * 4
 
 
+def test_sampling_defaults_that_no_request_may_have_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG, generation_config={"repetition_penalty": 2.5})
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: .* at `\$\.repetition_penalty`"
+    ):
+        read_card(tmp_path)
+
+
 def test_an_encoder_keeps_nothing_and_its_positions_begin_behind_padding(tmp_path: Path) -> None:
     said = {
         "architectures": ["XLMRobertaForSequenceClassification"],
