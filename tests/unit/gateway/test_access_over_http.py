@@ -21,7 +21,7 @@ from tests.unit.gateway.keyed import key_of, keyed, write_keys
 from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
 from antiphon.gateway import request_metrics
-from antiphon.gateway.access import keys
+from antiphon.gateway.access import access as access_rules
 from antiphon.gateway.http.core import app as server
 from antiphon.gateway.service import GatewayService
 
@@ -409,7 +409,7 @@ async def test_prompt_in_a_session_is_encoded_in_the_turn_of_its_tenant(
 async def test_the_file_is_read_again_and_a_bad_one_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keys, "POLL_S", 0.01)
+    monkeypatch.setattr(access_rules, "POLL_S", 0.01)
     access = keyed(tmp_path, {"acme": {}})
     file = tmp_path / "keys.json"
 
