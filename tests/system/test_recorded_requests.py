@@ -11,6 +11,7 @@ from tests.system.stack import serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 ARGUMENTS = ("--tool-call-parser", "json", "--reasoning-parser", "qwen3")
 
 
