@@ -115,6 +115,29 @@ def _parsed(text: str) -> Json:
         return text
 
 
+def same(played: Exchange, recorded: Exchange) -> bool:
+    """Whether two exchanges are equal, but for events that were merged with the next one.
+
+    An event of a choice that goes on may be merged with its next event when tokens come close
+    together, down to the event that ends it; no such event may have a shape that is not recorded.
+    """
+    if played.keys() != recorded.keys() or "events" not in played:
+        return played == recorded
+    events, expected = played["events"], recorded["events"]
+    return {**played, "events": _lasting(events)} == {
+        **recorded,
+        "events": _lasting(expected),
+    } and set(events) <= set(expected)
+
+
+def _lasting(events: list[str]) -> list[str]:
+    return [one for one, _ in itertools.groupby(event for event in events if not _may_merge(event))]
+
+
+def _may_merge(event: str) -> bool:
+    return "finish_reason: null" in event or ("done: bool" in event and "done_reason" not in event)
+
+
 def shape(value: Json, key: str = "") -> str:
     """Return the keys of a JSON value at every depth, and the types of what they hold."""
     match value:
