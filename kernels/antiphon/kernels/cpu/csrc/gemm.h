@@ -183,7 +183,8 @@ INLINE void quantize_activations(
     };
     for (int64_t k = 0; k < full; k += LANES) cut(load(x + k), q + k);
     if (rest) cut(load(x + full, rest), q + full);
-    *excess = 128 * sum(total);
+    // Of a row that is not finite it may overflow; its scale says so.
+    *excess = static_cast<int32_t>(128u * static_cast<uint32_t>(sum(total)));
 }
 
 // Cut a block of rows, into memory of this thread.
