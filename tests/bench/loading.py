@@ -118,8 +118,8 @@ def load_once(folder: Path, linear: str) -> Load:
     from antiphon import embedded  # noqa: PLC0415
     from antiphon.config.model import LinearFormat  # noqa: PLC0415
     from antiphon.model_card.card import read_card  # noqa: PLC0415
-    from antiphon.model_card.memory import weight_bytes  # noqa: PLC0415
     from antiphon.resolve.device import detect_device  # noqa: PLC0415
+    from antiphon.resolve.memory import weight_bytes  # noqa: PLC0415
 
     # As the worker's plan has it.
     cores = detect_device().cores

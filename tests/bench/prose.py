@@ -34,7 +34,7 @@ from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 from tests.support.models import open_model
 
-from antiphon.config.models import packaged
+from antiphon.model_card.packaged import packaged
 from antiphon.model_card.served_model import model_files, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
 

@@ -18,10 +18,8 @@ from tests.system.stack import Stack, wait_until
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.load import child_environment
-from antiphon.config.process import BusConfig
-from antiphon.config.settings import Settings
-from antiphon.config.yaml_file import write_yaml
+from antiphon.config.load import child_environment, write_yaml
+from antiphon.config.settings import BusConfig, Settings
 from antiphon.supervisor.ports import free_port
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation

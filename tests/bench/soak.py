@@ -30,8 +30,7 @@ from tests.system.stack import Stack, serving
 
 from antiphon.client import Client
 from antiphon.wire.errors import EngineError
-from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.sampling import Grammar, GrammarKind, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

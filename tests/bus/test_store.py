@@ -18,9 +18,9 @@ from antiphon.bus.permissions import users, users_text
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.store import PART_BYTES, KeyValueStore, StoreLimits
 from antiphon.wire.base import Process, Role
-from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.ids import InstanceId, new_incarnation
+from antiphon.wire.routes import RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,7 +13,7 @@ from tests.support.nats import NatsServer
 from tests.support.wait import until
 
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Packet, Transport

@@ -14,7 +14,7 @@ from tests.support.services import CLUSTER, QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon.client import Client
-from antiphon.config.digest import digest
+from antiphon.config.cluster import digest
 from antiphon.detokenizer.service import DetokenizerService
 from antiphon.encoder.service import EncoderService
 from antiphon.gateway.service import GatewayService

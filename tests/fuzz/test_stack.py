@@ -17,7 +17,7 @@ from tests.system.stack import SERVICES, serving
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT, OPEN

@@ -11,9 +11,9 @@ from antiphon.config.model import Dtype, LinearFormat, LoadFormat
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
-from antiphon.model_card.memory import weight_bytes
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.pools import cache_groups
+from antiphon.resolve.memory import weight_bytes
 
 if TYPE_CHECKING:
     from tests.models.parity import Saved

@@ -22,9 +22,8 @@ from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

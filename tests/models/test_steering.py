@@ -24,8 +24,14 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
-from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import LogitBias, SamplingParams, TokenOutputParams
+from antiphon.wire.sampling import (
+    AllowRange,
+    DisallowTokens,
+    LogitBias,
+    SamplingParams,
+    ThinkingBudget,
+    TokenOutputParams,
+)
 from antiphon.wire.token_outputs import TokenOutput, pack_floats
 
 if TYPE_CHECKING:

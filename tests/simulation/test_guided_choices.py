@@ -24,9 +24,8 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

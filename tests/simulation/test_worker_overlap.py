@@ -31,13 +31,12 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.ids import RequestId
-from antiphon.wire.processors import ThinkingBudget
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import SamplingParams, ThinkingBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.wire.processors import LogitProcessors
+    from antiphon.wire.sampling import LogitProcessors
 
 VOCAB_SIZE = 60
 EOS = 3

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Union, cast, get_args, get_origin, 
 import msgspec
 from tests.support.markdown import table
 
-from antiphon.wire.buckets import BUCKETS
-from antiphon.wire.routes import ALL_ROLES, ROUTES, DeliveryMode, Party, RequestRoute, Route
+from antiphon.wire.routes import (
+    ALL_ROLES,
+    BUCKETS,
+    ROUTES,
+    DeliveryMode,
+    Party,
+    RequestRoute,
+    Route,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

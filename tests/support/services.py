@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus
-from antiphon.config.process import HealthConfig, ServiceConfig
-from antiphon.config.settings import Settings
+from antiphon.config.settings import HealthConfig, ServiceConfig, Settings
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.run import ProcessContext, serve
 from antiphon.service.service import Service

@@ -19,12 +19,12 @@ from tests.support.markdown import table
 from tests.unit.gateway.cluster import house
 
 from antiphon.config.fields import fields
-from antiphon.config.models import MODELS
 from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 from antiphon.layers.methods import METHODS as KEPT
+from antiphon.model_card.packaged import MODELS
 from antiphon.model_card.quantization_config import METHODS as STORED
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.load import CACHE_DTYPES

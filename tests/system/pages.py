@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT

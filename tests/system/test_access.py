@@ -15,7 +15,7 @@ from tests.unit.gateway.keyed import key_of, write_keys
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Process
 from antiphon.wire.errors import Forbidden, RateLimited, Unauthorized
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation

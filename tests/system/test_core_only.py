@@ -17,7 +17,7 @@ from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT

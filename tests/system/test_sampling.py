@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from antiphon import embedded
 from antiphon.client import Client
 from antiphon.wire.errors import Unsupported
-from antiphon.wire.processors import AllowRange
-from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.sampling import AllowRange, TokenOutputParams
 
 if TYPE_CHECKING:
     from tests.system.stack import Stack

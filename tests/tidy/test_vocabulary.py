@@ -28,7 +28,7 @@ DECODE_FAST_PATH = {
 """Files that one decode path replaces, or that call them by their names; exempt until then."""
 QUOTED = {
     ("services/antiphon/gateway/http/openai/responses/store.py", "told"),  # a stored key
-    ("shared/antiphon/model_card/gguf_header.py", "tell"),  # of a file
+    ("shared/antiphon/model_card/weight_headers.py", "tell"),  # of a file
 }
 
 

@@ -15,7 +15,7 @@ from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.token_masks import words_count
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from tests.training.dialogue import (
 )
 
 from antiphon.client import Client
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:

@@ -15,7 +15,20 @@ from antiphon.wire.base import (
     Term,
     Usage,
 )
-from antiphon.wire.claim import Claim
+from antiphon.wire.claim import (
+    Claim,
+    EncodeImage,
+    GetPages,
+    ImageEmbedding,
+    LeaseReleased,
+    LookupPages,
+    PageOffer,
+    PagesFound,
+    PagesLeased,
+    PagesStored,
+    PutPages,
+    ReleaseLease,
+)
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import (
     Abort,
@@ -34,11 +47,11 @@ from antiphon.wire.command import (
     StopChoice,
     TokenCursor,
 )
-from antiphon.wire.embed import EmbedReply, EmbedRequest
-from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import (
     ChoiceEnd,
+    EmbedReply,
+    EmbedRequest,
     GenerateAccepted,
     GenerateCancel,
     GenerateDone,
@@ -48,7 +61,6 @@ from antiphon.wire.generate import (
     GenerateText,
     TextCursor,
 )
-from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.heartbeat import (
     ClaimName,
     Discover,
@@ -78,25 +90,19 @@ from antiphon.wire.kv_events import (
     ReplayKv,
 )
 from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
-from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 from antiphon.wire.sampling import (
+    AllowRange,
+    AllowTokens,
+    DisallowTokens,
+    Grammar,
+    GrammarKind,
     LogitBias,
     PoolParams,
     SamplingParams,
     StopStrings,
+    ThinkingBudget,
     ThinkingMarks,
     TokenOutputParams,
-)
-from antiphon.wire.storage import (
-    GetPages,
-    LeaseReleased,
-    LookupPages,
-    PageOffer,
-    PagesFound,
-    PagesLeased,
-    PagesStored,
-    PutPages,
-    ReleaseLease,
 )
 from antiphon.wire.submit import (
     AbortRequests,

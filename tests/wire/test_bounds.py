@@ -11,13 +11,13 @@ from tests.wire.examples import EXAMPLES
 from tests.wire.test_codec import altered
 
 from antiphon.wire import ids
+from antiphon.wire.claim import PutPages
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.kv_events import KvReplayed
 from antiphon.wire.routes import ROUTES, RequestRoute
-from antiphon.wire.storage import PutPages
 from antiphon.wire.submit import AbortRequests, SubmitRequest
 from antiphon.wire.text import TextBatch
 from antiphon.wire.tokens import TokenBatch

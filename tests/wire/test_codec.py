@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.wire.examples import ERROR, EVERY, EXAMPLES
 
 from antiphon.wire import errors
+from antiphon.wire.claim import GetPages, LookupPages
 from antiphon.wire.codec import (
     decode,
     decode_reply,
@@ -24,7 +25,6 @@ from antiphon.wire.codec import (
 from antiphon.wire.command import DrainWorker, FlushCache
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, InvalidRequest, Overloaded
 from antiphon.wire.generate import GenerateRequest
-from antiphon.wire.storage import GetPages, LookupPages
 from antiphon.wire.submit import CancelAccepted, SubmitRequest
 from antiphon.wire.tokenize import EncodeRequest
 

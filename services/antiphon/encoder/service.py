@@ -20,10 +20,9 @@ from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import RunningTotal
-from antiphon.transfer.fetch import fetch
-from antiphon.transfer.server import BlobServer, BlobStore
+from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
 from antiphon.wire.base import Role
-from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.wire.claim import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
 from antiphon.wire.routes import ENCODE_IMAGE
 

@@ -15,13 +15,10 @@ from antiphon.service.clock import time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
-from antiphon.transfer.fetch import fetch_prefix, new_token
-from antiphon.transfer.server import BlobServer
+from antiphon.transfer.blobs import BlobServer, fetch_all, new_token
 from antiphon.wire.base import Role
-from antiphon.wire.claim import Claim
-from antiphon.wire.codec import split_rows
-from antiphon.wire.routes import KV_CONTROL
-from antiphon.wire.storage import (
+from antiphon.wire.claim import (
+    Claim,
     GetPages,
     LeaseReleased,
     LookupPages,
@@ -32,6 +29,8 @@ from antiphon.wire.storage import (
     PutPages,
     ReleaseLease,
 )
+from antiphon.wire.codec import split_rows
+from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -139,9 +138,8 @@ class KvStorageService:
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
-                got = await fetch_prefix(
-                    [offer.claim for offer in wanted], timeout_s=left_s, bytes_max=bytes_max
-                )
+                claims = [offer.claim for offer in wanted]
+                got = await fetch_all(claims, timeout_s=left_s, bytes_max=bytes_max, prefix=True)
                 digests = [offer.digest for offer in wanted]
                 fetched |= dict(zip(digests, got, strict=False))
                 # The page after the fetched ones is unavailable; later ones may be available.

@@ -11,8 +11,8 @@ import jinja2
 import msgspec
 from tokenizers import Tokenizer
 
-from antiphon.config.completion_template import TEMPLATES, CompletionTemplate, read_template
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import TEMPLATES, CompletionTemplate, read_template
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.tokenizer_file import open_tokenizer

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from antiphon.bus.transport import PacketCallback
-    from antiphon.config.process import BusConfig
+    from antiphon.config.settings import BusConfig
 
 log = logging.getLogger(__name__)
 

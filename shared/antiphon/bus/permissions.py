@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, VERBS, subjects
 from antiphon.bus.server import ServerSettings, config_text
 from antiphon.wire.base import WIRE_VERSION, Message, Role
-from antiphon.wire.buckets import BUCKETS
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
 from antiphon.wire.routes import (
+    BUCKETS,
     CLIENT,
     DISCOVER,
     HEARTBEAT,

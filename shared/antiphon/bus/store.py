@@ -15,14 +15,14 @@ from uuid import uuid4
 import msgspec
 
 from antiphon.bus.errors import NoResponders
-from antiphon.wire.buckets import API
 from antiphon.wire.errors import Unavailable
+from antiphon.wire.routes import API
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.bus.bus import Bus
-    from antiphon.wire.buckets import KeyValueBucket
+    from antiphon.wire.routes import KeyValueBucket
 
 log = logging.getLogger(__name__)
 

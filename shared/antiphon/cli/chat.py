@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from antiphon.config.access import Key
 from antiphon.config.errors import ConfigError
 from antiphon.config.flags import Parser
+from antiphon.config.gateway import Key
 from antiphon.config.load import load
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from antiphon import embedded
 from antiphon.config.flags import Parser
-from antiphon.config.models import MODELS
+from antiphon.model_card.packaged import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,8 +18,7 @@ from rich.console import Console
 from antiphon.bus.server import ServerFailed, ServerMissing
 from antiphon.cli.arguments import load_arguments
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import packaged
-from antiphon.model_card.packaged import ensure_cached, is_cached, is_packaged
+from antiphon.model_card.packaged import ensure_cached, is_cached, is_packaged, packaged
 from antiphon.model_card.served_model import cache_folder, hub_models, model_files, tokenizer_path
 from antiphon.supervisor.stack import CannotServe, ServiceStack
 from antiphon.telemetry import log as logs
@@ -27,8 +26,8 @@ from antiphon.telemetry import log as logs
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from antiphon.config.models import Wheel
     from antiphon.config.settings import Settings
+    from antiphon.model_card.packaged import Wheel
 
 FAILED = 1
 INTERRUPTED = 130

@@ -13,11 +13,10 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client.embeddings import BATCH, EmbedResult, embed
 from antiphon.client.stream import Completion, CompletionChunk, GenerationStream
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Message, Process, Usage
-from antiphon.wire.embed import EmbedRequest
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.generate import CompleteOptions, GenerateOptions, GenerateRequest
+from antiphon.wire.generate import CompleteOptions, EmbedRequest, GenerateOptions, GenerateRequest
 from antiphon.wire.ids import (
     DEFAULT_TENANT,
     ClientKey,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.bus.bus import Bus
-    from antiphon.wire.embed import EmbedReply, EmbedRequest
+    from antiphon.wire.generate import EmbedReply, EmbedRequest
 
 BATCH = 16
 """Texts per call."""

@@ -1,4 +1,4 @@
-"""Settings of the gateway: HTTP, limits and deadlines, stored responses and sessions."""
+"""Settings of the gateway: HTTP, limits, access, request log, stored responses and sessions."""
 
 from __future__ import annotations
 
@@ -141,6 +141,96 @@ class SessionsConfig(Config):
     """Maximum size of all stored sessions, in bytes; beyond it the oldest contents are deleted."""
     replicas: Replicas = 1
     """Number of replicas of each session in a NATS cluster."""
+
+
+Key = Annotated[str, Meta(pattern="^[!-~]*$")]
+"""Valid in a header: no spaces, ASCII only."""
+
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+")
+
+
+class AccessConfig(Config):
+    """API keys, tenants and CORS; see docs/access.md."""
+
+    api_key: Annotated[Key, Secret()] = ""
+    """API key required for all calls except probes, unless the call has another known key; empty:
+    no key is required without a keys file."""
+    admin_api_key: Annotated[Key, Secret()] = ""
+    """API key of operators. If it is set, only calls with this key may flush, pause or abort."""
+    reasoning_key: Annotated[Key, Secret()] = ""
+    """Secret that encrypts the reasoning items clients of /v1/responses send back, identical at all
+    gateways; empty: derived from admin_api_key, else random for each process."""
+    keys_file: str = ""
+    """TOML or JSON file with tenants, the hashes of their keys and their limits; reloaded when it
+    changes. Empty: no tenants."""
+    share_prefix_cache: bool = False
+    """Whether tenants share cached prefixes. Otherwise each tenant only uses its own and cannot
+    detect what others have sent by measuring latency."""
+    allowed_origins: str = ""
+    """Origins that may call the API from web pages (CORS), such as `https://a.example`,
+    comma-separated, or `*`; empty: none."""
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r} is not an origin; expected https://host:port or *"
+                )
+
+    @property
+    def origins(self) -> frozenset[str]:
+        return frozenset(part.strip() for part in self.allowed_origins.split(",") if part.strip())
+
+
+STDOUT = "stdout"
+TARGETS_MAX = 8
+
+LogLevel = Annotated[int, Meta(ge=0, le=3)]
+LogFormat = Literal["text", "json"]
+
+
+class RequestLogConfig(Config):
+    """Request log, request metrics export and crash dumps of a gateway."""
+
+    enabled: bool = False
+    """Whether requests and their outputs are logged."""
+    level: LogLevel = 2
+    """Level of detail: 0 logs metadata, 1 also sampling parameters, 2 also input and output,
+    truncated at 2048 characters, 3 everything."""
+    format: LogFormat = "text"
+    """Format of the request log: text, or one JSON object per line."""
+    target: str = STDOUT
+    """Targets of the request log: stdout, folders or both, separated by spaces or commas. Folders
+    get one file per hour."""
+    export_metrics: bool = False
+    """Whether a JSON record of each finished request is written to export_folder."""
+    export_folder: str = ""
+    """Folder for the records of finished requests, one file per hour."""
+    crash_dump_folder: str = ""
+    """Folder for crash dumps: a gateway that crashes or receives SIGQUIT writes its unfinished
+    requests and those of the last 300 s there, as JSON lines; empty: none."""
+    queue_bytes_max: Bytes = 16 * 1024 * 1024
+    """Maximum size of records waiting to be written, in bytes; further records are dropped."""
+    held_bytes_max: Bytes = 64 * 1024 * 1024
+    """Maximum size of inputs and outputs kept for logs and crash dumps, in bytes; beyond it the
+    oldest finished requests are dropped first, then texts are truncated. It also limits the size of
+    a crash dump."""
+
+    def __post_init__(self) -> None:
+        targets(self.target)
+        if self.export_metrics and not self.export_folder:
+            raise ValueError(
+                "export_metrics requires export_folder; set --export-metrics-to-file-dir"
+            )
+
+
+def targets(text: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))
+    if not found:
+        raise ValueError("target is empty; expected stdout, folders or both")
+    if len(found) > TARGETS_MAX:
+        raise ValueError(f"target has {len(found)} entries; the limit is {TARGETS_MAX}")
+    return found
 
 
 TEMPLATE_BYTES_MAX, TEMPLATE_KEYS_MAX, TEMPLATE_DEPTH_MAX = 8 * 1024, 64, 16

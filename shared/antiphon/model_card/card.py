@@ -27,7 +27,7 @@ from antiphon.model_card.tasks import (
     task_of,
     unused_prefixes,
 )
-from antiphon.model_card.weight_counts import Weights, read_weights
+from antiphon.model_card.weight_headers import Weights, read_weights
 from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,17 @@ def find_files(
     format_, chosen = weight_names(folder, names, requested)
     weights = tuple(folder / name for name in chosen)
     return ModelFiles(described_in or folder, format_, weights, overrides, mapped, context_tokens)
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.2f} GiB"
+
+
+def refuse_full_disk(folder: Path, size_bytes: int, needs: str) -> None:
+    """Raise `ConfigError` if the folder's disk has less space than `needs`, which says what for."""
+    free_bytes = shutil.disk_usage(folder).free
+    if size_bytes > free_bytes:
+        raise ConfigError(f"{needs} {gib(size_bytes)}; only {gib(free_bytes)} free in {folder}")
 
 
 def is_gguf(path: Path) -> bool:

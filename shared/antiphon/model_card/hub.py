@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import MODELS
 from antiphon.config.sourced_value import nearest
-from antiphon.model_card.files import weight_names
-from antiphon.model_card.memory import gib
+from antiphon.model_card.files import refuse_full_disk, weight_names
+from antiphon.model_card.packaged import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +107,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
     _, names = weight_names(folder, files.keys(), load.format)
     if missing := [name for name in names if not (folder / name).exists()]:
         size_bytes = sum(files[name].size_bytes for name in missing if name in files)
-        _refuse_full_disk(repo, folder, size_bytes)
+        refuse_full_disk(folder, size_bytes, f"{repo}: weights need")
         log.info("fetching", extra={"model": repo, "files": len(missing), "bytes": size_bytes})
     return have([*METADATA_PATTERNS, *DENSE, *names])
 
@@ -137,14 +135,6 @@ def _published(api: HfApi, repo: str, revision: str | None) -> dict[str, Publish
         for entry in api.list_repo_tree(repo, revision=revision)
         if isinstance(entry, RepoFile)
     }
-
-
-def _refuse_full_disk(repo: str, folder: Path, size_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if size_bytes > free_bytes:
-        raise ConfigError(
-            f"{repo}: weights need {gib(size_bytes)}; only {gib(free_bytes)} free in {folder}"
-        )
 
 
 def _describe_error(error: Exception, load: LoadConfig) -> str:

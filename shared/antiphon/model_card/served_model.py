@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import packaged
 from antiphon.model_card.chat_templates import choose_templates
 from antiphon.model_card.converted.folder import (
     PIECES,
@@ -20,7 +19,7 @@ from antiphon.model_card.converted.folder import (
 )
 from antiphon.model_card.files import ModelFiles, find_files, is_gguf
 from antiphon.model_card.hub import fetch, is_hub_id, looks_like_id
-from antiphon.model_card.packaged import cached_path, is_cached, is_packaged
+from antiphon.model_card.packaged import cached_path, is_cached, is_packaged, packaged
 from antiphon.wire.ids import ModelName
 
 if TYPE_CHECKING:

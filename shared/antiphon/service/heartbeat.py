@@ -7,7 +7,7 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from antiphon.config.digest import digest
+from antiphon.config.cluster import digest
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.peers import PeerChange

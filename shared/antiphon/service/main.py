@@ -23,7 +23,7 @@ import uvloop
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import LinkErrors, NatsTransport
-from antiphon.config.digest import digest
+from antiphon.config.cluster import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
 from antiphon.service.instance_name import Replaced

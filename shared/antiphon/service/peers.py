@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.config.digest import differing
+from antiphon.config.cluster import differing
 from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role, leading_term
 
 if TYPE_CHECKING:

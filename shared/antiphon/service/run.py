@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from antiphon.bus.discovery import Discovery
-from antiphon.config.digest import digest
+from antiphon.config.cluster import digest
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.endpoint import Listeners
 from antiphon.service.health import ProcessHealth, probe_server

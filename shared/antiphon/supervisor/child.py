@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.yaml_file import write_yaml, yaml_text
+from antiphon.config.load import write_yaml, yaml_text
 from antiphon.supervisor.restarts import Restarts, stop_process
 from antiphon.telemetry.log import CANNOT_START
 from antiphon.wire.base import Role

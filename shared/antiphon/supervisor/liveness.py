@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from antiphon.bus.bus import Bus, Delivery
-    from antiphon.config.process import HealthConfig
+    from antiphon.config.settings import HealthConfig
     from antiphon.supervisor.child import Child
     from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import InstanceId

@@ -1,9 +1,18 @@
-"""Claim checks: transfer of payloads too large for the broker."""
+"""Payloads that go by claim check: embeddings of images, and KV pages in external storage.
+
+A page is identified by the last digest of its hash chain, so equal digests mean equal prefixes.
+A miss is always allowed.
+"""
 
 from __future__ import annotations
 
-from antiphon.wire.base import Value
-from antiphon.wire.bounds import Count, Sha256, ShortText, UnixMs
+from typing import Annotated
+
+from msgspec import Meta
+
+from antiphon.wire.base import Message, Value
+from antiphon.wire.bounds import Count, Sha256, ShortText, Signed, UnixMs
+from antiphon.wire.ids import ModelName, RequestId
 
 
 class Claim(Value):
@@ -21,3 +30,91 @@ class Claim(Value):
     size_bytes: Count
     digest: Sha256
     expires_unix_ms: UnixMs
+
+
+class EncodeImage(Message):
+    """Encode one image, given inline (below the size limit) or by claim check."""
+
+    request_id: RequestId
+    model: ModelName
+    image: bytes | None = None
+    claim: Claim | None = None
+    deadline_unix_ms: UnixMs
+    left_ms: Signed | None = None
+    traceparent: str | None = None
+
+
+class ImageEmbedding(Message):
+    """Claim check of the embeddings: row-major, little-endian, shape (tokens, hidden)."""
+
+    request_id: RequestId
+    content_digest: Sha256
+    tokens: Count
+    hidden: Count
+    dtype: ShortText
+    claim: Claim
+    cached: bool = False
+
+
+PAGES_MAX = 65_536
+"""Maximum pages of one message."""
+Chain = Annotated[tuple[Sha256, ...], Meta(max_length=PAGES_MAX)]
+
+
+class PageOffer(Value):
+    """One page to store. `parent` is the digest before it in the chain; unset for the first."""
+
+    digest: Sha256
+    parent: Sha256 | None = None
+    claim: Claim
+
+
+class PutPages(Message):
+    """Store pages; the node fetches the bytes of the missing ones."""
+
+    pages: Annotated[tuple[PageOffer, ...], Meta(max_length=PAGES_MAX)]
+    deadline_unix_ms: UnixMs
+    left_ms: Signed | None = None
+
+
+class PagesStored(Message):
+    """The offered pages that the node holds now; it could not store the others."""
+
+    stored: tuple[Sha256, ...]
+
+
+class LookupPages(Message):
+    """Look up the longest stored prefix of this chain."""
+
+    chain: Chain
+
+
+class PagesFound(Message):
+    """Length of the longest stored prefix of the chain, in pages."""
+
+    pages: Count
+
+
+class GetPages(Message):
+    """Lease the stored prefix of a chain; the reply says where to fetch it."""
+
+    request_id: RequestId
+    chain: Chain
+    lease_s: Annotated[float, Meta(gt=0, le=600)]
+
+
+class PagesLeased(Message):
+    """Claims of the prefix in order; the pages are not evicted before the lease ends."""
+
+    lease: ShortText
+    claims: tuple[Claim, ...]
+
+
+class ReleaseLease(Message):
+    """End a lease. Unknown leases are ignored."""
+
+    lease: ShortText
+
+
+class LeaseReleased(Message):
+    """The pages may be evicted again."""

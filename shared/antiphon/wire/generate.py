@@ -1,9 +1,10 @@
-"""Client and gateway over NATS: submit, stream text, end; resume and cancel.
+"""Client and gateway over NATS: text with submit, stream, resume and cancel; and embeddings.
 
 A client publishes `GenerateRequest` to `generate.<model>` with an inbox `client.<tenant>.<id>` as
 its reply subject. All replies go there: `GenerateAccepted` or an `ErrorReply`, then `GenerateText`,
 then one `GenerateEnd`, which carries the total length. Text is addressed by (choice, byte offset),
-so that receivers drop repeats and detect gaps.
+so that receivers drop repeats and detect gaps. An `EmbedRequest` to `embed.<model>` gets one reply;
+nothing of it is stored: a repeated one is computed again, with the same result.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from antiphon.wire.bounds import (
 )
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.grammar import Grammar
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
-from antiphon.wire.processors import LogitProcessor, LogitProcessors, TokenId
 from antiphon.wire.sampling import (
     BIASES_MAX,
     AdditivePenalty,
+    Dimensions,
+    Grammar,
+    LogitProcessor,
+    LogitProcessors,
     MinP,
     Priority,
     RepetitionPenalty,
@@ -38,6 +41,7 @@ from antiphon.wire.sampling import (
     StopPatternList,
     StopStringList,
     Temperature,
+    TokenId,
     TokenIds,
     TokenOutputParams,
     TopP,
@@ -47,6 +51,7 @@ from antiphon.wire.tokenize import Messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 IDS_MAX = 2**19
 """Maximum token ids of a prompt: decoding them blocks the gateway's streams for 10 ms."""
@@ -234,3 +239,51 @@ class GenerateDone(Message):
     """A resume or cancel was accepted; its results are sent to the inbox."""
 
     request_id: RequestId
+
+
+TEXTS_MAX = 256
+"""Maximum texts of one request. Their vectors must fit into one message, too."""
+Texts = Annotated[tuple[str, ...], Meta(min_length=1, max_length=TEXTS_MAX)]
+Rows = Annotated[
+    tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=IDS_MAX)], ...],
+    Meta(min_length=1, max_length=TEXTS_MAX),
+]
+
+
+class EmbedRequest(Message):
+    """Embed texts with an embedding model, or score them with a classifier or reward model.
+
+    Attributes:
+        texts: Exactly one of `texts` and `prompt_ids` is given.
+        pairs: A second text for each, encoded together with it.
+        prompt_ids: Token ids in place of texts.
+        dimensions: Truncate each vector to this length (Matryoshka models only).
+        cache_salt: Cached prefixes are shared only with requests of the same salt.
+        priority: Higher runs first, where priority scheduling is enabled.
+        api_key: The tenant's API key, where the gateways require one.
+    """
+
+    model: ModelName
+    texts: Texts | None = None
+    pairs: Texts | None = None
+    prompt_ids: Rows | None = None
+    dimensions: Dimensions | None = None
+    cache_salt: CacheSaltText = ""
+    priority: Priority | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    traceparent: str | None = None
+    api_key: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class EmbedReply(Message):
+    """The vectors or scores of the texts, in the order of the request.
+
+    Attributes:
+        vectors: float32, little-endian; raw scores of the model, one for each label.
+        labels: Labels of the scores; empty for embeddings.
+    """
+
+    model: ModelName
+    vectors: tuple[bytes, ...]
+    labels: tuple[str, ...] = ()
+    usage: Usage

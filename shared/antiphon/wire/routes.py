@@ -1,8 +1,8 @@
-"""The route table: every subject of the bus, its messages, senders and listeners.
+"""The route table: every subject of the bus, its messages, senders and listeners; and its buckets.
 
 A `RequestRoute` has replies; a plain `Route` has none. Subjects here lack the `<cluster>.v<major>`
-prefix, which the bus adds. The table in the docs, the permissions of the NATS users and the golden
-files are all generated from `ROUTES`.
+prefix, which the bus adds. The tables in the docs, the permissions of the NATS users and the golden
+files are all generated from `ROUTES` and `BUCKETS`.
 """
 
 from __future__ import annotations
@@ -13,66 +13,27 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+from antiphon.wire import (
+    claim,
+    command,
+    generate,
+    heartbeat,
+    kv_events,
+    metrics,
+    submit,
+    text,
+    tokenize,
+    tokens,
+)
 from antiphon.wire.base import Message, Role
-from antiphon.wire.command import (
-    CommandBatch,
-    ContinueWorker,
-    ControlDone,
-    DrainWorker,
-    DumpPlans,
-    FlushCache,
-    PauseWorker,
-    ResendTokens,
-    SetWeightVersion,
-    StopChoice,
-)
-from antiphon.wire.embed import EmbedReply, EmbedRequest
-from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.generate import (
-    GenerateAccepted,
-    GenerateCancel,
-    GenerateDone,
-    GenerateEnd,
-    GenerateRequest,
-    GenerateResume,
-    GenerateText,
-)
-from antiphon.wire.heartbeat import ClaimName, Discover, Heartbeat, NameTaken
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
-from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
-from antiphon.wire.metrics import MetricsReport
-from antiphon.wire.storage import (
-    GetPages,
-    LeaseReleased,
-    LookupPages,
-    PagesFound,
-    PagesLeased,
-    PagesStored,
-    PutPages,
-    ReleaseLease,
-)
-from antiphon.wire.submit import (
-    AbortRequests,
-    CancelAccepted,
-    CancelRequest,
-    NoticeBatch,
-    OpenList,
-    SubmitAccepted,
-    SubmitRequest,
-)
-from antiphon.wire.text import ResumeText, TextBatch, TextResumed
-from antiphon.wire.tokenize import (
-    CancelEncode,
-    DecodeReply,
-    DecodeRequest,
-    EncodeReply,
-    EncodeRequest,
-)
-from antiphon.wire.tokens import TokenBatch, TokenStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.wire.ids import ClusterName
+
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -161,8 +122,8 @@ def fill(subject: str, parts: dict[str, str]) -> str:
 GENERATE = RequestRoute(
     name="gateway.generate",
     subject="generate.{model}",
-    carries=(GenerateRequest,),
-    replies=(GenerateAccepted,),
+    carries=(generate.GenerateRequest,),
+    replies=(generate.GenerateAccepted,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
     delivery=DeliveryMode.QUEUE,
@@ -170,8 +131,8 @@ GENERATE = RequestRoute(
 EMBED = RequestRoute(
     name="gateway.embed",
     subject="embed.{model}",
-    carries=(EmbedRequest,),
-    replies=(EmbedReply,),
+    carries=(generate.EmbedRequest,),
+    replies=(generate.EmbedReply,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
     delivery=DeliveryMode.QUEUE,
@@ -179,7 +140,7 @@ EMBED = RequestRoute(
 CLIENT_TEXT = Route(
     name="client.text",
     subject="client.{tenant}.{inbox}",
-    carries=(GenerateAccepted, GenerateText, GenerateEnd, ErrorReply),
+    carries=(generate.GenerateAccepted, generate.GenerateText, generate.GenerateEnd, ErrorReply),
     senders=(Role.GATEWAY,),
     listeners=(CLIENT,),
     ordered=True,
@@ -187,16 +148,16 @@ CLIENT_TEXT = Route(
 GATEWAY_CONTROL = RequestRoute(
     name="gateway.control",
     subject="gateway.{gateway}.control",
-    carries=(GenerateResume, GenerateCancel),
-    replies=(GenerateDone,),
+    carries=(generate.GenerateResume, generate.GenerateCancel),
+    replies=(generate.GenerateDone,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
 )
 TOKENIZE = RequestRoute(
     name="tokenizer.encode",
     subject="tokenizer.{model}.encode",
-    carries=(EncodeRequest,),
-    replies=(EncodeReply,),
+    carries=(tokenize.EncodeRequest,),
+    replies=(tokenize.EncodeReply,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
     delivery=DeliveryMode.QUEUE,
@@ -204,7 +165,7 @@ TOKENIZE = RequestRoute(
 CANCEL_ENCODE = Route(
     name="tokenizer.cancel",
     subject="tokenizer.{model}.cancel",
-    carries=(CancelEncode,),
+    carries=(tokenize.CancelEncode,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
     delivery=DeliveryMode.ALL,
@@ -212,8 +173,8 @@ CANCEL_ENCODE = Route(
 DECODE = RequestRoute(
     name="tokenizer.decode",
     subject="tokenizer.{model}.decode",
-    carries=(DecodeRequest,),
-    replies=(DecodeReply,),
+    carries=(tokenize.DecodeRequest,),
+    replies=(tokenize.DecodeReply,),
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
     delivery=DeliveryMode.QUEUE,
@@ -221,8 +182,8 @@ DECODE = RequestRoute(
 ENCODE_IMAGE = RequestRoute(
     name="encoder.encode",
     subject="encoder.{model}.encode",
-    carries=(EncodeImage,),
-    replies=(ImageEmbedding,),
+    carries=(claim.EncodeImage,),
+    replies=(claim.ImageEmbedding,),
     senders=(Role.GATEWAY,),
     listeners=(Role.ENCODER,),
     delivery=DeliveryMode.QUEUE,
@@ -230,23 +191,23 @@ ENCODE_IMAGE = RequestRoute(
 SUBMIT = RequestRoute(
     name="scheduler.submit",
     subject="scheduler.{model}.submit",
-    carries=(SubmitRequest,),
-    replies=(SubmitAccepted,),
+    carries=(submit.SubmitRequest,),
+    replies=(submit.SubmitAccepted,),
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER,),
 )
 CANCEL = RequestRoute(
     name="scheduler.cancel",
     subject="scheduler.{model}.cancel",
-    carries=(CancelRequest,),
-    replies=(CancelAccepted,),
+    carries=(submit.CancelRequest,),
+    replies=(submit.CancelAccepted,),
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER,),
 )
 OPEN = Route(
     name="scheduler.open",
     subject="scheduler.{model}.open",
-    carries=(OpenList,),
+    carries=(submit.OpenList,),
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER),
     delivery=DeliveryMode.ALL,
@@ -255,7 +216,7 @@ OPEN = Route(
 COMMAND = Route(
     name="worker.command",
     subject="worker.{worker}.command",
-    carries=(CommandBatch,),
+    carries=(command.CommandBatch,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.WORKER,),
     ordered=True,
@@ -263,7 +224,7 @@ COMMAND = Route(
 STOP = Route(
     name="worker.stop",
     subject="worker.{worker}.stop",
-    carries=(StopChoice, ResendTokens),
+    carries=(command.StopChoice, command.ResendTokens),
     senders=(Role.DETOKENIZER,),
     listeners=(Role.WORKER,),
     ordered=True,
@@ -271,15 +232,22 @@ STOP = Route(
 WORKER_CONTROL = RequestRoute(
     name="worker.control",
     subject="worker.{worker}.control",
-    carries=(DrainWorker, FlushCache, PauseWorker, ContinueWorker, SetWeightVersion, DumpPlans),
-    replies=(ControlDone,),
+    carries=(
+        command.DrainWorker,
+        command.FlushCache,
+        command.PauseWorker,
+        command.ContinueWorker,
+        command.SetWeightVersion,
+        command.DumpPlans,
+    ),
+    replies=(command.ControlDone,),
     senders=(Role.SCHEDULER, Role.GATEWAY),
     listeners=(Role.WORKER,),
 )
 KV_EVENTS = Route(
     name="events.kv",
     subject="events.kv.{model}.{worker}",
-    carries=(KvEvents,),
+    carries=(kv_events.KvEvents,),
     senders=(Role.WORKER,),
     listeners=(Role.SCHEDULER,),
     delivery=DeliveryMode.ALL,
@@ -288,15 +256,15 @@ KV_EVENTS = Route(
 KV_REPLAY = RequestRoute(
     name="worker.events",
     subject="worker.{worker}.events",
-    carries=(ReplayKv,),
-    replies=(KvReplayed,),
+    carries=(kv_events.ReplayKv,),
+    replies=(kv_events.KvReplayed,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.WORKER,),
 )
 TOKENS = Route(
     name="detokenizer.tokens",
     subject="detokenizer.{detokenizer}.tokens",
-    carries=(TokenBatch, TokenStep),
+    carries=(tokens.TokenBatch, tokens.TokenStep),
     senders=(Role.WORKER,),
     listeners=(Role.DETOKENIZER,),
     ordered=True,
@@ -304,15 +272,15 @@ TOKENS = Route(
 DETOKENIZER_CONTROL = RequestRoute(
     name="detokenizer.control",
     subject="detokenizer.{detokenizer}.control",
-    carries=(ResumeText,),
-    replies=(TextResumed,),
+    carries=(text.ResumeText,),
+    replies=(text.TextResumed,),
     senders=(Role.GATEWAY,),
     listeners=(Role.DETOKENIZER,),
 )
 TEXT = Route(
     name="gateway.text",
     subject="gateway.{gateway}.text",
-    carries=(TextBatch,),
+    carries=(text.TextBatch,),
     senders=(Role.DETOKENIZER,),
     listeners=(Role.GATEWAY,),
     ordered=True,
@@ -320,14 +288,14 @@ TEXT = Route(
 NOTICE = Route(
     name="gateway.notice",
     subject="gateway.{gateway}.notice",
-    carries=(NoticeBatch,),
+    carries=(submit.NoticeBatch,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.GATEWAY,),
 )
 ABORT = Route(
     name="gateways.abort",
     subject="gateways.{model}.abort",
-    carries=(AbortRequests,),
+    carries=(submit.AbortRequests,),
     senders=(Role.GATEWAY,),
     listeners=(Role.GATEWAY,),
     delivery=DeliveryMode.ALL,
@@ -335,8 +303,8 @@ ABORT = Route(
 KV_CONTROL = RequestRoute(
     name="kv_storage.control",
     subject="kv_storage.{node}.control",
-    carries=(PutPages, LookupPages, GetPages, ReleaseLease),
-    replies=(PagesStored, PagesFound, PagesLeased, LeaseReleased),
+    carries=(claim.PutPages, claim.LookupPages, claim.GetPages, claim.ReleaseLease),
+    replies=(claim.PagesStored, claim.PagesFound, claim.PagesLeased, claim.LeaseReleased),
     senders=(Role.WORKER,),
     listeners=(Role.KV_STORAGE,),
 )
@@ -351,7 +319,7 @@ would double the idle load of each process."""
 HEARTBEAT = Route(
     name="heartbeat",
     subject="heartbeat.{role}.{instance}",
-    carries=(Heartbeat,),
+    carries=(heartbeat.Heartbeat,),
     senders=ALL_ROLES,
     listeners=ALL_ROLES,  # each receives at least those of its own name
     delivery=DeliveryMode.ALL,
@@ -359,15 +327,15 @@ HEARTBEAT = Route(
 NAME = RequestRoute(
     name="process.name",
     subject="process.{instance}.name",
-    carries=(ClaimName,),
-    replies=(NameTaken,),
+    carries=(heartbeat.ClaimName,),
+    replies=(heartbeat.NameTaken,),
     senders=ALL_ROLES,
     listeners=ALL_ROLES,
 )
 DISCOVER = Route(
     name="discover",
     subject="discover",
-    carries=(Discover,),
+    carries=(heartbeat.Discover,),
     senders=ALL_ROLES,
     listeners=ALL_ROLES,
     delivery=DeliveryMode.ALL,
@@ -375,7 +343,7 @@ DISCOVER = Route(
 METRICS = Route(
     name="metrics",
     subject="metrics.{role}.{instance}",
-    carries=(MetricsReport,),
+    carries=(metrics.MetricsReport,),
     senders=ALL_ROLES,
     listeners=(Role.GATEWAY,),
     delivery=DeliveryMode.ALL,
@@ -385,3 +353,54 @@ ROUTES: Sequence[Route[Message]] = [
     cast("Route[Message]", one) for one in tuple(globals().values()) if isinstance(one, Route)
 ]
 """All routes, in the order of the definitions."""
+
+
+API = "$JS.API.STREAM"
+"""Subject prefix of JetStream's stream API; a bucket is a stream."""
+
+
+@dataclass(frozen=True)
+class KeyValueBucket:
+    """A bucket and the only role that reads and writes it.
+
+    Attributes:
+        keys: The parts of a key, for the docs.
+        holds: The value of a key, for the docs.
+    """
+
+    name: str
+    owner: Role
+    keys: str
+    holds: str
+
+    def stream(self, cluster: ClusterName) -> str:
+        """Name of the stream that holds this bucket in one cluster."""
+        return f"KV_{escape(cluster)}_{self.name}"
+
+    def subject(self, cluster: ClusterName, *key: str) -> str:
+        """The subject of a key, with each part escaped; without a key, the prefix of all keys."""
+        return ".".join((f"$KV.{escape(cluster)}_{self.name}", *map(escape, key)))
+
+    def publish_subjects(self, cluster: ClusterName) -> Iterator[str]:
+        """Subjects that the owner publishes to."""
+        stream = self.stream(cluster)
+        yield f"{self.subject(cluster)}.>"
+        for verb in ("CREATE", "UPDATE", "PURGE", "MSG.GET"):
+            yield f"{API}.{verb}.{stream}"
+
+
+RESPONSES = KeyValueBucket(
+    name="responses",
+    owner=Role.GATEWAY,
+    keys="tenant, id of the response",
+    holds="a response of `/v1/responses`, and the conversation it was generated from",
+)
+
+SESSIONS = KeyValueBucket(
+    name="sessions",
+    owner=Role.GATEWAY,
+    keys="tenant, session; below it, request name",
+    holds="the requests of a `/generate` session, and the tokens of each",
+)
+
+BUCKETS: Sequence[KeyValueBucket] = (RESPONSES, SESSIONS)

@@ -1,15 +1,105 @@
-"""Sampling parameters and stop conditions of a request, as the worker reads them."""
+"""Sampling parameters of a request, as the worker reads them, with grammar and stop conditions."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from antiphon.wire.base import Value
 from antiphon.wire.bounds import INT64_MAX, Count, Positive, Signed
-from antiphon.wire.grammar import Grammar
-from antiphon.wire.processors import LogitProcessors, TokenId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenSet = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)]
+
+
+class DisallowTokens(Value, tag="disallow_tokens"):
+    """Never sample these tokens."""
+
+    token_ids: TokenSet
+
+
+class AllowTokens(Value, tag="allow_tokens"):
+    """Sample only these tokens. End-of-sequence tokens must be listed, too, to be sampled."""
+
+    token_ids: TokenSet
+
+
+class AllowRange(Value, tag="allow_range"):
+    """Sample only token ids from `first` to `last`, both included."""
+
+    first: TokenId
+    last: TokenId
+
+
+class ThinkingBudget(Value, tag="thinking_budget"):
+    """Ends reasoning after `tokens_max` tokens, by forcing `closing_ids` one after the other.
+
+    Reasoning lasts from a `begin_id`, in the prompt or the output, to the last closing id. Its
+    tokens count from the later of `begin_id` and the start of the output.
+    """
+
+    tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    begin_id: TokenId
+    closing_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
+
+
+LogitProcessor = DisallowTokens | AllowTokens | AllowRange | ThinkingBudget
+REGISTERED: Mapping[str, type[LogitProcessor]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (DisallowTokens, AllowTokens, AllowRange, ThinkingBudget)
+}
+"""Processors by name."""
+LogitProcessors = Annotated[tuple[LogitProcessor, ...], Meta(max_length=8)]
+
+
+def named_ids(processor: LogitProcessor) -> tuple[int, ...]:
+    """Token ids that must be in the model's vocabulary for the processor to be valid."""
+    match processor:
+        case DisallowTokens(token_ids=ids) | AllowTokens(token_ids=ids):
+            return ids
+        case AllowRange(first=first):
+            return (first,)
+        case ThinkingBudget(begin_id=begin_id, closing_ids=closing_ids):
+            return (begin_id, *closing_ids)
+
+
+GRAMMAR_TEXT_MAX = 131_072
+"""Maximum length of a grammar, in characters: schemas of hundreds of tools fit."""
+
+
+class GrammarKind(StrEnum):
+    """Language of a grammar's text."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    """Any JSON object; the text is empty."""
+    REGEX = "regex"
+    EBNF = "ebnf"
+    """Rules like `root ::= "a" | "b" root`; the output matches `root`."""
+    STRUCTURAL_TAG = "structural_tag"
+    """Free text with tags whose content has grammars of its own; as JSON."""
+
+
+class Grammar(Value):
+    """The output, or what follows its reasoning, matches this grammar.
+
+    When the match is complete and cannot continue, the choice ends with finish reason `stop`.
+
+    Attributes:
+        begins_after: Output ids after which the grammar applies, such as a model's end of
+            reasoning; before them nothing is masked. Empty: it applies from the first token.
+    """
+
+    kind: GrammarKind
+    text: Annotated[str, Meta(max_length=GRAMMAR_TEXT_MAX)] = ""
+    begins_after: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]

@@ -22,8 +22,7 @@ import numpy as np
 from tests.bench.models import END_ID
 
 from antiphon.model_card.vocabulary import read_vocabulary
-from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from antiphon.model_worker.grammar.backend import CompiledGrammar

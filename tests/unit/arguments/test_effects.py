@@ -36,8 +36,8 @@ from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Forbidden, Unauthorized
-from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.sampling import GrammarKind
 from antiphon.wire.tokenize import ChatMessage, EncodeReply
 
 if TYPE_CHECKING:

@@ -48,11 +48,9 @@ from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import ModelName, RequestId
-from antiphon.wire.processors import ThinkingBudget
 from antiphon.wire.routes import TOKENIZE
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import GrammarKind, SamplingParams, ThinkingBudget
 from antiphon.wire.tokenize import EncodeRequest
 
 if TYPE_CHECKING:

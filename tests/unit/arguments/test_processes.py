@@ -10,8 +10,7 @@ from rich.console import Console
 from tests.arguments import compare, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 
-from antiphon.config.load import load
-from antiphon.config.yaml_file import write_yaml
+from antiphon.config.load import load, write_yaml
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.supervisor.stack import ServiceStack
 from antiphon.wire.base import Role

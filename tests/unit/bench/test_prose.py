@@ -19,7 +19,7 @@ from tests.bench.prose import (
 )
 from tests.bench.summary import read
 
-from antiphon.config.models import packaged
+from antiphon.model_card.packaged import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

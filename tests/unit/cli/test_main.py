@@ -10,10 +10,10 @@ import pytest
 from antiphon import embedded
 from antiphon.cli.main import COMMANDS, main
 from antiphon.config.fields import fields, groups
-from antiphon.config.models import MODELS
 from antiphon.config.sglang.arguments import rows
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
+from antiphon.model_card.packaged import MODELS
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

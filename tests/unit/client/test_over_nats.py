@@ -12,7 +12,7 @@ from tests.unit.client.gateway import MODEL, gateway
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.errors import Unavailable
 
 

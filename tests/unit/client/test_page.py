@@ -8,7 +8,7 @@ from pathlib import Path
 from antiphon.client import embeddings as vectors
 from antiphon.client.stream import NO_RESPONDERS_TIMEOUT_S, SILENCE_S
 from antiphon.wire.codec import decode
-from antiphon.wire.embed import TEXTS_MAX
+from antiphon.wire.generate import TEXTS_MAX
 from antiphon.wire.routes import CLIENT_TEXT, EMBED, GATEWAY_CONTROL, GENERATE, escape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
+from antiphon.config.gateway import AccessConfig
 from antiphon.config.load import load
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.config.completion_template import TEMPLATES
-from antiphon.config.model import ModelConfig
+from antiphon.config.model import TEMPLATES, ModelConfig
 
 
 @pytest.mark.parametrize("said", ["", "form.json", *(template.name for template in TEMPLATES)])

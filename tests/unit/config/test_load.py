@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.config.digest import differing, digest
+from antiphon.config.cluster import differing, digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.flags import Parser, add_settings
-from antiphon.config.load import child_environment, load, load_process
+from antiphon.config.load import child_environment, load, load_process, write_yaml
 from antiphon.config.settings import Settings
-from antiphon.config.yaml_file import write_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path

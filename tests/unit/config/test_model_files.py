@@ -13,7 +13,7 @@ from antiphon.config.load import load
 from antiphon.config.model import Dtype, LoadFormat
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
-from antiphon.model_card.gguf_header import read_gguf
+from antiphon.model_card.weight_headers import read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from antiphon.config.quantization import (
 )
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.quantization_config import read_quantization
-from antiphon.model_card.weight_counts import Weights
+from antiphon.model_card.weight_headers import Weights
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from antiphon.config.digest import differing
+from antiphon.config.cluster import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.card import ModelCard, RecurrentStates, Weights
-from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.model_card.pooling import Pooling, PoolMode
 from antiphon.model_card.tasks import Task
 from antiphon.resolve.device import HostDevice
+from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.wire.sampling import SamplingDefaults

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
-from antiphon.config.load import load, load_process
+from antiphon.config.load import load, load_process, write_yaml
 from antiphon.config.settings import Settings
 from antiphon.config.sourced_value import SourcedValue
-from antiphon.config.yaml_file import write_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path

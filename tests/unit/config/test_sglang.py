@@ -9,12 +9,11 @@ import pytest
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.load import Loaded, child_environment, load
+from antiphon.config.load import Loaded, child_environment, load, write_yaml
 from antiphon.config.settings import Settings
 from antiphon.config.sglang.aliases import other_names, serve_parser
 from antiphon.config.sglang.arguments import TRANSLATIONS, SglangArgument, reasons, rows, values
 from antiphon.config.worker import GrammarConfig
-from antiphon.config.yaml_file import write_yaml
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:

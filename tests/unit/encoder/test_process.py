@@ -15,11 +15,11 @@ from tests.support.nats import NatsServer
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock, deadline_in
-from antiphon.transfer.fetch import fetch
+from antiphon.transfer.blobs import fetch
 from antiphon.wire.base import Process, ProcessState
-from antiphon.wire.encode import EncodeImage
+from antiphon.wire.claim import EncodeImage
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, ModelName, new_request_id
 from antiphon.wire.routes import ENCODE_IMAGE, HEARTBEAT

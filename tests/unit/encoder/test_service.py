@@ -20,9 +20,8 @@ from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.transfer.fetch import fetch
-from antiphon.transfer.server import BlobServer, BlobStore
-from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
+from antiphon.wire.claim import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,

@@ -11,10 +11,8 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.config.access import AccessConfig
-from antiphon.config.cluster import ClusterConfig
-from antiphon.config.digest import digest
-from antiphon.config.gateway import SessionsConfig
+from antiphon.config.cluster import ClusterConfig, digest
+from antiphon.config.gateway import AccessConfig, SessionsConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
@@ -48,9 +46,8 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
-    from antiphon.config.gateway import ResponsesConfig
+    from antiphon.config.gateway import RequestLogConfig, ResponsesConfig
     from antiphon.config.model import ModelConfig
-    from antiphon.config.request_log import RequestLogConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
     from antiphon.wire.base import Message

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.access import AccessConfig
+from antiphon.config.gateway import AccessConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

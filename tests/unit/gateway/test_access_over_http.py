@@ -18,8 +18,8 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.keyed import key_of, keyed, write_keys
 
-from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
+from antiphon.config.gateway import AccessConfig
 from antiphon.gateway import request_metrics
 from antiphon.gateway.access import access as access_rules
 from antiphon.gateway.http.core import app as server

@@ -16,8 +16,8 @@ from tests.unit.gateway.test_generate import request, visiting
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
-from antiphon.config.access import AccessConfig
-from antiphon.config.process import BusConfig
+from antiphon.config.gateway import AccessConfig
+from antiphon.config.settings import BusConfig
 from antiphon.wire.errors import (
     EngineError,
     ErrorReply,

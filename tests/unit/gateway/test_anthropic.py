@@ -16,8 +16,7 @@ from antiphon.gateway.http.anthropic.parse import conversation
 from antiphon.gateway.http.anthropic.schema import MessagesBody
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import Internal, InvalidRequest, Overloaded, WorkerLost
-from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.processors import ThinkingBudget
+from antiphon.wire.sampling import GrammarKind, ThinkingBudget
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:

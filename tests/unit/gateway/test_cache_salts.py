@@ -11,7 +11,7 @@ from tests.unit.gateway.keyed import keyed
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
 from antiphon.client import Client
-from antiphon.config.access import AccessConfig
+from antiphon.config.gateway import AccessConfig
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import (
     BLOCK_TOKENS,

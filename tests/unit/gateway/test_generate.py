@@ -14,7 +14,7 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.gateway.nats import generate
 from antiphon.wire.base import Message
 from antiphon.wire.codec import decode, encode, encode_json, is_json, pack_ids
@@ -30,9 +30,15 @@ from antiphon.wire.generate import (
     TextCursor,
 )
 from antiphon.wire.ids import ClientKey, RequestId
-from antiphon.wire.processors import AllowRange, DisallowTokens
 from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
-from antiphon.wire.sampling import LogitBias, SamplingParams, StopStrings, TokenOutputParams
+from antiphon.wire.sampling import (
+    AllowRange,
+    DisallowTokens,
+    LogitBias,
+    SamplingParams,
+    StopStrings,
+    TokenOutputParams,
+)
 from antiphon.wire.token_outputs import join_chunks, pack_floats
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 

@@ -30,9 +30,8 @@ from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses import endpoints as responses
 from antiphon.service.process_pool import ProcessPool
 from antiphon.wire.codec import decode, encode
-from antiphon.wire.embed import TEXTS_MAX, EmbedRequest
 from antiphon.wire.errors import InvalidRequest, decode_error
-from antiphon.wire.generate import IDS_MAX, GenerateRequest
+from antiphon.wire.generate import IDS_MAX, TEXTS_MAX, EmbedRequest, GenerateRequest
 from antiphon.wire.ids import ClientKey
 from antiphon.wire.tokenize import MESSAGES_MAX, ChatMessage, PoolingCard
 

@@ -8,12 +8,12 @@ import pytest
 from tests.unit.gateway.test_http import post
 
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
+from antiphon.wire.sampling import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 
 if TYPE_CHECKING:
     from tests.unit.gateway.cluster import House
 
-    from antiphon.wire.processors import LogitProcessor
+    from antiphon.wire.sampling import LogitProcessor
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 BODIES = {

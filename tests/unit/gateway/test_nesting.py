@@ -13,7 +13,7 @@ from antiphon.gateway.parsing.grammars import after_thinking
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 FORMATS = Formats(tool_format("hermes"), reasoning_format("qwen3"))
 TOOLS = '"tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}]'

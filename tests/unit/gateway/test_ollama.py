@@ -17,8 +17,8 @@ from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
-from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.heartbeat import WorkerStats
+from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator

@@ -14,8 +14,7 @@ from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
-from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.sampling import GrammarKind, TokenOutputParams
 from antiphon.wire.tokenize import MessageToolCall
 
 if TYPE_CHECKING:

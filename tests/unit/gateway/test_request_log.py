@@ -21,9 +21,8 @@ from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 from tests.unit.gateway.test_pooling import EMBEDDER
 
-from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
-from antiphon.config.request_log import RequestLogConfig
+from antiphon.config.gateway import AccessConfig, RequestLogConfig
 from antiphon.gateway.request_log import crash_dump, request_log, writer
 from antiphon.gateway.request_log.record import TextTruncator
 from antiphon.gateway.request_log.request_log import RecordedStream

@@ -11,7 +11,7 @@ from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_http import client, post
 from tests.unit.gateway.test_responses import ADD, RESPONSES, THINKING, create, events, refusal
 
-from antiphon.config.access import AccessConfig
+from antiphon.config.gateway import AccessConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

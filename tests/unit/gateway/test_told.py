@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.simulation.owner_world import MODEL, submission
 from tests.support.clock import ManualClock
 
-from antiphon.config.access import AccessConfig
+from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.http.core.generate_outputs import GenerateReplyWriter

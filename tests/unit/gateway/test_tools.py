@@ -12,9 +12,7 @@ from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.test_http import CHAT, HI, post, stream
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.processors import AllowRange, ThinkingBudget
-from antiphon.wire.sampling import ThinkingMarks
+from antiphon.wire.sampling import AllowRange, GrammarKind, ThinkingBudget, ThinkingMarks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

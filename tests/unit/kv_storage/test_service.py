@@ -18,12 +18,8 @@ from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.transfer.fetch import BlobGone, fetch_all
-from antiphon.transfer.server import BlobServer, BlobStore
-from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.ids import new_request_id
-from antiphon.wire.routes import KV_CONTROL
-from antiphon.wire.storage import (
+from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore, fetch_all
+from antiphon.wire.claim import (
     GetPages,
     LeaseReleased,
     LookupPages,
@@ -34,6 +30,9 @@ from antiphon.wire.storage import (
     PutPages,
     ReleaseLease,
 )
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
     import socket

@@ -21,8 +21,13 @@ from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
-from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import LogitBias, TokenOutputParams
+from antiphon.wire.sampling import (
+    AllowRange,
+    DisallowTokens,
+    LogitBias,
+    ThinkingBudget,
+    TokenOutputParams,
+)
 from antiphon.wire.token_outputs import pack_floats
 
 

@@ -10,7 +10,7 @@ from tests.kernels.rows import ISAS, using
 from tests.support import worker
 
 from antiphon import embedded
-from antiphon.config.digest import differing
+from antiphon.config.cluster import differing
 from antiphon.config.model import CacheDtype, LinearFormat
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig

@@ -17,7 +17,7 @@ from antiphon.model_worker.batching.token_masks import (
     words_count,
 )
 from antiphon.wire.command import PauseMode
-from antiphon.wire.processors import (
+from antiphon.wire.sampling import (
     AllowRange,
     AllowTokens,
     DisallowTokens,

@@ -13,7 +13,7 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.config.digest import digest
+from antiphon.config.cluster import digest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.engine_core import EngineCore

@@ -12,11 +12,17 @@ import pytest
 from msgspec.structs import replace
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import MODELS, Wheel
 from antiphon.config.settings import Settings
 from antiphon.model_card import packaged
 from antiphon.model_card.hub import is_hub_id
-from antiphon.model_card.packaged import cached_path, ensure_cached, is_cached, is_packaged
+from antiphon.model_card.packaged import (
+    MODELS,
+    Wheel,
+    cached_path,
+    ensure_cached,
+    is_cached,
+    is_packaged,
+)
 from antiphon.model_card.served_model import cache_folder, model_files, served_name
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tests.support.wait import until
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.config.process import BusConfig
+from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock
 from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.errors import EngineError

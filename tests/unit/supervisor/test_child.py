@@ -13,8 +13,7 @@ import pytest
 from tests.support.wait import until
 
 from antiphon.config.load import child_environment
-from antiphon.config.process import HealthConfig
-from antiphon.config.settings import Settings
+from antiphon.config.settings import HealthConfig, Settings
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.liveness import HangDetector

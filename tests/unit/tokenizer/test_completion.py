@@ -9,8 +9,8 @@ import pytest
 from tests.unit.tokenizer.requests import asks
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from antiphon.config.completion_template import TEMPLATES, CompletionTemplate
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import TEMPLATES, CompletionTemplate
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.wire.codec import unpack_ids

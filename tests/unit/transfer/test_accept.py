@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.unit.transfer.test_transfer import listener, take
 
-from antiphon.transfer import server
-from antiphon.transfer.fetch import BlobGone
-from antiphon.transfer.server import BlobServer, BlobStore
+from antiphon.transfer import blobs
+from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore
 from antiphon.wire.claim import Claim
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ CHILD = """
 import asyncio, logging, resource, sys
 import msgspec, uvloop
 from antiphon.service.sockets import bind
-from antiphon.transfer.server import BlobServer
-from antiphon.transfer.server import BlobStore
+from antiphon.transfer.blobs import BlobServer, BlobStore
 
 async def serve():
     bound = bind("127.0.0.1", 0)
@@ -74,7 +72,7 @@ async def test_blob_server_outlives_running_out_of_files() -> None:
 async def test_blob_server_accepts_again_and_logs_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(blobs, "ACCEPT_PAUSE_S", 0.0)
     loop, failures = asyncio.get_running_loop(), 0
     accept = loop.sock_accept
 

@@ -11,8 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from antiphon.service.sockets import bind
-from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch, fetch_all, new_token
-from antiphon.transfer.server import BlobServer, BlobSource, BlobStore
+from antiphon.transfer.blobs import (
+    BlobCorrupt,
+    BlobGone,
+    BlobServer,
+    BlobSource,
+    BlobStore,
+    fetch,
+    fetch_all,
+    new_token,
+)
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.config.access import AccessConfig
+    from antiphon.config.gateway import AccessConfig
     from antiphon.gateway.access.keys import KeysFile
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest

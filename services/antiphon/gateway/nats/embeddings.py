@@ -16,8 +16,8 @@ from antiphon.gateway.stream.group import CollectedResponse
 from antiphon.service.endpoint import RequestEndpoint
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
-from antiphon.wire.embed import EmbedReply
 from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.generate import EmbedReply
 from antiphon.wire.routes import EMBED
 from antiphon.wire.sampling import PoolParams
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.token_output_budget import TokenOutputBudget
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.endpoint import Endpoint
-    from antiphon.wire.embed import EmbedRequest
+    from antiphon.wire.generate import EmbedRequest
     from antiphon.wire.ids import ModelName, TenantId
     from antiphon.wire.tokenize import PoolingCard
 

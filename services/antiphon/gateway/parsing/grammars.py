@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
+from antiphon.wire.sampling import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client import Counter
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.request_log import STDOUT, LogFormat, LogLevel, targets
+from antiphon.config.gateway import STDOUT, LogFormat, LogLevel, targets
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.request_log import lines
 from antiphon.gateway.request_log.crash_dump import CrashDump

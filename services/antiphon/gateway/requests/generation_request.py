@@ -10,9 +10,8 @@ from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.text.stop_patterns import check_patterns
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
-from antiphon.wire.grammar import GRAMMAR_TEXT_MAX
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
-from antiphon.wire.sampling import PoolParams, StopStrings
+from antiphon.wire.sampling import GRAMMAR_TEXT_MAX, PoolParams, StopStrings
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 PROBE_API = "health"

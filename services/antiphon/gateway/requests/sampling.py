@@ -11,15 +11,17 @@ from msgspec import Meta
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar
-from antiphon.wire.processors import AllowRange, LogitProcessor, named_ids
 from antiphon.wire.sampling import (
     BIAS_MAX,
     AdditivePenalty,
+    AllowRange,
+    Grammar,
     LogitBias,
+    LogitProcessor,
     SamplingDefaults,
     SamplingParams,
     TokenOutputParams,
+    named_ids,
 )
 from antiphon.wire.token_outputs import pack_floats
 

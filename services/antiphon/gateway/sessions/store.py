@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.bus.store import KeyValueStore, StoreLimits
-from antiphon.wire.buckets import SESSIONS
+from antiphon.wire.routes import SESSIONS
 
 if TYPE_CHECKING:
     from antiphon.bus.bus import Bus

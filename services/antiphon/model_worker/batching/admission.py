@@ -9,8 +9,7 @@ import numpy as np
 from antiphon.model_worker.batching.logits import unpack_bias
 from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
-from antiphon.wire.processors import named_ids
-from antiphon.wire.sampling import BIAS_MAX
+from antiphon.wire.sampling import BIAS_MAX, named_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

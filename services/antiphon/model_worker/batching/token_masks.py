@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.wire.processors import (
+from antiphon.wire.sampling import (
     AllowRange,
     AllowTokens,
     DisallowTokens,

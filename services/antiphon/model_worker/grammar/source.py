@@ -13,7 +13,7 @@ from antiphon.model_worker.grammar.schema import (
     prepare_schema,
     read_json,
 )
-from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
+from antiphon.wire.sampling import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.wire.schemas import Json

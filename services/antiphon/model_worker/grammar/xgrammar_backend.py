@@ -17,7 +17,7 @@ import xgrammar
 
 from antiphon.model_worker.batching.token_masks import pack, words_count
 from antiphon.model_worker.grammar.schema import invalid_grammar
-from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

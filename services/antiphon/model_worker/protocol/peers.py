@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from antiphon.config.digest import differing
+from antiphon.config.cluster import differing
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import ProcessState
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.model_card.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.runner.sampling import is_random
+from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

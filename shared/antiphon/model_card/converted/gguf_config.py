@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.gguf_header import GgufHeader, GgufTensor
+from antiphon.model_card.weight_headers import GgufHeader, GgufTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,10 +26,10 @@ from antiphon.model_card.converted.tokenizer_json import (
     replaced_spaces,
     tokenizer_json,
 )
-from antiphon.model_card.gguf_header import GgufHeader
+from antiphon.model_card.weight_headers import GgufHeader
 
 if TYPE_CHECKING:
-    from antiphon.model_card.gguf_header import Value
+    from antiphon.model_card.weight_headers import Value
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _OWN = 3, 4

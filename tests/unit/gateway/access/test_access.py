@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.support.clock import ManualClock
 
-from antiphon.config.access import AccessConfig
+from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import AccessLevel, Caller

@@ -13,7 +13,7 @@ from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat

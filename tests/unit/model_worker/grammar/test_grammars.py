@@ -22,9 +22,8 @@ from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
-from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

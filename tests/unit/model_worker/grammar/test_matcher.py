@@ -19,7 +19,7 @@ from antiphon.model_worker.grammar.source import GrammarSource, source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.model_card.vocabulary import TokenVocabulary

@@ -15,7 +15,7 @@ from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.errors import Unsupported
-from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.sampling import GrammarKind
 
 CARD = read_card(embedded.path())
 DEVICE = msgspec.convert(

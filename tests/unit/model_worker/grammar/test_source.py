@@ -15,7 +15,7 @@ from tests.unit.model_worker.grammar.schemas import random_pattern
 from antiphon.model_worker.grammar.schema import ascii_pattern
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}}

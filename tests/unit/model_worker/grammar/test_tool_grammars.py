@@ -19,7 +19,7 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 from antiphon.wire.base import FinishReason
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed

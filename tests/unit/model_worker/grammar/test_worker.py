@@ -15,7 +15,7 @@ from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine,
 
 from antiphon.wire.base import Attempt, FinishReason
 from antiphon.wire.command import Abort
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

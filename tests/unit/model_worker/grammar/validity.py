@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -33,8 +33,7 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import GenerationRequest, ReasoningParams
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.sampling import StopStrings
+from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.gateway.http.core.fields import decode
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.processors import ThinkingBudget
+from antiphon.wire.sampling import ThinkingBudget
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat

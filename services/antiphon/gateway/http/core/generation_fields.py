@@ -11,10 +11,11 @@ from antiphon.gateway.http.core.fields import decode
 from antiphon.gateway.requests.sampling import SamplingFields, SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
-from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.processors import REGISTERED
 from antiphon.wire.sampling import (
+    REGISTERED,
     STOPS_MAX,
+    Grammar,
+    GrammarKind,
     StopPattern,
     StopString,
     StopStrings,
@@ -25,7 +26,7 @@ from antiphon.wire.sampling import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.wire.processors import LogitProcessor
+    from antiphon.wire.sampling import LogitProcessor
 
 Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
 Json = dict[str, msgspec.Raw]

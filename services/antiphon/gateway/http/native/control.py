@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
+from antiphon.config.gateway import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation, json_reply

@@ -17,16 +17,15 @@ from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, Sam
 from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX
+from antiphon.wire.sampling import NAMED_MAX, GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.generation_fields import RequestedGrammar
     from antiphon.gateway.requests.pooling import Prompt
-    from antiphon.wire.processors import LogitProcessor
+    from antiphon.wire.sampling import LogitProcessor
 
 T = TypeVar("T")
 

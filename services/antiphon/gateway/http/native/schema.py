@@ -18,8 +18,7 @@ from antiphon.gateway.http.core.generation_fields import (
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
-from antiphon.wire.processors import TokenId
-from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TopLogprobs
+from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TokenId, TopLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

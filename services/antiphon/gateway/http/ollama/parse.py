@@ -26,8 +26,7 @@ from antiphon.gateway.requests.generation_request import (
 )
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.sampling import StopStrings, TokenOutputParams
+from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.processors import TokenId
-from antiphon.wire.sampling import Dimensions, Priority
+from antiphon.wire.sampling import Dimensions, Priority, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

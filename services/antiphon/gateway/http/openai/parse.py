@@ -40,9 +40,8 @@ from antiphon.gateway.requests.generation_request import (
 )
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import TokenOutputParams
+from antiphon.wire.sampling import Grammar, GrammarKind, TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:

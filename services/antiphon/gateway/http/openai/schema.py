@@ -23,8 +23,7 @@ from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.processors import TokenId
-from antiphon.wire.sampling import Priority, Seed
+from antiphon.wire.sampling import Priority, Seed, TokenId
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:

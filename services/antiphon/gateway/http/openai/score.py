@@ -25,8 +25,7 @@ from antiphon.gateway.requests.generation_request import (
 )
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.processors import TokenId
-from antiphon.wire.sampling import NAMED_MAX, TokenOutputParams
+from antiphon.wire.sampling import NAMED_MAX, TokenId, TokenOutputParams
 
 if TYPE_CHECKING:
     from aiohttp import web

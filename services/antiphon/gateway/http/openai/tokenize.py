@@ -26,7 +26,7 @@ from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id
-from antiphon.wire.processors import TokenId
+from antiphon.wire.sampling import TokenId
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:

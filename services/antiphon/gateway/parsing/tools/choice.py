@@ -27,7 +27,7 @@ from antiphon.gateway.parsing.tools.format import ToolFormat
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 from antiphon.gateway.parsing.tools.tool import OfferedTools, Tool
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.grammar import Grammar
+from antiphon.wire.sampling import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

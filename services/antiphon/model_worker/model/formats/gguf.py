@@ -23,7 +23,7 @@ from gguf import (
     get_tensor_name_map,
 )
 
-from antiphon.model_card.gguf_header import GgufHeader, GgufTensor, read_gguf
+from antiphon.model_card.weight_headers import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, numbers, open_file
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.model_card.safetensors_header import SafetensorsEntry, read_header
+from antiphon.model_card.weight_headers import SafetensorsEntry, read_header
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, numbers, open_file
 

@@ -14,7 +14,7 @@ import msgspec
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from antiphon.config.access import AccessConfig
+    from antiphon.config.gateway import AccessConfig
     from antiphon.wire.ids import TenantId
 
 _PURPOSE = b"antiphon reasoning content v1"

@@ -23,7 +23,6 @@ from antiphon.gateway.http.openai.responses.items import Item
 from antiphon.gateway.http.openai.responses.replies import ItemList, ResponseReply
 from antiphon.gateway.http.openai.responses.write import as_failed
 from antiphon.wire.base import Process
-from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import (
     EngineError,
     InvalidRequest,
@@ -33,7 +32,7 @@ from antiphon.wire.errors import (
     Unsupported,
 )
 from antiphon.wire.ids import ModelName
-from antiphon.wire.routes import ABORT
+from antiphon.wire.routes import ABORT, RESPONSES
 from antiphon.wire.submit import AbortRequests
 
 if TYPE_CHECKING:
