@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.bench.machine import machine
 from tests.bench.serving.client import HttpTarget
-from tests.bench.serving.datasets import Script
-from tests.bench.serving.load import ClosedLoop, play
+from tests.bench.serving.load import ClosedLoop, Script, play
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
 from tests.system.stack import Stack, serving
 from tests.unit.gateway.keyed import key_of, write_keys

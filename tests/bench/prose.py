@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.bench.machine import machine
 from tests.bench.models import CACHE, fetched
-from tests.bench.peers.llama_cpp import VERSION, LlamaCpp
 from tests.bench.peers.peer import NotHere
+from tests.bench.peers.servers import LLAMA_CPP_VERSION, LlamaCpp
 from tests.bench.summary import RESULTS, Measurement, Summary, report, single
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
@@ -137,7 +137,7 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
         "antiphon, bfloat16": lambda: perplexity(ours(files, "bfloat16"), texts),
     }
     if peer is not None:
-        readers[f"llama.cpp, {VERSION}"] = partial(llama_cpp, peer, files, texts)
+        readers[f"llama.cpp, {LLAMA_CPP_VERSION}"] = partial(llama_cpp, peer, files, texts)
     rows: list[Measurement] = []
     for name, reader in readers.items():
         found = round(reader(), 5)

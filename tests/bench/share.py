@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
-from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.servers import Antiphon
 from tests.bench.services import metrics_urls, scrape
 from tests.bench.serving.client import HttpTarget
-from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.load import ClosedLoop, play
+from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
 from tests.system.stack import Stack, serving
 

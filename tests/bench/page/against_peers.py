@@ -22,7 +22,7 @@ warmed up in every round. A cell is the median over rounds, with the minimum and
 parentheses. The ratio is ours to that of the best other server, computed per round; for times,
 lower is better. A server more than 1.4x slower than the best peer in round 1 is skipped for that
 case in later rounds. The limit follows from the machine's measured memory and matrix-multiply
-rates: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py). Results depend on the
+rates: [tests/bench/peers/cases.py](../tests/bench/peers/cases.py). Results depend on the
 processor's instruction set, so each one measured has its own table.
 """
 TITLES = {

@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING
 from tests.bench.machine import instructions
 from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, write_page
-from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
-from tests.bench.peers.environments import OpenVino, TransformersServe, Vllm
-from tests.bench.peers.llama_cpp import LlamaCpp
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.report import entrant, measure, summarize
-from tests.bench.peers.rounds import Referee, print_progress
+from tests.bench.peers.rounds import Referee, entrant, print_progress, reports, summarize
+from tests.bench.peers.servers import Antiphon, LlamaCpp, OpenVino, TransformersServe, Vllm
 from tests.bench.summary import RESULTS, Entrant, write_results
 
 if TYPE_CHECKING:
@@ -71,7 +68,7 @@ def _measure(
     """Run the rounds; results are on disk after each turn."""
     asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
     referee = Referee(arguments.quiet_in_s)
-    for report in measure(peers, entrants, asked, arguments.rounds, referee):
+    for report in reports(peers, entrants, asked, arguments.rounds, referee):
         if not arguments.rehearse:
             write_results(arguments.json, report, summarize(report))
 

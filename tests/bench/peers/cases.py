@@ -1,4 +1,8 @@
-"""The cases of the comparison: each a load, and the figures computed from it."""
+"""The cases of the comparison: each a load, the figures computed from it, and their limits.
+
+A step reads all weights once and the keys and values of every request, and multiplies every token
+with every weight: it takes as long as the longer of the two, by the machine's measured rates.
+Attention's own products, which no case makes large, are left out; so are sampling and HTTP."""
 
 from __future__ import annotations
 
@@ -6,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.bench.models import LLAMA_135M, QWEN_05B, SMOLLM2
-from tests.bench.peers.limits import output_limit, prefill_s
-from tests.bench.serving.datasets import RandomLengths, SharedPrefix
+from tests.bench.serving.load import RandomLengths, SharedPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -15,6 +18,44 @@ if TYPE_CHECKING:
     from tests.bench.machine import Device
     from tests.bench.models import Shape
     from tests.bench.serving.metrics import Metrics
+
+BF16_BYTES = 2
+
+
+def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
+    """Time that the products of so many prompt tokens take."""
+    return 2 * shape.weights_count * tokens / (device.product_gflop_s * 1e9)
+
+
+def step_s(
+    shape: Shape,
+    device: Device,
+    rows: int,
+    context_tokens: float,
+    weight_bytes: int = BF16_BYTES,
+) -> float:
+    """Time of one decode step of so many requests with so many tokens behind each."""
+    read = weight_bytes * shape.weights_count + rows * context_tokens * shape.kv_bytes
+    return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
+
+
+def output_limit(
+    shape: Shape,
+    device: Device,
+    *,
+    rows: int,
+    new_tokens: int,
+    prompt_tokens: int,
+    output: int,
+    weight_bytes: int = BF16_BYTES,
+) -> float:
+    """Return the output tok/s of so many clients, all of them always busy.
+
+    `new_tokens` are the prompt tokens that no cache holds, `weight_bytes` those read of a weight.
+    """
+    behind = prompt_tokens + output / 2
+    decode_s = (output - 1) * step_s(shape, device, rows, behind, weight_bytes)
+    return rows * output / (prefill_s(shape, device, rows * new_tokens) + decode_s)
 
 
 @dataclass(frozen=True)

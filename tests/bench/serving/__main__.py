@@ -27,15 +27,20 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 from tests.bench.machine import measure_device
 from tests.bench.models import CACHE, LLAMA_135M, SHAPES, Model, made
-from tests.bench.peers.antiphon import Antiphon
-from tests.bench.peers.peer import config_digest
-from tests.bench.peers.process import running
+from tests.bench.peers.peer import config_digest, running
 from tests.bench.peers.quiet import Busy, wait_until_quiet
-from tests.bench.serving.client import HttpTarget
-from tests.bench.serving.datasets import FORMS, MultiTurn, Vocabulary, parse_dataset
-from tests.bench.serving.load import ClosedLoop, parse_arrival, play
+from tests.bench.peers.servers import Antiphon
+from tests.bench.serving.client import HttpTarget, NatsTarget
+from tests.bench.serving.load import (
+    FORMS,
+    ClosedLoop,
+    MultiTurn,
+    Vocabulary,
+    parse_arrival,
+    parse_dataset,
+    play,
+)
 from tests.bench.serving.metrics import Slo
-from tests.bench.serving.nats import NatsTarget
 from tests.bench.serving.report import Load, Run, drawn, summarize
 from tests.bench.summary import report
 

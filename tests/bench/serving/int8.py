@@ -16,13 +16,11 @@ import sys
 from typing import TYPE_CHECKING, ClassVar
 
 from tests.bench.models import CACHE, QWEN_05B, made
-from tests.bench.peers.antiphon import Antiphon
-from tests.bench.peers.cases import CASES
-from tests.bench.peers.limits import output_limit
+from tests.bench.peers.cases import CASES, output_limit
 from tests.bench.peers.peer import OURS
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.report import entrant, measure
-from tests.bench.peers.rounds import Referee
+from tests.bench.peers.rounds import Referee, entrant, reports
+from tests.bench.peers.servers import Antiphon
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.bench.machine import Device
     from tests.bench.models import Model
-    from tests.bench.peers.report import PeersReport
+    from tests.bench.peers.rounds import PeersReport
 
 CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
 PAIRS = 5
@@ -114,7 +112,7 @@ def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:
     cores = os.cpu_count() or 1
     servers = (Antiphon(CACHE, cores), Int8(CACHE, cores))
     entrants = [entrant(server, model) for server in servers]
-    *_, raw = measure(servers, entrants, [(model, (CASE,))], pairs, referee)
+    *_, raw = reports(servers, entrants, [(model, (CASE,))], pairs, referee)
     return raw
 
 

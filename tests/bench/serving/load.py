@@ -1,4 +1,9 @@
-"""Load: scripts, sent in a closed loop or at the times of a Poisson process (open loop)."""
+"""Load: prompts of exact length in tokens, sent in a closed or an open loop.
+
+The prompts are made from a seed and a tokenizer, of random words: random-weight models do not mind,
+and most cases need prompts that no cache has seen. Where a prefix is shared, it is shared on
+purpose. They are sent in a closed loop, or at the times of a Poisson process.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,153 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from tests.bench.serving.client import Target, Timeline
-    from tests.bench.serving.datasets import Script
+
+WORDS_MIN = 100
+
+
+@dataclass(frozen=True)
+class Script:
+    """One client's part: turns that are asked one after the other, each with the answers before.
+
+    A single turn is a plain request; `prompt_tokens` counts the first one without a chat template.
+    """
+
+    turns: tuple[str, ...]
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Vocabulary:
+    """Words that are one token each, alone and in any company: a space and letters."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        known = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        words = [" " + token[1:] for token, _ in known if token[:1] == "Ġ" and token[1:].isalpha()]
+        self._words = [word for word in words if word.isascii() and self.tokens(word) == 1]
+        assert len(self._words) >= WORDS_MIN, "no byte-level BPE with words: prompts are inexact"
+
+    def tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, source: random.Random, tokens: int) -> str:
+        """Return random words of exactly so many tokens."""
+        return "".join(source.choices(self._words, k=tokens))
+
+
+@dataclass(frozen=True)
+class RandomLengths:
+    """Prompts without anything in common.
+
+    Attributes:
+        spread: Lengths are uniform between this share of the longest and the longest; 1 is fixed.
+
+    Source: `random` of SGLang's `bench_serving`, whose `random_range_ratio` is `spread`.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    spread: float = 1.0
+
+    def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
+        source = random.Random(seed)
+        return [self._one(words, source) for _ in range(count)]
+
+    def _one(self, words: Vocabulary, source: random.Random) -> Script:
+        prompt = _between(source, self.prompt_tokens, self.spread)
+        output = _between(source, self.output_tokens, self.spread)
+        return Script((words.text(source, prompt),), prompt, output)
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Questions under system prompts, groups of them: the radix cache's daily bread.
+
+    Requests of different groups alternate, so that one group is not done before the next begins.
+
+    Source: `generated-shared-prefix` of SGLang's `bench_serving`.
+    """
+
+    prefix_tokens: int
+    question_tokens: int
+    output_tokens: int
+    groups: int = 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prefix_tokens + self.question_tokens
+
+    def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
+        source = random.Random(seed)
+        prefixes = [words.text(source, self.prefix_tokens) for _ in range(self.groups)]
+        return [
+            Script(
+                (prefixes[n % self.groups] + words.text(source, self.question_tokens),),
+                self.prompt_tokens,
+                self.output_tokens,
+            )
+            for n in range(count)
+        ]
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """Conversations: every turn carries all messages before it, the server's responses too."""
+
+    turns: int
+    question_tokens: int
+    output_tokens: int
+
+    def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
+        source = random.Random(seed)
+        return [
+            Script(
+                tuple(words.text(source, self.question_tokens) for _ in range(self.turns)),
+                self.question_tokens,
+                self.output_tokens,
+            )
+            for _ in range(count)
+        ]
+
+
+Dataset = RandomLengths | SharedPrefix | MultiTurn
+
+FORMS = "random:IN:OUT[:SPREAD], shared:PREFIX:QUESTION:OUT[:GROUPS], turns:TURNS:IN:OUT, long:IN"
+
+
+def parse_dataset(text: str) -> Dataset:
+    """Read one of `FORMS`; `long` is a random prompt with 16 tokens of answer.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    kind, *given = text.split(":")
+    match kind, [float(each) for each in given]:
+        case "random", [prompt, output]:
+            return RandomLengths(int(prompt), int(output))
+        case "random", [prompt, output, spread]:
+            return RandomLengths(int(prompt), int(output), spread)
+        case "shared", [prefix, question, output]:
+            return SharedPrefix(int(prefix), int(question), int(output))
+        case "shared", [prefix, question, output, groups]:
+            return SharedPrefix(int(prefix), int(question), int(output), int(groups))
+        case "turns", [turns, prompt, output]:
+            return MultiTurn(int(turns), int(prompt), int(output))
+        case "long", [prompt]:
+            return RandomLengths(int(prompt), 16)
+        case _:
+            raise ValueError(f"{text!r} is none of {FORMS}")
+
+
+def _between(source: random.Random, longest: int, spread: float) -> int:
+    return source.randint(max(1, round(longest * spread)), longest)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
-from tests.bench.peers.antiphon import Antiphon
-from tests.bench.serving.datasets import SharedPrefix, Vocabulary
-from tests.bench.serving.load import ClosedLoop
-from tests.bench.serving.nats import WholeNatsTarget
+from tests.bench.peers.servers import Antiphon
+from tests.bench.serving.client import WholeNatsTarget
+from tests.bench.serving.load import ClosedLoop, SharedPrefix, Vocabulary
 from tests.bench.serving.report import Load, Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
 from tests.system.stack import Stack, serving

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from tests.bench.models import Model
     from tests.bench.peers.peer import Peer
     from tests.bench.serving.client import Target
-    from tests.bench.serving.datasets import Dataset, Vocabulary
-    from tests.bench.serving.load import Arrival
+    from tests.bench.serving.load import Arrival, Dataset, Vocabulary
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,13 +30,12 @@ from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
-from tests.bench.peers.antiphon import Antiphon
-from tests.bench.peers.process import running
+from tests.bench.peers.peer import running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
+from tests.bench.peers.servers import Antiphon
 from tests.bench.services import scrape
 from tests.bench.serving.client import HttpTarget
-from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.load import ClosedLoop, play
+from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
@@ -44,7 +43,7 @@ from tests.bench.summary import RESULTS, report
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tests.bench.peers.process import Server
+    from tests.bench.peers.peer import Server
     from tests.bench.serving.client import Timeline
 
 RUNNING = 64

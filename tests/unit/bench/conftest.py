@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.bench.serving.datasets import Vocabulary
+from tests.bench.serving.load import Vocabulary
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import pytest
 from tests.bench.bodies import BODIES, Body, Pair, rows
 from tests.bench.machine import Device, Machine
 from tests.bench.page.write import page
-from tests.bench.peers.report import PeersReport
-from tests.bench.peers.rounds import Sample, Turn
+from tests.bench.peers.rounds import PeersReport, Sample, Turn
 from tests.bench.serving import grammar, int8, radix, waiting
 from tests.bench.serving.client import Piece, Timeline
 from tests.bench.serving.metrics import measure

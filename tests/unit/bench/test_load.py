@@ -11,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.bench.models import SHAPES
 from tests.bench.serving.client import Piece, Timeline, read_stream
-from tests.bench.serving.datasets import (
+from tests.bench.serving.load import (
+    ClosedLoop,
     MultiTurn,
+    Poisson,
     RandomLengths,
     Script,
     SharedPrefix,
     Vocabulary,
+    parse_arrival,
     parse_dataset,
+    play,
 )
-from tests.bench.serving.load import ClosedLoop, Poisson, parse_arrival, play
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:

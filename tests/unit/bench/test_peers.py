@@ -13,14 +13,21 @@ from tests.bench.machine import INSTRUCTIONS, Device, Machine, instructions
 from tests.bench.models import CACHE, LLAMA_135M, Model
 from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
-from tests.bench.peers import report as reporting
+from tests.bench.peers import rounds as reporting
 from tests.bench.peers.__main__ import KINDS
-from tests.bench.peers.cases import CASES
-from tests.bench.peers.limits import output_limit, prefill_s, step_s
+from tests.bench.peers.cases import CASES, output_limit, prefill_s, step_s
 from tests.bench.peers.peer import config_digest
 from tests.bench.peers.quiet import Work, work
-from tests.bench.peers.report import PeersReport, measure, summarize
-from tests.bench.peers.rounds import Referee, Sample, Turn, contends, seed_of
+from tests.bench.peers.rounds import (
+    PeersReport,
+    Referee,
+    Sample,
+    Turn,
+    contends,
+    reports,
+    seed_of,
+    summarize,
+)
 from tests.bench.serving.metrics import Metrics, Spread
 from tests.bench.summary import Entrant, Measurement, write
 
@@ -127,7 +134,7 @@ def test_report_grows_by_a_turn_and_has_a_device_a_round(monkeypatch: pytest.Mon
     played = [*turns("antiphon", 110)] * 2 + turns("antiphon", 110, 120)[1:]
     monkeypatch.setattr(reporting, "play_rounds", lambda *_: iter(played))
     monkeypatch.setattr(reporting, "measure_device", lambda: DEVICE)
-    found = list(measure((), (), (), 2, Referee(None, print)))
+    found = list(reports((), (), (), 2, Referee(None, print)))
     assert [len(each.turns) for each in found] == [1, 2, 3]
     assert [each.devices for each in found] == [(DEVICE,), (DEVICE,), (DEVICE, DEVICE)]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.bench.models import LLAMA_135M, Model
-from tests.bench.peers.peer import NotHere, Peer
-from tests.bench.peers.process import running
+from tests.bench.peers.peer import NotHere, Peer, running
 from tests.system.stack import processes, wait_until
 
 MODEL = Model(LLAMA_135M, Path("nowhere"))
@@ -29,7 +28,7 @@ BENCHMARK = """
 import sys, time
 from pathlib import Path
 from tests.unit.bench.test_process import MODEL, Small
-from tests.bench.peers.process import running
+from tests.bench.peers.peer import running
 with running(Small(Path(sys.argv[1]), 1), MODEL):
     print("up", flush=True)
     time.sleep(60)

@@ -14,11 +14,9 @@ from aiohttp.test_utils import TestServer
 from tests.bench.machine import Device
 from tests.bench.models import LLAMA_135M, Model
 from tests.bench.serving.__main__ import _arguments, _run_all
-from tests.bench.serving.client import HttpTarget
-from tests.bench.serving.datasets import RandomLengths, Vocabulary
-from tests.bench.serving.load import ClosedLoop, play
+from tests.bench.serving.client import HttpTarget, NatsTarget, WholeNatsTarget
+from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
 from tests.bench.serving.metrics import Slo
-from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
 from tests.bench.serving.report import Run, drawn, summarize
 from tests.bench.summary import RAW, read, report, table
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
