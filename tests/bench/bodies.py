@@ -13,7 +13,6 @@ A window is one run of eight streams of equal length; each window with a body fo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import time
@@ -25,10 +24,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.machine import machine
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, Script, play
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
+from tests.bench.summary import (
+    Measurement,
+    Summary,
+    arguments,
+    here,
+    measured,
+    report,
+    single,
+)
 from tests.system.stack import Stack, serving
 from tests.unit.gateway.keyed import key_of, write_keys
 
@@ -174,18 +180,13 @@ async def run(stack: Stack, rounds: int) -> tuple[Summary, Mapping[str, Sequence
             pairs = [await _pair(target, stack, body.path, data, tokens) for _ in range(rounds)]
             found += rows(body, len(data), pairs)
             raw[body.name] = pairs
-    summary = Summary(
-        section="bodies",
-        machine=machine(),
-        setup={
-            "streams": STREAMS,
-            "tokens": tokens,
-            "rounds": rounds,
-            "difference_ms_max": DIFFERENCE_MS_MAX,
-        },
-        rows=tuple(found),
-    )
-    return summary, raw
+    setup = {
+        "streams": STREAMS,
+        "tokens": tokens,
+        "rounds": rounds,
+        "difference_ms_max": DIFFERENCE_MS_MAX,
+    }
+    return here("bodies", setup, found), raw
 
 
 async def _pair(target: HttpTarget, stack: Stack, path: str, data: bytes, tokens: int) -> Pair:
@@ -243,16 +244,13 @@ def _p99(gaps: Sequence[float]) -> float:
 
 def main() -> None:
     """Measure, print, write; raise if a difference is above its limit."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bodies", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, default=RESULTS / "bodies.json")
-    arguments = parser.parse_args()
+    given = arguments(description=__doc__, rounds=ROUNDS, file="bodies.json").parse_args()
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.json"
         write_keys(keys, {SENDER: {}, OTHER: {}})
         with serving("--access-keys-file", str(keys)) as stack:
-            summary, raw = asyncio.run(run(stack, arguments.rounds))
-    report(summary, arguments.json, raw)
+            summary, raw = asyncio.run(run(stack, given.rounds))
+    report(summary, given.json, raw)
     differences = [row for row in summary.rows if row.quantity == "difference_ms"]
     late = [row.case for row in differences if row.middle > DIFFERENCE_MS_MAX]
     assert not late, f"more than {DIFFERENCE_MS_MAX:g} ms: {late}"

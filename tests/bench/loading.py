@@ -26,9 +26,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.machine import machine
 from tests.bench.models import QWEN_05B, SHAPES, made
-from tests.bench.summary import Measurement, Summary, measured, report
+from tests.bench.summary import Measurement, Summary, arguments, here, measured, report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,20 +163,14 @@ def measure(model: str, rounds: int) -> tuple[Summary, dict[str, list[Load]]]:
             rates[linear].append(reads[-1] / loads[linear][-1].seconds)
             line = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
             sys.stderr.write(line)
-    summary = Summary(
-        section="loading",
-        machine=machine(),
-        setup={
-            "model": model,
-            "file_bytes": sum(each.stat().st_size for each in folder.glob("*.safetensors")),
-            "disk_megabytes_per_s": round(size / median(reads) / 1e6),
-            "rounds": rounds,
-        },
-        rows=tuple(
-            row for linear in LINEARS for row in _rows(linear, size, loads[linear], rates[linear])
-        ),
-    )
-    return summary, loads
+    setup = {
+        "model": model,
+        "file_bytes": sum(each.stat().st_size for each in folder.glob("*.safetensors")),
+        "disk_megabytes_per_s": round(size / median(reads) / 1e6),
+        "rounds": rounds,
+    }
+    rows = (row for name in LINEARS for row in _rows(name, size, loads[name], rates[name]))
+    return here("loading", setup, rows), loads
 
 
 def _rows(
@@ -200,18 +193,16 @@ def _in_a_process(folder: Path, linear: str) -> Load:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.loading")
+    parser = arguments(rounds=5)
     parser.add_argument("--model", choices=SHAPES, default=QWEN_05B.name)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--once", nargs=2, metavar=("LINEAR", "FOLDER"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.once:
-        linear, folder = arguments.once
+    given = parser.parse_args()
+    if given.once:
+        linear, folder = given.once
         sys.stdout.write(msgspec.json.encode(load_once(Path(folder), linear)).decode())
         return
-    summary, loads = measure(arguments.model, arguments.rounds)
-    report(summary, arguments.json, loads)
+    summary, loads = measure(given.model, given.rounds)
+    report(summary, given.json, loads)
 
 
 if __name__ == "__main__":

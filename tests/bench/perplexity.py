@@ -5,17 +5,14 @@ python -m tests.bench.perplexity --json FILE
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tests.bench.machine import machine
-from tests.bench.summary import Measurement, Summary, report, single
+from tests.bench.summary import Measurement, Summary, arguments, here, report, single
 from tests.models.specs import attention_of
 from tests.support.models import load
 from tests.training.batches import Encoder
@@ -99,12 +96,8 @@ def measure(count: int, dtype: str) -> Summary:
         for case, tokens in counted.items():
             values = score(predicted, plain, tokens)
             found += [single(name, value, case=case, arm=linear) for name, value in values.items()]
-    return Summary(
-        section="perplexity",
-        machine=machine(),
-        setup={"model": embedded.SERVED_NAME, "dtype": dtype, "conversations": count},
-        rows=tuple(found),
-    )
+    setup = {"model": embedded.SERVED_NAME, "dtype": dtype, "conversations": count}
+    return here("perplexity", setup, found)
 
 
 @dataclass(frozen=True)
@@ -143,14 +136,13 @@ def score(predicted: Foretold, plain: Foretold, counted: Tensor) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(description=__doc__)
     parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with torch.inference_mode():
-        summary = measure(arguments.conversations, arguments.dtype)
-    report(summary, arguments.json)
+        summary = measure(given.conversations, given.dtype)
+    report(summary, given.json)
 
 
 if __name__ == "__main__":

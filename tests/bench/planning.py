@@ -7,13 +7,9 @@ each finished one. Expected: 3 us a row to choose and lay out, whatever is queue
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
-from tests.bench.machine import machine
 from tests.bench.micro.bench_batching import LOADS, FullWorker
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
+from tests.bench.summary import Measurement, arguments, here, measured, report
 
 ROUNDS = 5
 STEPS = 2_000
@@ -30,18 +26,9 @@ def measure(name: str, rounds: int, steps: int) -> list[Measurement]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.planning", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, default=RESULTS / "planning.json")
-    arguments = parser.parse_args()
-    rounds = arguments.rounds
-    summary = Summary(
-        section="planning",
-        machine=machine(),
-        setup={"rounds": rounds, "steps": STEPS},
-        rows=tuple(row for name in LOADS for row in measure(name, rounds, STEPS)),
-    )
-    report(summary, arguments.json)
+    given = arguments(description=__doc__, rounds=ROUNDS, file="planning.json").parse_args()
+    rows = [row for name in LOADS for row in measure(name, given.rounds, STEPS)]
+    report(here("planning", {"rounds": given.rounds, "steps": STEPS}, rows), given.json)
 
 
 if __name__ == "__main__":

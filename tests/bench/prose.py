@@ -13,7 +13,6 @@ four windows of 1,024, each read by itself; all tokens of a window but its first
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import os
@@ -25,11 +24,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tests.bench.machine import machine
 from tests.bench.models import CACHE, fetched
 from tests.bench.peers.peer import NotHere
-from tests.bench.peers.servers import LLAMA_CPP_VERSION, LlamaCpp
-from tests.bench.summary import RESULTS, Measurement, Summary, report, single
+from tests.bench.peers.servers import LLAMA_VERSION, LlamaCpp
+from tests.bench.summary import RESULTS, Measurement, Summary, arguments, here, report, single
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 from tests.support.models import open_model
@@ -137,7 +135,7 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
         "antiphon, bfloat16": lambda: perplexity(ours(files, "bfloat16"), texts),
     }
     if peer is not None:
-        readers[f"llama.cpp, {LLAMA_CPP_VERSION}"] = partial(llama_cpp, peer, files, texts)
+        readers[f"llama.cpp, {LLAMA_VERSION}"] = partial(llama_cpp, peer, files, texts)
     rows: list[Measurement] = []
     for name, reader in readers.items():
         found = round(reader(), 5)
@@ -146,35 +144,30 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
         gc.collect()
     wheel = packaged(MODEL)
     assert wheel is not None
-    return Summary(
-        section="prose",
-        machine=machine(),
-        setup={"model": MODEL, "file_sha256": wheel.member_sha256, "tokens": WINDOW * WINDOWS},
-        rows=tuple(rows),
-    )
+    setup = {"model": MODEL, "file_sha256": wheel.member_sha256, "tokens": WINDOW * WINDOWS}
+    return here("prose", setup, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(description=__doc__, file=FILE.name)
     parser.add_argument("--ids", action="store_true")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peer and model live")
     parser.add_argument("--without-peer", action="store_true", help="leave llama.cpp out")
-    parser.add_argument("--json", type=Path, default=FILE)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     # The ids alone go to the other end of a pipe.
-    settings = fetched(MODEL, arguments.cache, stderr=arguments.ids)
+    settings = fetched(MODEL, given.cache, stderr=given.ids)
     tokenizer = open_tokenizer(tokenizer_folder(settings))
     texts = windows(tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids)
-    if arguments.ids:
+    if given.ids:
         print(msgspec.json.encode(texts).decode())
         return
-    peer = None if arguments.without_peer else LlamaCpp(arguments.cache, os.cpu_count() or 1)
+    peer = None if given.without_peer else LlamaCpp(given.cache, os.cpu_count() or 1)
     try:
         with torch.inference_mode():
             summary = measure(model_files(settings), texts, peer)
     except NotHere as error:
         parser.error(f"{error}; --without-peer leaves it out")
-    report(summary, arguments.json)
+    report(summary, given.json)
 
 
 if __name__ == "__main__":

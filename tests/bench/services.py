@@ -28,7 +28,7 @@ from antiphon.wire.routes import HEARTBEAT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-PACED_WORKER = "tests.bench.paced_worker"
+PACED_WORKER = "tests.support.echo_worker"
 GATEWAY = "antiphon.gateway"
 MODULES = {
     "scheduler-0": "antiphon.scheduler",

@@ -12,20 +12,18 @@ and 4 ms/s of upkeep in the bus thread.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.machine import machine
 from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
 from tests.bench.peers.servers import Antiphon
 from tests.bench.services import metrics_urls, scrape
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, report
+from tests.bench.summary import Measurement, arguments, here, measured, report
 from tests.system.stack import Stack, serving
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ SETTLE_S = 0.5
 WINDOW_S = 5.0
 """Long beside a step, whose kernels count when they end, and beside scraping, which costs the bus
 thread some milliseconds."""
-FILE = RESULTS / "share.json"
 PARTS = ("kernels", "python", "sending", "bus")
 WORKER = "worker-0"
 
@@ -83,17 +80,10 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.share", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
-    cases = {f"{case.shape.name}, {case.clients}": _measure(case, rounds) for case in CASES}
-    summary = Summary(
-        section="share",
-        machine=machine(),
-        setup={"windows": rounds},
-        rows=tuple(row for case, windows in cases.items() for row in _rows(case, windows)),
-    )
-    report(summary, FILE, cases)
+    given = arguments(description=__doc__, rounds=ROUNDS, file="share.json").parse_args()
+    cases = {f"{case.shape.name}, {case.clients}": _measure(case, given.rounds) for case in CASES}
+    rows = [row for case, windows in cases.items() for row in _rows(case, windows)]
+    report(here("share", {"windows": given.rounds}, rows), given.json, cases)
 
 
 def _rows(case: str, windows: tuple[Window, ...]) -> Iterable[Measurement]:

@@ -11,7 +11,6 @@ the second half of its samples.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -23,9 +22,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import aiohttp
 import numpy as np
-from tests.bench.machine import machine
 from tests.bench.services import metrics_urls, scrape
-from tests.bench.summary import Measurement, Summary, report, single
+from tests.bench.summary import Measurement, Summary, arguments, here, report, single
 from tests.system.stack import Stack, serving
 
 from antiphon.client import Client
@@ -94,20 +92,15 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Summary:
     failures = _failures(rows, minutes)
     if stack.pids() != pids:
         failures.append("a service has died")
-    return Summary(
-        section="soak",
-        machine=machine(),
-        setup={
-            "seed": seed,
-            "minutes": minutes,
-            "requests": outcomes.total(),
-            "output_tokens": int(counted['antiphon_realtime_tokens_total{mode="decode"}']),
-            "retractions": int(counted["antiphon_num_retractions_total"]),
-            "growth_kib_max": GROWTH_KIB_MAX,
-        },
-        notes=tuple(failures),
-        rows=tuple(rows),
-    )
+    setup = {
+        "seed": seed,
+        "minutes": minutes,
+        "requests": outcomes.total(),
+        "output_tokens": int(counted['antiphon_realtime_tokens_total{mode="decode"}']),
+        "retractions": int(counted["antiphon_num_retractions_total"]),
+        "growth_kib_max": GROWTH_KIB_MAX,
+    }
+    return here("soak", setup, rows, notes=failures)
 
 
 def _failures(rows: Sequence[Measurement], minutes: float) -> list[str]:
@@ -261,13 +254,12 @@ def _settled(url: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__)
+    parser = arguments(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="summary file")
-    arguments = parser.parse_args()
-    summary = soak(arguments.minutes, arguments.seed)
-    report(summary, arguments.json)
+    given = parser.parse_args()
+    summary = soak(given.minutes, given.seed)
+    report(summary, given.json)
     return 1 if summary.notes else 0
 
 

@@ -6,6 +6,7 @@ of the run are written to `raw/` beside it, which git ignores.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tests.bench.machine import Device, Machine
+from tests.bench.machine import Device, Machine, machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tests.bench.serving.metrics import Spread
 
@@ -139,6 +140,25 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return list(dict.fromkeys(row.arm for row in self.rows if row.quantity == quantity))
 
 
+def here(
+    section: str,
+    setup: Mapping[str, str | int | float],
+    rows: Iterable[Measurement],
+    *,
+    device: Device | None = None,
+    notes: Sequence[str] = (),
+) -> Summary:
+    """Return a summary of what was measured now, on this machine."""
+    return Summary(
+        section=section,
+        machine=machine(),
+        device=device,
+        setup=dict(setup),
+        notes=tuple(notes),
+        rows=tuple(rows),
+    )
+
+
 def measured(
     quantity: str,
     values: Iterable[float | None],
@@ -210,6 +230,26 @@ def report(summary: Summary, file: Path | None, raw: object = None) -> None:
         write(summary, file)
     elif file is not None:
         write_results(file, raw, summary)
+
+
+def arguments(
+    prog: str | None = None,
+    description: str | None = None,
+    *,
+    rounds: int | None = None,
+    file: str = "",
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks share; `file` is in git, if it is named."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=RESULTS / file if file else None,
+        help="summary file; raw results are written to raw/ beside it",
+    )
+    return parser
 
 
 def table(summary: Summary) -> Table:

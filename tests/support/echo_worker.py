@@ -1,13 +1,15 @@
 """A worker without a model: it sends the prompt's own tokens back, over the real routes.
 
 A request's time with it is the time of the services alone: the baseline of benchmarks. Run it as a
-process in place of the worker: `python -m tests.support.echo_worker --config FILE ...`.
+process in place of the worker: `python -m tests.support.echo_worker --config FILE ...`, with the
+time of a step as `STEP_S` in its environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -194,4 +196,4 @@ class EchoWorker:
 
 
 if __name__ == "__main__":
-    run(EchoWorker())
+    run(EchoWorker(step_s=float(os.environ["STEP_S"])))  # noqa: TID251 no service reads it

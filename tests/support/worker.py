@@ -1,11 +1,14 @@
-"""The neighbours of a worker, what they ask of it, and reports of its steps."""
+"""The neighbours of a worker, what they ask of it, and plans and reports of its steps."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Process, Term
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import ErrorReply
 
 DEADLINE = 60_000
+VOCABULARY = 8192
+"""Of the models that the benchmarks serve."""
 
 
 def process(name: str, life: str = "1") -> Process:
@@ -67,11 +72,19 @@ def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
 
 
 def page_group(
-    pages: int, kind: GroupKind = GroupKind.FULL, window: int | None = None
+    pages: int,
+    kind: GroupKind = GroupKind.FULL,
+    window: int | None = None,
+    page_tokens: int = 4,
 ) -> CacheGroup:
-    """A group of so many pages of four tokens."""
+    """A group of so many pages."""
     return CacheGroup(
-        kind=kind, layers=(0,), page_bytes=1, page_tokens=4, pages_total=pages, window=window
+        kind=kind,
+        layers=(0,),
+        page_bytes=1,
+        page_tokens=page_tokens,
+        pages_total=pages,
+        window=window,
     )
 
 
@@ -106,3 +119,33 @@ def error_of(finish: Finish | None) -> ErrorReply:
     assert finish is not None
     assert finish.error is not None
     return finish.error
+
+
+def decode_plan(rows: int, new: int, kv: int, page_tokens: int = 16) -> StepPlan:
+    """Return a greedy step of `new` tokens a row, up to `kv`; its pages lie in no order."""
+    random = np.random.default_rng(0)
+    each = -(-kv // page_tokens)
+    table = random.permutation(rows * each).astype(np.int32).reshape(rows, each)
+    every = np.ones(rows, np.int32)
+    ends = np.cumsum(every * new, dtype=np.int32)
+    positions = np.tile(np.arange(kv - new, kv, dtype=np.int32), rows)
+    return StepPlan(
+        step=1,
+        slot=np.arange(rows, dtype=np.int32),
+        query_start=ends - new,
+        query_len=every * new,
+        kv_len=every * kv,
+        adapter=-every,
+        tokens=random.integers(0, VOCABULARY, rows * new).astype(np.int32),
+        positions=positions[np.newaxis],
+        logit_tokens=ends - 1,
+        sampling=SamplingColumns(
+            temperature=np.zeros(rows, np.float32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            seed=np.zeros(rows, np.int64),
+            choice=np.zeros(rows, np.int32),
+        ),
+        page_tables=(table,),
+    )

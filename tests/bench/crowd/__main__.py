@@ -20,9 +20,8 @@ import msgspec
 from tests.bench.crowd import profiled_gateway
 from tests.bench.crowd.listeners import Listeners
 from tests.bench.crowd.profiled_gateway import read
-from tests.bench.machine import machine
 from tests.bench.services import GATEWAY, echo_stack
-from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
+from tests.bench.summary import RESULTS, Measurement, Summary, here, measured, report, single
 from tests.support.nats import NatsServer
 from tests.system.stack import wait_until
 
@@ -84,12 +83,8 @@ def summarize(windows: Windows, profiles: Profiles) -> Summary:
             single("percent_of_gateway", share, case=case, arm=part)
             for part, share in profile.parts.items()
         ]
-    return Summary(
-        section="crowd",
-        machine=machine(),
-        setup={"streams": STREAMS, "rounds": min(map(len, windows.values()))},
-        rows=tuple(rows),
-    )
+    setup = {"streams": STREAMS, "rounds": min(map(len, windows.values()))}
+    return here("crowd", setup, rows)
 
 
 def _rows(case: str, windows: Sequence[Crowd]) -> list[Measurement]:

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
-from tests.bench.machine import machine
-from tests.bench.summary import Measurement, Summary, measured, single
+from tests.bench.summary import Measurement, Summary, here, measured, single
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.extension import huge_zeros
@@ -112,12 +111,8 @@ def measure() -> Summary:
         stores = {name: store(shape, format_) for name, format_ in FORMATS.items()}
         times = rounds.alternate(stores, CASE_S)
         rows += _rows(f"{shape.name}, store {TOKENS}", times, layers=1, numbers=0)
-    return Summary(
-        section="attention",
-        machine=machine(),
-        setup={**setup(), "memory_gb_s": round(median(reads), 1), "stored_tokens": TOKENS},
-        rows=tuple(rows),
-    )
+    more = {"memory_gb_s": round(median(reads), 1), "stored_tokens": TOKENS}
+    return here("attention", setup() | more, rows)
 
 
 def _rows(

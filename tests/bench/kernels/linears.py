@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
-from tests.bench.machine import machine
 from tests.bench.models import SHAPES, Shape
-from tests.bench.summary import Measurement, Summary, measured, single
+from tests.bench.summary import Measurement, Summary, here, measured, single
 
 from antiphon.kernels.cpu.linear import Format, PackedWeight
 
@@ -97,12 +96,7 @@ def measure(shape: Shape, rows: Sequence[int]) -> Summary:
                 single("gflop_s", round(2 * macs * count / ms / 1e6, 1), case=case, arm=name),
                 single("speedup_over_torch", round(speedup, 3), case=case, arm=name),
             ]
-    return Summary(
-        section="linears",
-        machine=machine(),
-        setup={"shape": shape.name, **setup()},
-        rows=tuple(measurements),
-    )
+    return here("linears", {"shape": shape.name, **setup()}, measurements)
 
 
 def main() -> None:

@@ -6,19 +6,20 @@ processes disturb all of them alike. Ratios are of the medians of a run.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tests.bench.summary import Summary, report
+from tests.bench import summary
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import huge_zeros
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Mapping
+
+    from tests.bench.summary import Summary
 
 SWEEP_BYTES = 1 << 28
 ROUNDS_MIN = 6
@@ -62,9 +63,8 @@ def setup() -> dict[str, str | int | float]:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+    parser = summary.arguments(description=description)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
     return parser
 
 
@@ -72,5 +72,5 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with torch.inference_mode():
-        summary = measure(given)
-    report(summary, given.json)
+        measured = measure(given)
+    summary.report(measured, given.json)

@@ -16,11 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
-from tests.bench.machine import machine
-from tests.bench.micro.plans import PAGE_TOKENS, decode_plan
 from tests.bench.models import SHAPES, Shape, made
-from tests.bench.summary import Measurement, Summary, measured, single
+from tests.bench.summary import Measurement, Summary, here, measured, single
 from tests.support.models import load
+from tests.support.worker import decode_plan
 
 from antiphon.kernels.op import REGISTRY
 from antiphon.model_worker.runner.model_runner import ModelRunner
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepPlan
 
+PAGE_TOKENS = 16
 CASE_S = 20.0
 """About how long one case is measured."""
 
@@ -115,16 +115,12 @@ def ways(shape: Shape, pages: int) -> dict[str, Way]:
 def measure(shape: Shape, cases: tuple[Case, ...]) -> Summary:
     pages = max(case.rows * -(-case.kv // PAGE_TOKENS) for case in cases)
     found, rounds = ways(shape, pages), Rounds()
-    return Summary(
-        section="steps",
-        machine=machine(),
-        setup={"shape": shape.name, **setup()},
-        rows=tuple(row for case in cases for row in _rows(shape, case, found, rounds)),
-    )
+    rows = (row for case in cases for row in _rows(shape, case, found, rounds))
+    return here("steps", {"shape": shape.name, **setup()}, rows)
 
 
 def _rows(shape: Shape, case: Case, found: dict[str, Way], rounds: Rounds) -> Iterable[Measurement]:
-    plan = decode_plan(case.rows, case.new, case.kv)
+    plan = decode_plan(case.rows, case.new, case.kv, PAGE_TOKENS)
     for way in found.values():
         way.layers_ms.clear()
         way.beside_ms.clear()

@@ -30,20 +30,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.worker import limits, page_group, state
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.queue import QueueRules
 from antiphon.model_worker.batching.running_batch import build_plan
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.batching.steady import SteadyRows
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,27 +73,20 @@ class FullWorker:
         self.load = load
         self.random = random.Random(0)
         self.systems = [self._ids(96) for _ in range(10)]
-        group = CacheGroup(
-            kind=GroupKind.FULL,
-            layers=(0,),
-            page_bytes=1,
-            page_tokens=PAGE_TOKENS,
-            pages_total=load.running * load.pages_each,
-        )
-        pools = CachePools([group])
-        limits = EngineLimits(
+        pages = load.running * load.pages_each
+        pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS)])
+        bounds = limits(
             step_tokens_max=2048,
             chunk_tokens=512,
             fill_tokens=256,
             running_max=load.running,
             queue_max=10_000,
-            context_tokens=1024 if load.running * load.pages_each >= 64 else 320,
+            context_tokens=1024 if pages >= 64 else 320,
             vocab_size=VOCAB_SIZE,
             end_ids=frozenset({2}),
-            weights_digest="w",
         )
         rules = QueueRules(policy=load.policy)
-        self.batching = EngineCore(limits, pools, RadixIndex(pools), rules)
+        self.batching = EngineCore(bounds, pools, RadixIndex(pools), rules)
         self.step = 0
         self.keys = 0
         self.rows: Sequence[BatchRow] = ()
@@ -107,14 +98,9 @@ class FullWorker:
             prompt = self._ids(128)
             if self.random.random() < 1 / 3:
                 prompt = self.random.choice(self.systems) + prompt[:32]
-            state = RequestState(
-                request_id=RequestId(str(self.keys)),
-                choice=0,
-                prompt_ids=pack_ids(prompt),
-                sampling=SamplingParams(max_new_tokens=self.random.randint(64, 192)),
-                deadline_unix_ms=0,
-            )
-            self.batching.add(ChoiceKey(self.keys), state, self.step / 100)
+            wanted = self.random.randint(64, 192)
+            request = state(prompt, request_id=RequestId(str(self.keys)), max_new_tokens=wanted)
+            self.batching.add(ChoiceKey(self.keys), request, self.step / 100)
 
     def plan(self) -> None:
         self.step += 1
@@ -184,29 +170,20 @@ def test_a_step(load: Load, plan_us: float, step_us: float) -> None:
 def crowded() -> EngineCore:
     """A worker whose pages are all in use by prefilling requests."""
     pages = LONG_RUNNING * (LONG_TOKENS // PAGE_TOKENS + 1)
-    group = CacheGroup(
-        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=PAGE_TOKENS, pages_total=pages
-    )
-    pools = CachePools([group])
-    limits = EngineLimits(
+    pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS)])
+    bounds = limits(
         step_tokens_max=LONG_RUNNING * PIECE_TOKENS,
         chunk_tokens=PIECE_TOKENS,
         running_max=LONG_RUNNING + 1,
         context_tokens=2 * LONG_TOKENS,
         vocab_size=VOCAB_SIZE,
         end_ids=frozenset({2}),
-        weights_digest="w",
     )
-    batching = EngineCore(limits, pools, RadixIndex(pools))
+    batching = EngineCore(bounds, pools, RadixIndex(pools))
     for key in range(LONG_RUNNING + 1):
-        state = RequestState(
-            request_id=RequestId(str(key)),
-            choice=0,
-            prompt_ids=pack_ids([7] * 24 + [1000 + key] * (LONG_TOKENS - 24)),
-            sampling=SamplingParams(max_new_tokens=1),
-            deadline_unix_ms=0,
-        )
-        batching.add(ChoiceKey(key), state, 0.0)
+        prompt = [7] * 24 + [1000 + key] * (LONG_TOKENS - 24)
+        request = state(prompt, request_id=RequestId(str(key)), max_new_tokens=1)
+        batching.add(ChoiceKey(key), request, 0.0)
     return batching
 
 

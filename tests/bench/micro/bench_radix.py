@@ -31,9 +31,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.worker import page_group
 
 from antiphon.model_worker.cache.events import BlockTracker
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
@@ -81,14 +81,7 @@ class Loaded:
 def loaded(tokens: int, *, announced: bool = False) -> Loaded:
     """10,000 nodes: a hundred system prompts, each with a hundred questions."""
     source = random.Random(0)
-    group = CacheGroup(
-        kind=GroupKind.FULL,
-        layers=(0,),
-        page_bytes=1,
-        page_tokens=PAGE_TOKENS,
-        pages_total=6 * NODES,
-    )
-    pools = CachePools([group])
+    pools = CachePools([page_group(6 * NODES, page_tokens=PAGE_TOKENS)])
     index = RadixIndex(pools, tracker=BlockTracker() if announced else None)
     for _ in range(NODES // 100):
         system = ids(source, 256)
@@ -193,8 +186,8 @@ def test_evict_one_run(benchmark: BenchmarkFixture, tokens: int, expected_us: fl
     world = loaded(tokens)
 
     def refill() -> None:
-        # As if it had been inserted first, and not used since.
-        world.index._clock, now = 0, world.index._clock
+        # As if it had been inserted before all others, and not used since.
+        world.index._clock, now = -2, world.index._clock
         world.serve()
         world.index._clock = now
 

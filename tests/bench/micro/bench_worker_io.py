@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.bench.micro.plans import decode_plan
+from tests.support.worker import LEADER, WORKER, admit, decode_plan, report
 
-from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder
@@ -33,49 +31,34 @@ from antiphon.model_worker.observability.step_accounting import WorkerRequestLog
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.telemetry.metrics import Metrics
-from antiphon.wire.base import Attempt, Process, Term
-from antiphon.wire.codec import encode, pack_ids
-from antiphon.wire.command import Admit, ChoiceOutput, CommandBatch
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.codec import encode
+from antiphon.wire.command import CommandBatch
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
+
+    from antiphon.model_worker.batching.loop import StepReport
 
 ROUNDS = 5_000
 SLACK = 2.5
 FAR = 2**52
 
 
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("0123456789abcdef"))
-
-
 class BusSide:
     """A worker's bus side with so many requests, of which each draws a token a step."""
 
     def __init__(self, rows: int) -> None:
-        leader = Term(number=1, scheduler=process("scheduler-0"))
-        worker = process("worker-0")
-        self.output = WorkerOutput(worker, SeqSender(), live_max=rows)
+        self.output = WorkerOutput(WORKER, SeqSender(), live_max=rows)
         self.journal = WorkerRequestLog()
         self.metrics = WorkerMetrics(Metrics(), WorkerSize(pages_total=1000))
+        sampling = SamplingParams(max_new_tokens=10**9)
         admits = tuple(
-            Admit(
-                request_id=RequestId(f"request-{number:032}"),
-                owner=process("gateway-0"),
-                attempt=Attempt(term=leader, n=1),
-                detokenizer=InstanceId("detokenizer-0"),
-                prompt_ids=pack_ids([1, 2, 3]),
-                choices=(ChoiceOutput(choice=0),),
-                sampling=SamplingParams(max_new_tokens=10**9),
-                steps=True,
-                deadline_unix_ms=FAR,
-            )
+            admit(f"request-{number:032}", sampling=sampling, deadline_unix_ms=FAR)
             for number in range(rows)
         )
         batch = CommandBatch(
-            leader=leader, worker=worker, seq=1, commands=admits, not_after_unix_ms=FAR
+            leader=LEADER, worker=WORKER, seq=1, commands=admits, not_after_unix_ms=FAR
         )
         runs = [action for action in self.output.command(batch, 1) if isinstance(action, RunChoice)]
         for run in runs:
@@ -88,23 +71,9 @@ class BusSide:
         self.steps += 1
         count = len(self.keys)
         ids = np.full(count, self.steps % 1000, np.int32)
-        return StepReport(
-            step=self.steps,
-            seconds=0.01,
-            tokens=count,
-            rows=count,
-            progress=Drawn(self.keys, self.before, ids),
-            credit=Capacity(
-                pages_free=1,
-                pages_evictable=1,
-                pages_promised=0,
-                pages_returning=0,
-                slots_free=0,
-            ),
-            running=count,
-            waiting=0,
-            retractions=0,
-        )
+        drawn = Drawn(self.keys, self.before, ids)
+        sizes = {"seconds": 0.01, "tokens": count, "rows": count, "running": count}
+        return report(self.steps, pages_free=1, pages_evictable=1, progress=drawn, **sizes)
 
     def take(self, report: StepReport) -> list[bytes]:
         """All that is done of a step until its messages are bytes."""

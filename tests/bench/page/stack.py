@@ -23,7 +23,7 @@ SERVICES_HEAD = """
 
 In percent of one core, while a worker that computes nothing sends {tokens_per_s:.0f} tokens/s to 16
 clients over HTTP. Medians of {rounds} rounds, without the worker:
-[tests/bench/services_cpu.py](../tests/bench/services_cpu.py).
+[tests/bench/__main__.py](../tests/bench/__main__.py).
 """
 BODIES_HEAD = """
 ## Large request bodies

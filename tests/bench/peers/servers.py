@@ -55,9 +55,9 @@ class Antiphon(Peer):
         ]
 
 
-LLAMA_CPP_SOURCE = "llama-cpp-python"
-LLAMA_CPP_VERSION = "0.3.36"
-LLAMA_CPP_NUMPY = "numpy==2.4.6"
+LLAMA_SOURCE = "llama-cpp-python"
+LLAMA_VERSION = "0.3.36"
+LLAMA_NUMPY = "numpy==2.4.6"
 SLOTS = 64
 SLOT_TOKENS = 1280
 OPTIONS = (
@@ -82,7 +82,8 @@ class LlamaCpp(Peer):
         said = subprocess.run(
             [str(self._server), "--version"], capture_output=True, check=True, text=True
         )
-        return f"{LLAMA_CPP_SOURCE} {LLAMA_CPP_VERSION}, {(said.stderr + said.stdout).strip().splitlines()[0]}"
+        first, *_ = (said.stderr + said.stdout).strip().splitlines()
+        return f"{LLAMA_SOURCE} {LLAMA_VERSION}, {first}"
 
     def install(self) -> None:
         for tool in ("cmake", "ninja", "g++"):
@@ -122,7 +123,7 @@ class LlamaCpp(Peer):
         Raises:
             NotHere: It cannot be installed, with the reason.
         """
-        folder = self.environment("reader", (f"{LLAMA_CPP_SOURCE}=={LLAMA_CPP_VERSION}", LLAMA_CPP_NUMPY))
+        folder = self.environment("reader", (f"{LLAMA_SOURCE}=={LLAMA_VERSION}", LLAMA_NUMPY))
         script = Path(__file__).parent / "llama_cpp_reader.py"
         return [str(folder / "bin" / "python"), "-P", str(script)]
 
@@ -130,8 +131,16 @@ class LlamaCpp(Peer):
         # Downloading a source package runs its build backend, which pip fetches by itself.
         self.run(
             [
-                *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", LLAMA_CPP_SOURCE),
-                *(f"{LLAMA_CPP_SOURCE}=={LLAMA_CPP_VERSION}", "-d", str(self.folder)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--no-deps",
+                    "--no-binary",
+                    LLAMA_SOURCE,
+                ),
+                *(f"{LLAMA_SOURCE}=={LLAMA_VERSION}", "-d", str(self.folder)),
             ],
             "downloading",
         )
@@ -141,7 +150,7 @@ class LlamaCpp(Peer):
 
     @property
     def _source(self) -> Path:
-        return self.folder / f"llama_cpp_python-{LLAMA_CPP_VERSION}" / "vendor" / "llama.cpp"
+        return self.folder / f"llama_cpp_python-{LLAMA_VERSION}" / "vendor" / "llama.cpp"
 
     @property
     def _server(self) -> Path:

@@ -36,7 +36,6 @@ from tests.bench.summary import RESULTS, report
 
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
-from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.machine import Device, machine, measure_device
+from tests.bench.machine import Device, measure_device
 from tests.bench.peers.peer import config_digest
 from tests.bench.peers.quiet import work
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Metrics, Slo, measure
 from tests.bench.serving.plot import Line, chart
-from tests.bench.summary import Measurement, Summary, measured, of_spread, single
+from tests.bench.summary import Measurement, Summary, here, measured, of_spread, single
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -88,15 +88,8 @@ def summarize(runs: Sequence[Run], device: Device, model: str, digest: str = "")
     setup = _setup(runs, model, digest) | {
         "slo": " and ".join(f"{name} <= {most:g} ms" for name, most in limits)
     }
-    return Summary(
-        section="serving",
-        machine=machine(),
-        device=device,
-        setup=setup,
-        rows=tuple(
-            row for case, run in zip(_cases(runs), runs, strict=True) for row in _rows(case, run)
-        ),
-    )
+    rows = (row for case, run in zip(_cases(runs), runs, strict=True) for row in _rows(case, run))
+    return here("serving", setup, rows, device=device)
 
 
 def summarize_pairs(
@@ -110,16 +103,12 @@ def summarize_pairs(
 ) -> Summary:
     """Reduce two runs a pair to a row for each quantity: of all pairs, or counted once."""
     case = model.name
-    return Summary(
-        section=section,
-        machine=machine(),
-        device=measure_device(),
-        setup=_setup(runs, case, config_digest(peer, model)) | {"pairs": len(runs) // 2},
-        rows=(
-            *(measured(name, each, case=case, by_round=True) for name, each in by_round.items()),
-            *(single(name, value, case=case) for name, value in counted.items()),
-        ),
+    setup = _setup(runs, case, config_digest(peer, model)) | {"pairs": len(runs) // 2}
+    rows = (
+        *(measured(name, each, case=case, by_round=True) for name, each in by_round.items()),
+        *(single(name, value, case=case) for name, value in counted.items()),
     )
+    return here(section, setup, rows, device=measure_device())
 
 
 def _setup(runs: Sequence[Run], model: str, digest: str) -> dict[str, str | int | float]:
