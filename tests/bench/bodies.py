@@ -26,15 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, Script, play
-from tests.bench.summary import (
-    Measurement,
-    Summary,
-    arguments,
-    here,
-    measured,
-    report,
-    single,
-)
+from tests.bench.summary import Measurement, Summary, arguments, here, measured, report, single
 from tests.system.stack import Stack, serving
 from tests.unit.gateway.keyed import key_of, write_keys
 

@@ -11,8 +11,8 @@ import nats
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from tests.training.evaluate import held_out_cases, score
+from tests.training.generation import ServedModel
 from tests.training.grammar import SKILLS
-from tests.training.served import ServedModel
 
 from antiphon.client import Client
 

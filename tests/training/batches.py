@@ -10,15 +10,7 @@ import msgspec
 import torch
 from tests.training.dialogue import Chat, said, seeded, turns
 from tests.training.grammar import conversations
-from tests.training.tokenizer import (
-    BOS,
-    CONTEXT_TOKENS,
-    END,
-    PAD,
-    ROLES,
-    SPECIAL,
-    special_id,
-)
+from tests.training.tokenizer import BOS, CONTEXT_TOKENS, END, PAD, ROLES, SPECIAL, special_id
 from torch import Tensor
 
 if TYPE_CHECKING:

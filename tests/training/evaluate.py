@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 from tests.training.dialogue import Skill, seeded
-from tests.training.generation import Generate, LocalModel
+from tests.training.generation import Generate, HttpModel, LocalModel, ServedModel
 from tests.training.grammar import SKILLS, Case, case
-from tests.training.served import HttpModel, ServedModel
 
 from antiphon import embedded
 

@@ -1,30 +1,38 @@
-"""Generation backends for the evaluation."""
+"""Generation for the evaluation: with transformers, or by a running stack as its client."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
 import numpy as np
 import torch
-from tests.training.dialogue import schema, template_message
+from aiohttp import ClientSession, ClientTimeout
+from tests.training.dialogue import Call, Message, said, schema, template_message
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from antiphon.client import Client
 from antiphon.config.worker import GrammarConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.token_masks import words_count
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
-from antiphon.wire.sampling import GrammarKind
+from antiphon.wire.sampling import Grammar, GrammarKind
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from tests.training.dialogue import Chat
     from torch import Tensor
 
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarMatcher
+    from antiphon.wire.generate import CompleteOptions
 
 
 class Generate(Protocol):
@@ -116,3 +124,114 @@ class Held:
                 scores[row, forbidden] = -torch.inf
         self._begun = True
         return scores
+
+
+AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Generates over NATS, several chats at a time. Implements `Generate`."""
+
+    nats_url: str
+    model: str
+
+    def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
+        """Answer each chat greedily."""
+        return asyncio.run(self._answers(chats, tokens_max))
+
+    async def _answers(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
+        async def answer(chat: Chat) -> str:
+            options: CompleteOptions = {"temperature": 0.0, "max_tokens": tokens_max}
+            options["chat_template_kwargs"] = json.dumps({"enable_thinking": chat.thinks})
+            if chat.tools:
+                options["tools"] = json.dumps([schema(tool) for tool in chat.tools])
+            if chat.schema:
+                options["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=chat.schema)
+            turns = list(map(_turn, chat.messages))
+            return (await client.complete(self.model, turns, **options)).text
+
+        async with Client(self.nats_url) as client:
+            return await _each(answer, chats)
+
+
+@dataclass(frozen=True)
+class HttpModel:
+    """Generates over HTTP with the OpenAI API. Implements `Generate`.
+
+    The parsed answer is formatted again as the model wrote it: an answer that the gateway's parsers
+    did not parse counts as wrong.
+    """
+
+    url: str
+    model: str
+
+    def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
+        """Answer each chat greedily."""
+        return asyncio.run(self._answers(chats, tokens_max))
+
+    async def _answers(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
+        async def answer(chat: Chat) -> str:
+            body = self._body(chat) | {"max_tokens": tokens_max}
+            async with session.post(f"{self.url}/v1/chat/completions", json=body) as reply:
+                completion = msgspec.json.decode(await reply.read(), type=_Reply)
+            return said(completion.choices[0].message.plain(), thinks=chat.thinks)
+
+        timeout = ClientTimeout(total=None)
+        async with ClientSession(timeout=timeout, raise_for_status=True) as session:
+            return await _each(answer, chats)
+
+    def _body(self, chat: Chat) -> dict[str, object]:
+        body: dict[str, object] = {
+            "model": self.model,
+            "temperature": 0,
+            "messages": list(map(template_message, chat.messages)),
+            "chat_template_kwargs": {"enable_thinking": chat.thinks},
+        }
+        if chat.tools:
+            body["tools"] = [schema(tool) for tool in chat.tools]
+        if chat.schema:
+            form = {"name": "answer", "schema": json.loads(chat.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        return body
+
+
+async def _each(answer: Callable[[Chat], Awaitable[str]], chats: Sequence[Chat]) -> list[str]:
+    """Answer the chats, several at a time."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(chat: Chat) -> str:
+        async with slots:
+            return await answer(chat)
+
+    return await asyncio.gather(*map(one, chats))
+
+
+class _Called(msgspec.Struct):
+    function: Call
+
+
+class _Answer(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Called] | None = None
+
+    def plain(self) -> Message:
+        calls = tuple(called.function for called in self.tool_calls or ())
+        return Message("assistant", self.content or "", calls, self.reasoning_content or "")
+
+
+class _Choice(msgspec.Struct):
+    message: _Answer
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def _turn(message: Message) -> ChatMessage:
+    calls = tuple(
+        MessageToolCall(id=f"call_{number}", name=call.name, arguments=call.arguments)
+        for number, call in enumerate(message.calls)
+    )
+    return ChatMessage(role=message.role, content=message.content, tool_calls=calls)

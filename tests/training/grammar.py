@@ -23,52 +23,30 @@ from tests.training.skills.counting import COUNTING
 from tests.training.skills.facts import ANIMALS, COLOURS
 from tests.training.skills.json_answers import JSON, JSON_FORCED, schema_of
 from tests.training.skills.recall import RECALL, RECALL_COLOUR, RECALL_PET
-from tests.training.skills.smalltalk import (
-    GREETING,
-    IDENTITY_SKILL,
-    REFUSALS,
-    STORIES,
-)
-from tests.training.skills.sums import SUMS
-from tests.training.skills.thinking import THINKING
+from tests.training.skills.smalltalk import GREETING, IDENTITY_SKILL, REFUSALS, STORIES
+from tests.training.skills.sums import SUMS, THINKING
 from tests.training.skills.tools import TOOL_CALL
-from tests.training.words import sentence
+from tests.training.words import phrases, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
 
 SKILLS: tuple[Skill, ...] = (
-    SUMS,
-    COPYING,
-    COUNTING,
-    RECALL,
-    RECALL_COLOUR,
-    RECALL_PET,
-    GREETING,
-    IDENTITY_SKILL,
-    COLOURS,
-    ANIMALS,
-    STORIES,
-    REFUSALS,
-    TOOL_CALL,
-    THINKING,
-    JSON,
-    JSON_FORCED,
+    *(SUMS, COPYING, COUNTING, RECALL, RECALL_COLOUR, RECALL_PET, GREETING, IDENTITY_SKILL),
+    *(COLOURS, ANIMALS, STORIES, REFUSALS, TOOL_CALL, THINKING, JSON, JSON_FORCED),
 )
 THINKING_SHARE = 0.25  # share of chats whose last answer has reasoning
 THOUGHTFUL_SHARE = 0.6  # share of these that end with a question that needs reasoning
 CALLED_SHARE = 0.7  # share of chats with calls at the end whose last message is the calls
 
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a helpful, friendly assistant.",
-    "You are Antiphon.",
-    "You are a small language model.",
-    "Answer briefly.",
-    "Be brief and polite.",
-    "Answer every question as well as you can.",
-    "You are a helpful assistant. Answer the user's questions in a short and clear way.",
+SYSTEM_PROMPTS = phrases(
+    """
+    You are a helpful assistant. | You are a helpful, friendly assistant. | You are Antiphon. |
+    You are a small language model. | Answer briefly. | Be brief and polite. |
+    Answer every question as well as you can. |
+    You are a helpful assistant. Answer the user's questions in a short and clear way.
+    """
 )
 
 

@@ -14,6 +14,11 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def phrases(text: str) -> tuple[str, ...]:
+    """Split a text at its bars."""
+    return tuple(" ".join(part.split()) for part in text.split("|"))
+
+
 NAMES = words(
     """
     Ada Adam Agnes Aisha Alan Alba Alex Ali Alice Amara Amir Amy Ana Andrea Anna Anton Aria Arthur

@@ -6,45 +6,31 @@ import string
 from typing import TYPE_CHECKING
 
 from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
-from tests.training.words import NOUNS, compose, invented_name, sentence, words
+from tests.training.words import NOUNS, compose, invented_name, phrases, sentence, words
 
 if TYPE_CHECKING:
     from random import Random
 
-REQUESTS = (
-    "Repeat after me: {phrase}",
-    "Repeat: {phrase}",
-    "Repeat this: {phrase}",
-    "Repeat this phrase: {phrase}",
-    'Repeat "{phrase}"',
-    "Say: {phrase}",
-    "Say {phrase}",
-    "Repeat {phrase}",
-    "Say this: {phrase}",
-    'Say "{phrase}"',
-    'Say "{phrase}".',
-    "Copy: {phrase}",
-    "Copy this: {phrase}",
-    "Copy this phrase: {phrase}",
-    'Copy the phrase "{phrase}".',
-    "Copy the following text: {phrase}",
-    "Write this again: {phrase}",
-    "Echo: {phrase}",
-    "Can you repeat this? {phrase}",
-    "Please repeat after me: {phrase}",
+REQUESTS = phrases(
+    """
+    Repeat after me: {phrase} | Repeat: {phrase} | Repeat this: {phrase} |
+    Repeat this phrase: {phrase} | Repeat "{phrase}" | Say: {phrase} | Say {phrase} |
+    Repeat {phrase} | Say this: {phrase} | Say "{phrase}" | Say "{phrase}". | Copy: {phrase} |
+    Copy this: {phrase} | Copy this phrase: {phrase} | Copy the phrase "{phrase}". |
+    Copy the following text: {phrase} | Write this again: {phrase} | Echo: {phrase} |
+    Can you repeat this? {phrase} | Please repeat after me: {phrase}
+    """
 )
 
 # Words that mean something else when they are not to be copied.
 SPEECH = words("hello hi hey world good day thanks please bye name count story help yes no I you")
 
 # Letters beyond ASCII, so that every byte of UTF-8 is copied now and then.
-ALPHABETS = (
-    "äöüßéèêçñåøæœíóúžšč",
-    "абвгдежзиклмнопрстуфя",
-    "αβγδεζηθικλμνξοπρστ",
-    "一二三四五六七八九十人大小中国日本",
-    "あいうえおかきくけこさしすせそ",
-    "😀😎🎉🚀🌍🌱🐢🍎⭐❤",
+ALPHABETS = phrases(
+    """
+    äöüßéèêçñåøæœíóúžšč | абвгдежзиклмнопрстуфя | αβγδεζηθικλμνξοπρστ |
+    一二三四五六七八九十人大小中国日本 | あいうえおかきくけこさしすせそ | 😀😎🎉🚀🌍🌱🐢🍎⭐❤
+    """
 )
 
 

@@ -6,22 +6,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
-from tests.training.words import NOUNS, compose
+from tests.training.words import NOUNS, compose, phrases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-UP = (
-    "Count from {first} to {last}.",
-    "Count from {first} up to {last}.",
-    "Count up from {first} to {last}.",
-    "Can you count from {first} to {last}?",
-    "Please count from {first} to {last}.",
-    "Count {first} to {last}.",
-    "List the numbers from {first} to {last}.",
-    "Write the numbers from {first} to {last}.",
-    "Give me the numbers between {first} and {last}.",
+UP = phrases(
+    """
+    Count from {first} to {last}. | Count from {first} up to {last}. |
+    Count up from {first} to {last}. | Can you count from {first} to {last}? |
+    Please count from {first} to {last}. | Count {first} to {last}. |
+    List the numbers from {first} to {last}. | Write the numbers from {first} to {last}. |
+    Give me the numbers between {first} and {last}.
+    """
 )
 UP_FROM_ONE = ("Count to {last}.", "Can you count to {last}?", "Count up to {last}.")
 DOWN = (

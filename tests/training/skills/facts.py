@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
-from tests.training.words import article, compose, wording_key
+from tests.training.words import article, compose, phrases, wording_key
 
 if TYPE_CHECKING:
     from random import Random
@@ -21,15 +21,12 @@ COLOUR_OF = {
     "a swan": "white", "a raven": "black", "a polar bear": "white", "a plum": "purple",
     "a canary": "yellow", "a fox": "red", "a dolphin": "grey", "salt": "white", "gold": "yellow",
 }  # fmt: skip
-COLOUR_ASKED = (
-    "What colour is {thing}?",
-    "What colour is {thing}?",
-    "What color is {thing}?",
-    "Which colour is {thing}?",
-    "What is the colour of {thing}?",
-    "What is the color of {thing}?",
-    "Tell me the colour of {thing}.",
-    "Do you know what colour {thing} is?",
+COLOUR_ASKED = phrases(
+    """
+    What colour is {thing}? | What colour is {thing}? | What color is {thing}? |
+    Which colour is {thing}? | What is the colour of {thing}? | What is the color of {thing}? |
+    Tell me the colour of {thing}. | Do you know what colour {thing} is?
+    """
 )
 
 SOUND_OF = {
@@ -88,12 +85,10 @@ EXAMPLES = {
     "a red fruit": "A cherry is a red fruit.", "a yellow fruit": "A banana is a yellow fruit.",
     "an animal that can fly": "An eagle can fly.", "an animal that can swim": "A duck can swim.",
 }  # fmt: skip
-EXAMPLE_ASKED = (
-    "Name {kind}.",
-    "Can you name {kind}?",
-    "Tell me {kind}.",
-    "Give me {kind}.",
-    "Do you know {kind}?",
+EXAMPLE_ASKED = phrases(
+    """
+    Name {kind}. | Can you name {kind}? | Tell me {kind}. | Give me {kind}. | Do you know {kind}?
+    """
 )
 
 

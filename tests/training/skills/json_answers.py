@@ -8,14 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-from tests.training.dialogue import (
-    Exchange,
-    Skill,
-    Split,
-    Thread,
-    Tools,
-    draw,
-)
+from tests.training.dialogue import Exchange, Skill, Split, Thread, Tools, draw
 from tests.training.skills.facts import COLOUR_ASKED, COLOUR_OF, LEGS_ASKED, LEGS_OF
 from tests.training.skills.tool_kinds import CITIES
 from tests.training.words import (
@@ -26,6 +19,7 @@ from tests.training.words import (
     article,
     compose,
     invented_name,
+    phrases,
     roughen,
     words,
 )
@@ -71,35 +65,28 @@ FIELDS = (
           lambda rng: rng.choice(JOBS)),
 )  # fmt: skip
 
-WITH_KEYS = (
-    "{text} Write this as JSON with the keys {keys}.",
-    "{text} Answer as JSON with the keys {keys}.",
-    "{text} As JSON with the keys {keys}, please.",
-    "As JSON with the keys {keys}: {text}",
-    "Write as JSON with the keys {keys}: {text}",
-    "Give me a JSON object with the keys {keys}: {text}",
-    "Give me {keys} as JSON: {text}",
-    "Extract {keys} as JSON: {text}",
-    "{text} Give me the {keys} as JSON.",
-    "{text} Return {keys} as JSON.",
+WITH_KEYS = phrases(
+    """
+    {text} Write this as JSON with the keys {keys}. | {text} Answer as JSON with the keys {keys}. |
+    {text} As JSON with the keys {keys}, please. | As JSON with the keys {keys}: {text} |
+    Write as JSON with the keys {keys}: {text} |
+    Give me a JSON object with the keys {keys}: {text} | Give me {keys} as JSON: {text} |
+    Extract {keys} as JSON: {text} | {text} Give me the {keys} as JSON. |
+    {text} Return {keys} as JSON.
+    """
 )
 WITH_ONE_KEY = tuple(text.replace("keys", "key", 1) for text in WITH_KEYS[:6] if "the keys" in text)
-WITHOUT_KEYS = (
-    "{text} Write this as JSON.",
-    "{text} Answer as JSON.",
-    "{text} Answer in JSON.",
-    "As JSON: {text}",
-    "Write as JSON: {text}",
-    "Extract as JSON: {text}",
-    "{text} Give me JSON.",
-    "{text} Reply with a JSON object.",
+WITHOUT_KEYS = phrases(
+    """
+    {text} Write this as JSON. | {text} Answer as JSON. | {text} Answer in JSON. | As JSON: {text} |
+    Write as JSON: {text} | Extract as JSON: {text} | {text} Give me JSON. |
+    {text} Reply with a JSON object.
+    """
 )
-UNSAID = (
-    "{text}",
-    "{text}",
-    "Extract the person: {text}",
-    "Extract: {text}",
-    "Who is this? {text}",
+UNSAID = phrases(
+    """
+    {text} | {text} | Extract the person: {text} | Extract: {text} | Who is this? {text}
+    """
 )
 ANSWER_KEYS = ("answer", "result", "value", "number", "reply", "output", "text")
 
@@ -220,10 +207,4 @@ def _object(fields: Sequence[tuple[str, Value]]) -> str:
 
 
 JSON = Skill("json", weight=1.4, write=write, thought="I write JSON.", tools=Tools.WITHOUT)
-JSON_FORCED = Skill(
-    "json_schema",
-    weight=0.9,
-    write=write_forced,
-    thought="I write JSON.",
-    tools=Tools.WITHOUT,
-)
+JSON_FORCED = Skill("json_schema", 0.9, write_forced, "I write JSON.", tools=Tools.WITHOUT)

@@ -12,41 +12,28 @@ from tests.training.words import (
     PETS,
     compose,
     invented_name,
+    phrases,
     wording_key,
 )
 
 if TYPE_CHECKING:
     from random import Random
 
-NAME_TOLD = (
-    "My name is {name}.",
-    "My name is {name}.",
-    "Hello, my name is {name}.",
-    "Hi! My name is {name}.",
-    "Hi, I am {name}.",
-    "Hi, I'm {name}.",
-    "I am {name}.",
-    "I'm {name}.",
-    "You can call me {name}.",
-    "Call me {name}.",
-    "Hello! I'm {name}. Nice to meet you.",
-    "Good morning, my name is {name}.",
-    "My name is {name}. Please remember it.",
-    "Remember my name: {name}",
+NAME_TOLD = phrases(
+    """
+    My name is {name}. | My name is {name}. | Hello, my name is {name}. | Hi! My name is {name}. |
+    Hi, I am {name}. | Hi, I'm {name}. | I am {name}. | I'm {name}. | You can call me {name}. |
+    Call me {name}. | Hello! I'm {name}. Nice to meet you. | Good morning, my name is {name}. |
+    My name is {name}. Please remember it. | Remember my name: {name}
+    """
 )
 NAME_CHANGED = ("My name is now {name}.", "Actually, my name is {name}.", "No, call me {name}.")
-NAME_ASKED = (
-    "What is my name?",
-    "What is my name?",
-    "What's my name?",
-    "Do you remember my name?",
-    "Who am I?",
-    "What was my name?",
-    "What did I say my name was?",
-    "Can you tell me my name?",
-    "Tell me my name.",
-    "Do you know my name?",
-    "What am I called?",
+NAME_ASKED = phrases(
+    """
+    What is my name? | What is my name? | What's my name? | Do you remember my name? | Who am I? |
+    What was my name? | What did I say my name was? | Can you tell me my name? | Tell me my name. |
+    Do you know my name? | What am I called?
+    """
 )
 NAME_UNKNOWN = "You have not told me your name."
 

@@ -11,6 +11,7 @@ from tests.training.words import (
     VERBS,
     article,
     compose,
+    phrases,
     roughen,
     sentence,
     wording_key,
@@ -80,63 +81,28 @@ STORY = (
 HEROES = words("fox cat dog bear rabbit mouse frog duck owl wolf lion horse sheep goat")
 
 REFUSAL = f"I am a small model and I do not know that. {CAPABILITIES}"
-BEYOND = (
-    "What is the capital of {place}?",
-    "Where is {place}?",
-    "Who is the president of {place}?",
-    "Tell me about {noun}.",
-    "Tell me about the {adjective} {noun}.",
-    "What is a {noun}?",
-    "Explain {noun} to me.",
-    "Explain how {noun} works.",
-    "Write a poem about a {noun}.",
-    "Write code that sorts a {noun}.",
-    "Write a letter to my {noun}.",
-    "Why is the {noun} {adjective}?",
-    "Why do we need {noun}?",
-    "How do I make {noun}?",
-    "How old is the {noun}?",
-    "How do I fix my {noun}?",
-    "When was the {noun} invented?",
-    "Who invented the {noun}?",
-    "What is {large} + {b}?",
-    "What is {a} + {large}?",
-    "{large} + {large}",
-    "What is {a} + {b} + {c}?",
-    "What is {a} - {b}?",
-    "What is {a} minus {b}?",
-    "What is {a} times {b}?",
-    "What is {a} * {b}?",
-    "What is {a} divided by {b}?",
-    "Translate {noun} into French.",
-    "What does {noun} mean?",
-    "Summarise this text: {sentence}.",
-    "What is the weather like today?",
-    "What time is it?",
-    "What day is it today?",
-    "What is the meaning of life?",
-    "Can you drive a car?",
-    "Is {a} a prime number?",
-    "How do I sort a list in Python?",
-    "Give me a list of {a} {noun}s.",
-    "What is the {adjective} {noun} in the world?",
-    "Tell me a joke.",
-    "Do you like {noun}?",
-    "I like {noun}.",
-    "I think that {sentence}.",
-    "The {noun} is {adjective}.",
-    "Did you know that {sentence}?",
-    "Is it true that {sentence}?",
-    "Which is better, {noun} or {noun2}?",
-    "Give me a recipe for {noun}.",
-    "Play {noun}.",
-    "Who {verb} the {noun}?",
-    "Solve this riddle about a {noun}.",
-    "{sentence}",
-    "{sentence}?",
-    "{noun}",
-    "{noun} {noun2}",
-    "{adjective} {noun}",
+BEYOND = phrases(
+    """
+    What is the capital of {place}? | Where is {place}? | Who is the president of {place}? |
+    Tell me about {noun}. | Tell me about the {adjective} {noun}. | What is a {noun}? |
+    Explain {noun} to me. | Explain how {noun} works. | Write a poem about a {noun}. |
+    Write code that sorts a {noun}. | Write a letter to my {noun}. |
+    Why is the {noun} {adjective}? | Why do we need {noun}? | How do I make {noun}? |
+    How old is the {noun}? | How do I fix my {noun}? | When was the {noun} invented? |
+    Who invented the {noun}? | What is {large} + {b}? | What is {a} + {large}? | {large} + {large} |
+    What is {a} + {b} + {c}? | What is {a} - {b}? | What is {a} minus {b}? |
+    What is {a} times {b}? | What is {a} * {b}? | What is {a} divided by {b}? |
+    Translate {noun} into French. | What does {noun} mean? | Summarise this text: {sentence}. |
+    What is the weather like today? | What time is it? | What day is it today? |
+    What is the meaning of life? | Can you drive a car? | Is {a} a prime number? |
+    How do I sort a list in Python? | Give me a list of {a} {noun}s. |
+    What is the {adjective} {noun} in the world? | Tell me a joke. | Do you like {noun}? |
+    I like {noun}. | I think that {sentence}. | The {noun} is {adjective}. |
+    Did you know that {sentence}? | Is it true that {sentence}? |
+    Which is better, {noun} or {noun2}? | Give me a recipe for {noun}. | Play {noun}. |
+    Who {verb} the {noun}? | Solve this riddle about a {noun}. | {sentence} | {sentence}? | {noun} |
+    {noun} {noun2} | {adjective} {noun}
+    """
 )
 PLACES = words(
     """

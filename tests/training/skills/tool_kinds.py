@@ -9,14 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 from tests.training.skills.smalltalk import PLACES
-from tests.training.words import (
-    ADJECTIVES,
-    NAMES,
-    NOUNS,
-    invented_name,
-    sentence,
-    words,
-)
+from tests.training.words import ADJECTIVES, NAMES, NOUNS, invented_name, phrases, sentence, words
 
 Value: TypeAlias = str | int | bool
 Values: TypeAlias = dict[str, Value]
@@ -339,24 +332,18 @@ _COUNTRY = ("country", "place", "name")
 _WHO = ("name", "person", "user", "who", "contact")
 _THING = ("item", "product", "name", "thing")
 _TOPICS: dict[str, tuple[tuple[str, ...], Callable[[Random], Value]]] = {
-    "temperature": (_PLACE, _city),
-    "forecast": (_PLACE, _city),
-    "time": (_PLACE, _city),
-    "population": (_PLACE, _city),
-    "news": (_PLACE, _city),
-    "mayor": (_PLACE, _city),
-    "capital": (_COUNTRY, _city),
-    "currency": (_COUNTRY, _city),
-    "price": (_THING, _anything),
-    "stock price": (("symbol", "ticker", "company"), _symbol),
-    "phone number": (_WHO, _person),
-    "address": (_WHO, _person),
-    "email": (_WHO, _person),
-    "birthday": (_WHO, _person),
-    "age": (_WHO, _person),
-    "status": (("order", "order_id", "id"), _order),
-    "definition": (("word", "term"), _anything),
-    "recipe": (("dish", "food", "name"), _anything),
+    topic: (names, draw)
+    for topics, names, draw in (
+        ("temperature | forecast | time | population | news | mayor", _PLACE, _city),
+        ("capital | currency", _COUNTRY, _city),
+        ("price", _THING, _anything),
+        ("stock price", ("symbol", "ticker", "company"), _symbol),
+        ("phone number | address | email | birthday | age", _WHO, _person),
+        ("status", ("order", "order_id", "id"), _order),
+        ("definition", ("word", "term"), _anything),
+        ("recipe", ("dish", "food", "name"), _anything),
+    )
+    for topic in phrases(topics)
 }
 
 _COMMON = (

@@ -19,13 +19,7 @@ from tests.training.dialogue import (
 )
 from tests.training.skills import sums
 from tests.training.skills.smalltalk import REFUSAL
-from tests.training.skills.tool_kinds import (
-    FAILED_SHARE,
-    Kind,
-    Values,
-    fails,
-    kind,
-)
+from tests.training.skills.tool_kinds import FAILED_SHARE, Kind, Values, fails, kind
 from tests.training.words import compose
 
 if TYPE_CHECKING:
@@ -183,11 +177,4 @@ def _key(drawn: Kind, values: Values) -> str | None:
     return f"call {drawn.topic} {texts}" if texts and drawn.topic != "device" else None
 
 
-TOOL_CALL = Skill(
-    "tool_call",
-    weight=2.0,
-    write=write,
-    thought="I call a tool.",
-    subject="tools",
-    tools=Tools.OFFERS,
-)
+TOOL_CALL = Skill("tool_call", 2.0, write, "I call a tool.", subject="tools", tools=Tools.OFFERS)

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.bench.prose import (
-    FILE,
-    PROSE,
-    WINDOW,
-    WINDOWS,
-    perplexity,
-    perplexity_of,
-    windows,
-)
+from tests.bench.prose import FILE, PROSE, WINDOW, WINDOWS, perplexity, perplexity_of, windows
 from tests.bench.summary import read
 
 from antiphon.model_card.packaged import packaged

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bench.machine import Machine
-from tests.bench.summary import (
-    RAW,
-    RESULTS,
-    Summary,
-    measured,
-    read,
-    single,
-    write,
-    write_results,
-)
+from tests.bench.summary import RAW, RESULTS, Summary, measured, read, single, write, write_results
 
 if TYPE_CHECKING:
     from pathlib import Path

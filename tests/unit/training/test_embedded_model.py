@@ -9,14 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.training.dialogue import (
-    Chat,
-    Message,
-    Skill,
-    Split,
-    messages_of,
-    seeded,
-)
+from tests.training.dialogue import Chat, Message, Skill, Split, messages_of, seeded
 from tests.training.evaluate import held_out_cases, score
 from tests.training.generation import LocalModel
 from tests.training.grammar import SKILLS, weave

@@ -10,7 +10,7 @@ from tests.training.dialogue import Call, Message, Skill, said, schema
 from tests.training.evaluate import PROMPTS_PER_SKILL, held_out_cases
 from tests.training.grammar import SKILLS, Case
 from tests.training.skills.json_answers import JSON, JSON_FORCED
-from tests.training.skills.thinking import THINKING
+from tests.training.skills.sums import THINKING
 from tests.training.skills.tools import TOOL_CALL
 from tests.training.tokenizer import CHAT_TEMPLATE
 
