@@ -119,14 +119,8 @@ bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle ma
 
 docs: setup  ## Write the generated pages again
 	$(BIN)/python -m tests.support.argument_tests
-	$(BIN)/python -m tests.support.config_page
-	$(BIN)/python -m tests.support.bus_page
-	$(BIN)/python -m tests.support.metrics_page
-	$(BIN)/python -m tests.support.http_page
-	$(BIN)/python -m tests.support.models_page
-	$(BIN)/python -m tests.support.formats_page
+	$(BIN)/python -m tests.support.pages
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
-	$(BIN)/python -m tests.support.status_page
 
 site: setup  ## Build the documentation site in site/; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,21 +1,19 @@
-"""Writes the reference page of the settings: `python -m tests.support.config_page [FILE]`."""
+"""Writes the reference page of the settings."""
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
-from pathlib import Path
 
-from tests.support.markdown import table
+from tests.support.markdown import DOCS, table
 
 from antiphon.config.fields import Group, SettingField, groups
 from antiphon.config.sglang.arguments import SglangArgument, rows
 
-PAGE = Path("docs/reference/configuration.md")
+PAGE = DOCS / "reference/configuration.md"
 
 HEAD = """# Configuration
 
-<!-- Written by `python -m tests.support.config_page`; change the structs in antiphon.config. -->
+<!-- Written by `make docs`; change the structs in antiphon.config. -->
 
 Every setting has four names: its path, as in `batching.tokens_max`, which is also its place in a
 YAML file; the flag `--batching-tokens-max`; and the variable `ANTIPHON_BATCHING__TOKENS_MAX`.
@@ -88,14 +86,3 @@ def _alias(row: SglangArgument) -> tuple[str, ...]:
         return flags, row.status, "any", row.reason
     neutral = " ".join(f"`{value}`" for value in row.neutral)
     return flags, row.status, neutral, row.reason
-
-
-def main() -> None:
-    """Write the page to the given file, or to its place in the repository."""
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

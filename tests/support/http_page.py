@@ -1,14 +1,10 @@
-"""Generates docs/reference/http.md: every field of every body, from the structs that decode it.
-
-python -m tests.support.http_page
-"""
+"""Generates docs/reference/http.md: every field of every body, from the structs that decode it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tests.support.markdown import table
+from tests.support.markdown import DOCS, table
 
 from antiphon.gateway.http.anthropic.schema import (
     COUNT_UNSUPPORTED,
@@ -51,7 +47,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.fields import UnsupportedField
 
-PAGE = Path("docs/reference/http.md")
+PAGE = DOCS / "reference/http.md"
 
 Schema = dict[str, object]
 
@@ -178,7 +174,3 @@ def _bounds(schema: Schema) -> str:
         if limit is not None and abs(limit) < _WIDE
     ]
     return f" ({', '.join(bounds)})" if bounds else ""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

@@ -1,11 +1,14 @@
-"""Tables for generated pages."""
+"""Tables for generated pages, and where these are."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def table(head: Sequence[str], body: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Writes the reference page of models: `python -m tests.support.models_page`.
+"""Writes the reference page of models.
 
 Attention kinds and quantization formats of a family are found by building a small model: from the
 family's own declaration, and with the refusals of the code that loads models.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import transformers
-from tests.support.markdown import table
+from tests.support.markdown import DOCS, table
 
 from antiphon.config.quantization import ROUTERS
 from antiphon.layers.attention import AttentionSpec
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.model.spec import ModelSpec
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+PAGE = DOCS / "reference/models.md"
 REFERENCE = "transformers"
 """The package that our models are compared with, in the version that the tests install."""
 GGUF = frozenset(
@@ -50,7 +49,7 @@ GGUF = frozenset(
 
 HEAD = """# The models that are served
 
-<!-- Written by `python -m tests.support.models_page`; change the families. -->
+<!-- Written by `make docs`; change the families. -->
 
 By `architectures` of config.json. Each family is compared with the reference in float32, and each
 feature with its absence: [models.md](../models.md) says how. Grouped-query attention may have one
@@ -184,10 +183,6 @@ def _compared(architecture: str) -> str:
     return f"{REFERENCE} {'.'.join(version(REFERENCE).split('.')[:2])}{own}"
 
 
-def main() -> None:
-    PAGE.write_text(page(), "utf-8")
-
-
 def _families() -> dict[str, tuple[str, tuple[str, ...]]]:
     """By architecture: the first line of what the declaration says, and its features."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -238,7 +233,3 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
 
 def _plain() -> BuildContext:
     return BuildContext(SingleRank(), torch.float32, torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    main()

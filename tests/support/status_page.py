@@ -1,8 +1,6 @@
 """Writes docs/status.md: supported, rejected and missing features, from the registries.
 
 It imports services and shared packages alike, which modules of neither may do.
-
-    python -m tests.support.status_page
 """
 
 from __future__ import annotations
@@ -10,12 +8,11 @@ from __future__ import annotations
 import ast
 import asyncio
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 import aiohttp
 import msgspec
-from tests.support.markdown import table
+from tests.support.markdown import DOCS, table
 from tests.unit.gateway.cluster import house
 
 from antiphon.config.fields import fields
@@ -36,9 +33,10 @@ from antiphon.wire.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "status.md"
+PAGE = DOCS / "status.md"
+ROOT = DOCS.parent
 FOLDERS = {role: "model_worker" if role is Role.WORKER else str(role) for role in Role}
 REASONS_SHOWN = 2
 """How many reasons per group the table of arguments shows."""
@@ -46,7 +44,7 @@ REASONS_SHOWN = 2
 _HEAD = """\
 # Status
 
-<!-- Written by `python -m tests.support.status_page`; change the text there. -->
+<!-- Written by `make docs`; change the text there. -->
 
 What works today, what is refused and what is not built. Counts and lists are read from the code,
 and a test fails when this page differs from them. Antiphon runs on CPUs only.
@@ -381,7 +379,3 @@ def _reasons(of: Iterable[SglangArgument]) -> str:
 
 def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

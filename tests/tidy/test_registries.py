@@ -11,7 +11,8 @@ from tests.bench.page import write as benchmarks
 from tests.bench.page.engine import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
-from tests.support import bus_page, config_page, http_page, models_page, status_page
+from tests.support import status_page
+from tests.support.pages import PAGES
 
 from antiphon.config.fields import groups
 from antiphon.model_worker.batching.faults import SHARED
@@ -91,8 +92,8 @@ def test_every_setting_has_help():
 
 @pytest.mark.timeout(180)  # the page of models declares every family once for each method
 def test_generated_pages_are_current():
-    for written in (config_page, bus_page, http_page, models_page):
-        assert (ROOT / written.PAGE).read_text() == written.page(), written.__name__
+    for module in PAGES:
+        assert module.PAGE.read_text() == module.page(), f"{module.PAGE.name}: run make docs"
 
 
 def test_the_page_of_benchmarks_says_what_the_committed_results_say():
@@ -100,8 +101,3 @@ def test_the_page_of_benchmarks_says_what_the_committed_results_say():
     assert benchmarks.PAGE.read_text() == benchmarks.page(RESULTS), again
     plot = drawn(read(RESULTS / "open-load.json"))
     assert benchmarks.PAGE.with_name(PLOT).read_text() == plot, again
-
-
-def test_the_status_page_is_current():
-    current = status_page.PAGE.read_text() == status_page.page()
-    assert current, "run python -m tests.support.status_page"

@@ -6,18 +6,12 @@ from pathlib import Path
 
 from tests.support import bus_page as bus
 from tests.support import config_page
-from tests.support import metrics_page as metrics
 
 from antiphon.config.fields import fields
 from antiphon.config.sglang.arguments import rows
 from antiphon.wire.routes import ROUTES
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_the_table_of_metrics_is_current() -> None:
-    committed = (ROOT / metrics.PAGE).read_text(encoding="utf-8")
-    assert committed == metrics.page(committed), f"run: python -m {metrics.__name__}"
 
 
 def test_every_setting_and_every_flag_of_sglang_has_a_line() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from tests.support.formats_page import page
 
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
@@ -50,11 +49,6 @@ def test_every_format_can_be_set_and_every_setting_is_a_format():
     assert sorted(reasoning) == sorted({*ReasoningParser} - CHOICES)
     assert not values()["--tool-call-parser"].keys() & {*tools}
     assert not values()["--reasoning-parser"].keys() & {*reasoning}
-
-
-def test_the_page_of_formats_is_current():
-    text = (ROOT / "docs/tools.md").read_text()
-    assert text == page(text)
 
 
 @pytest.mark.parametrize(
