@@ -10,7 +10,7 @@ from tests.bus.worlds import World, mailbox
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode_json
 from antiphon.wire.errors import DeadlineExceeded, Overloaded

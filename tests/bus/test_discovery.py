@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.bus.worlds import Mailbox, World, mailbox
 
-from antiphon.bus.discovery import Discovery, EndpointCounters
+from antiphon.bus.discovery import EndpointCounters, answer_discovery
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import Incarnation, InstanceId
 
@@ -27,16 +27,14 @@ async def ask(world: World, *subjects: str) -> list[dict[str, object]]:
     endpoint = EndpointCounters("tokenizer.encode", "test.v1.tokenizer.m.encode", "tokenizer")
     endpoint.count(0.25)
     endpoint.count(0.75, "overloaded")
-    discovery = Discovery(
+    await answer_discovery(
         answerer,
         role=Role.TOKENIZER,
         process=PROCESS,
         version="0.1.0",
-        description="text to token ids",
+        cluster="test",
         endpoints=[endpoint],
-        metadata={"cluster": "test"},
     )
-    await discovery.listen()
     box = await mailbox(asker, "inbox.1")
     for subject in subjects:
         asker.publish(subject, b"", "inbox.1")
@@ -54,7 +52,7 @@ async def test_info_lists_the_endpoints(world: World) -> None:
         {
             "type": "io.nats.micro.v1.info_response",
             **HEAD,
-            "description": "text to token ids",
+            "description": "Antiphon tokenizer",
             "endpoints": [
                 {
                     "name": "tokenizer.encode",

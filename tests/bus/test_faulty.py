@@ -9,7 +9,7 @@ from tests.bus.worlds import Mailbox
 from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.wire.errors import RequestTooLarge
 
 

@@ -9,7 +9,7 @@ from tests.bus.worlds import Mailbox
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.wait import until
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 
 
 async def test_one_link_is_cut_and_the_others_stay() -> None:

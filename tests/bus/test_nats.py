@@ -19,11 +19,10 @@ from tests.support.wait import until
 
 from antiphon.bus import nats as transport_module
 from antiphon.bus.connection import Connection
-from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.tcp import Socket
-from antiphon.bus.transport import Packet
+from antiphon.bus.transport import BusDown, Packet
 from antiphon.service.tasks import Tasks
 from antiphon.wire.errors import RequestTooLarge
 

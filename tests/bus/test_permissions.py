@@ -14,7 +14,7 @@ from tests.support.wait import until
 from tests.wire.examples import EXAMPLES, TERM, WORKER
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, Discovery, EndpointCounters
+from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, EndpointCounters, answer_discovery
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
 from antiphon.bus.server import ServerSettings
@@ -218,14 +218,14 @@ async def test_client_publishes_to_gateways_only(house: House) -> None:
 async def test_every_role_responds_to_discovery_verbs_of_allowed_parties(house: House) -> None:
     for role in Role:
         member = house.members[role]
-        await Discovery(
+        await answer_discovery(
             member.transport,
             role=role,
             process=member.bus.process,
             version="0.1.0",
-            description="",
+            cluster="antiphon",
             endpoints=[EndpointCounters("a", "b")],
-        ).listen()
+        )
     for asker in DISCOVERY_CLIENTS:
         member, box = house.members[asker], Mailbox()
         prefix = f"antiphon.v1.inbox.{asker}.test"

@@ -9,7 +9,7 @@ import pytest
 from tests.bus.worlds import Mailbox, World, mailbox
 from tests.support.wait import until
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -14,8 +14,15 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig, read_preprocessor_config
-from antiphon.encoder.spec import SiglipSpec, VisionActivation, VisionFamily, VisionTowerSpec
+from antiphon.encoder.preprocess import (
+    Preprocessor,
+    PreprocessorConfig,
+    SiglipSpec,
+    VisionActivation,
+    VisionFamily,
+    VisionTowerSpec,
+    read_preprocessor_config,
+)
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:

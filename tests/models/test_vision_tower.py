@@ -25,7 +25,7 @@ from transformers import (
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.model import VisionTower, read_weights
-from antiphon.encoder.spec import VisionActivation, read_spec
+from antiphon.encoder.preprocess import VisionActivation, read_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

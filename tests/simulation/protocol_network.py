@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.support.clock import ManualClock
 
-from antiphon.bus.errors import BusDown, NoResponders
+from antiphon.bus.transport import BusDown, NoResponders
 from antiphon.wire.codec import decode, decode_reply, encode
 from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
 

@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-
 from antiphon.bus.errors import BusDown
+
 from antiphon.detokenizer.machine import Detokenizer, SendResend, SendStop, SendText
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Deliver, TextDelta

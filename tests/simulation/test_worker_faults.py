@@ -23,7 +23,7 @@ from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pages import PagePool
-from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

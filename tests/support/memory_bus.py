@@ -11,8 +11,7 @@ import logging
 import random
 from typing import TYPE_CHECKING, Self
 
-from antiphon.bus.errors import BusDown
-from antiphon.bus.transport import LinkState, Packet, dispatch
+from antiphon.bus.transport import BusDown, LinkState, Packet, dispatch
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tests.support.wait import until
 from antiphon.bus.bus import Bus
 from antiphon.config.settings import HealthConfig, ServiceConfig, Settings
 from antiphon.service.clock import Clock, SystemClock
-from antiphon.service.run import ProcessContext, serve
-from antiphon.service.service import Service
+from antiphon.service.run import serve
+from antiphon.service.service import ProcessContext, Service
 from antiphon.wire.base import Process, ProcessState
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.bus.transport import Transport
-    from antiphon.service.health import ProcessHealth
     from antiphon.service.service import Runtime, ServiceFactory
+    from antiphon.service.web import ProcessHealth
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.base import Role
     from antiphon.wire.routes import Party

@@ -12,9 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.detokenizer.choice import ChoiceResult, ChoiceState
+from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRequest
 from antiphon.detokenizer.incremental import TokenTexts
-from antiphon.detokenizer.request import DetokenizerRequest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process

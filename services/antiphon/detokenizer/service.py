@@ -7,14 +7,14 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop, SendText
 from antiphon.detokenizer.unfolding import READS
 from antiphon.model_card.served_model import served_name, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.model_card.vocabulary import read_vocabulary
-from antiphon.service.dropped_messages import UnknownSender
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import Span, span
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from antiphon.detokenizer.request import DetokenizerRequest
+    from antiphon.detokenizer.choice import DetokenizerRequest
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews

@@ -22,8 +22,14 @@ from torch import Tensor
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding
-from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config
-from antiphon.encoder.spec import VisionActivation, VisionFamily, VisionTowerSpec, read_spec
+from antiphon.encoder.preprocess import (
+    Preprocessor,
+    VisionActivation,
+    VisionFamily,
+    VisionTowerSpec,
+    read_preprocessor_config,
+    read_spec,
+)
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from antiphon.model_card.served_model import served_name
 from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
-from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import RunningTotal
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch

@@ -28,10 +28,10 @@ from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import StreamEndpoint
-from antiphon.service.health import probe_routes
-from antiphon.service.message_limits import OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.metrics_publisher import report_of
 from antiphon.service.service import Report
+from antiphon.service.startup import OPEN_ENTRY_BYTES, check_message_fits
+from antiphon.service.web import probe_routes
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT

@@ -14,7 +14,7 @@ from antiphon.kv_storage.store import DiskTier, MemoryTier, Page, PageStore
 from antiphon.service.clock import time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
-from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.transfer.blobs import BlobServer, fetch_all, new_token
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (

@@ -29,12 +29,12 @@ from antiphon.model_worker.protocol.reports import ReportQueue
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
-from antiphon.service.dropped_messages import LOG_PAUSE_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.message_limits import HELD_ENTRY_BYTES, check_message_fits
+from antiphon.service.inbox import LOG_PAUSE_S
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
+from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits
 from antiphon.wire.base import Role
 from antiphon.wire.command import ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.capacity import RequestCost, WorkerCapacity, pages_needed
+from antiphon.scheduler.request_table import RequestCost, WorkerCapacity, pages_needed
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from antiphon.bus.errors import NoResponders, ReplyLost
-from antiphon.bus.transport import is_async
+from antiphon.bus.transport import NoResponders, ReplyLost, is_async
 from antiphon.wire.base import WIRE_VERSION, Message, Process
 from antiphon.wire.codec import decode, decode_reply, encode, encode_json, is_json
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import nats.errors
 
 from antiphon.bus.connection import Connection
-from antiphon.bus.errors import BusDown
 from antiphon.bus.tcp import ThreadSafeWriter, publish_frame
-from antiphon.bus.transport import LinkState, Packet, dispatch, is_async
+from antiphon.bus.transport import BusDown, LinkState, Packet, dispatch, is_async
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import msgspec
 
-from antiphon.bus.errors import NoResponders
+from antiphon.bus.transport import NoResponders
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import API
 

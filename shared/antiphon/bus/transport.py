@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from antiphon.wire.errors import EngineError
+from antiphon.wire.errors import EngineError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -167,3 +167,15 @@ async def dispatch(receive: PacketCallback, packet: Packet) -> None:
 def _being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class BusDown(Unavailable):
+    """The link to the broker is down; nothing was sent and nothing is buffered."""
+
+
+class ReplyLost(Unavailable):
+    """The link dropped while waiting for a reply; the call may have taken effect."""
+
+
+class NoResponders(Unavailable):
+    """No process listens on the subject; nothing was started."""

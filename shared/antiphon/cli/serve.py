@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from antiphon.bus.server import ServerFailed, ServerMissing
-from antiphon.cli.arguments import load_arguments
+from antiphon.cli.settings import load_arguments
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.packaged import ensure_cached, is_cached, is_packaged, packaged
 from antiphon.model_card.served_model import cache_folder, hub_models, model_files, tokenizer_path

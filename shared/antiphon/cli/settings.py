@@ -9,15 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from antiphon.cli.arguments import load_arguments
 from antiphon.config.fields import SettingField, fields, value_at
 from antiphon.config.flags import Parser
+from antiphon.config.load import Loaded, load
+from antiphon.config.sglang.aliases import serve_parser
 from antiphon.config.sglang.arguments import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from antiphon.config.load import Loaded
 
 PIPE_COLUMNS = 200
 """Width without a terminal; a narrower table would fold paths and break `grep`."""
@@ -73,3 +72,9 @@ def _shown(loaded: Loaded, field: SettingField) -> str:
 
 def _source(loaded: Loaded, field: SettingField) -> str:
     return loaded.given[field.path].source if field.path in loaded.given else "default"
+
+
+def load_arguments(prog: str, description: str, argv: Sequence[str]) -> Loaded:
+    """Load the settings from all sources; arguments take precedence. `--help` raises SystemExit."""
+    parsed = serve_parser(prog, description).parse(argv)
+    return load(parsed.config_file, parsed.settings, implied=parsed.implied)

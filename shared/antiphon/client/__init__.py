@@ -7,8 +7,7 @@ Print a completion as it is generated:
             print(chunk.text, end="")
 """
 
-from antiphon.client.client import Client
-from antiphon.client.embeddings import EmbedResult
+from antiphon.client.client import Client, EmbedResult
 from antiphon.client.stream import Completion, CompletionChunk
 
 __all__ = ["Client", "Completion", "CompletionChunk", "EmbedResult"]

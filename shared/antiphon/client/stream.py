@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.bus.errors import BusDown, NoResponders
+from antiphon.bus.transport import BusDown, NoResponders
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import (
     DeadlineExceeded,

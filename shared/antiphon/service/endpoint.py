@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from antiphon.bus.discovery import EndpointCounters
-from antiphon.service.inbox import Inbox, InboxLimits, RequestInbox, StreamInbox
-from antiphon.service.route_metrics import RouteMetrics
+from antiphon.service.inbox import Inbox, InboxLimits, RequestInbox, RouteMetrics, StreamInbox
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.tracing import request_id_var, span
 from antiphon.wire.base import Message

@@ -29,12 +29,11 @@ _REPLY_JITTER_S = 0.1
 
 
 class Heartbeater:
-    def __init__(self, role: Role, runtime: Runtime, name: InstanceName, health_port: int) -> None:
+    def __init__(self, role: Role, runtime: Runtime, name: InstanceName) -> None:
         self.service: Service | None = None  # reports its part once it has started
         self._role = role
         self._runtime = runtime
         self._name = name
-        self._health_port = health_port
         self._config_digest = digest(runtime.settings.cluster)
         self._reply_pending = False
 
@@ -107,7 +106,7 @@ class Heartbeater:
             state=runtime.health.state,
             model=None if service is None else service.model(),
             config_digest=self._config_digest,
-            health_port=self._health_port,
+            health_port=runtime.metrics_port,
             load=report.load,
             worker=report.worker,
             leads=report.leads,

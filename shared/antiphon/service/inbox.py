@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.service.dropped_messages import DroppedMessages, SharedStateBroken
-from antiphon.service.route_metrics import OK, RouteMetrics
 from antiphon.wire.codec import MalformedMessage
 from antiphon.wire.errors import (
     EngineError,
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from antiphon.bus.bus import Delivery
+    from antiphon.bus.discovery import EndpointCounters
+    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.base import Message
 
 log = logging.getLogger(__name__)
@@ -207,3 +207,118 @@ def send_error(delivery: Delivery, error: EngineError, counts: RouteMetrics) -> 
     except Exception:
         counts.unsent("answer")
         log.exception("answer not sent", extra=extra)
+
+
+LOG_PAUSE_S = 1.0
+"""Minimum time between two log lines of a route with the same reason."""
+
+MALFORMED = "malformed"
+"""Reason of messages that cannot be decoded."""
+
+UNKNOWN_SENDER = "unknown_sender"
+"""Reason of messages from a process that is not a known peer."""
+
+
+class SharedStateBroken(AssertionError):
+    """State shared by all requests is inconsistent; later results cannot be trusted.
+
+    It ends the process. Every other error, including a failed assertion, ends at most the request
+    that it belongs to.
+    """
+
+
+class UnknownSender(InvalidRequest):
+    """The sender is not a live peer: it is dead, was replaced, or the message is forged.
+
+    Messages that a live process sent before its first heartbeat are detected as missing and resent.
+    """
+
+
+class DroppedMessages:
+    """Counts the dropped messages of a route, and logs at most one per second and reason."""
+
+    def __init__(
+        self, route: str, counts: RouteMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._route = route
+        self._counts = counts
+        self._clock = clock
+        self._logged_at: dict[str, float] = {}
+        self._unlogged: dict[str, int] = {}
+
+    def record(self, error: Exception) -> str:
+        """Count a message dropped because of this error; return the reason."""
+        # Bugs are logged with their traceback.
+        reason = _reason(error)
+        self._counts.message_refused(reason)
+        now = self._clock()
+        if now - self._logged_at.get(reason, now - LOG_PAUSE_S) < LOG_PAUSE_S:
+            self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
+            return reason
+        self._logged_at[reason] = now
+        fields = {
+            "route": self._route,
+            "code": reason,
+            "reason": error.message if isinstance(error, EngineError) else type(error).__name__,
+            "unlogged": self._unlogged.pop(reason, 0),
+        }
+        if isinstance(error, EngineError):
+            log.warning("message dropped", extra=fields)
+        else:
+            log.error("message dropped", extra=fields, exc_info=error)
+        return reason
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MalformedMessage):
+        return MALFORMED
+    if isinstance(error, UnknownSender):
+        return UNKNOWN_SENDER
+    return error.code if isinstance(error, EngineError) else Internal.code
+
+
+OK = "ok"
+
+
+class RouteMetrics:
+    """Metrics of one endpoint. Labels are bound once: it is called for every message."""
+
+    def __init__(self, metrics: Metrics, tally: EndpointCounters) -> None:
+        self._metrics = metrics
+        self._tally = tally
+        self._open = metrics.calls_open.labels(tally.name)
+        self._seconds = metrics.call_seconds.labels(tally.name)
+        self._messages = metrics.messages.labels(tally.name)
+        self._applied = 0
+        metrics.before_collect(self._flush)
+
+    def open(self, calls: int) -> None:
+        self._open.set(calls)
+
+    def answered(self, seconds: float, outcome: str) -> None:
+        """Count a reply: `OK` or the code of an error."""
+        self._seconds.observe(seconds)
+        self._metrics.calls.labels(self._tally.name, outcome).inc()
+        self._tally.count(seconds, "" if outcome == OK else outcome)
+
+    def refused(self, code: str) -> None:
+        self._metrics.refused.labels(self._tally.name, code).inc()
+        self._tally.count(0.0, code)
+
+    def applied(self, seconds: float) -> None:
+        self._applied += 1
+        self._tally.count(seconds)
+
+    def dropped(self, seconds: float, code: str) -> None:
+        self._tally.count(seconds, code)
+
+    def message_refused(self, reason: str) -> None:
+        """Count a message dropped because it could not be decoded or applied."""
+        self._metrics.messages_refused.labels(self._tally.name, reason).inc()
+
+    def unsent(self, kind: str) -> None:
+        self._metrics.bus_errors.labels(kind).inc()
+
+    def _flush(self) -> None:
+        self._messages.inc(self._applied)
+        self._applied = 0

@@ -7,9 +7,9 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from antiphon.bus.errors import BusDown, NoResponders, ReplyLost
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
 from antiphon.service.endpoint import RequestEndpoint
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Process
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable
 from antiphon.wire.heartbeat import ClaimName, NameTaken

@@ -27,9 +27,9 @@ from antiphon.config.cluster import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
 from antiphon.service.instance_name import Replaced
-from antiphon.service.parent import die_with
-from antiphon.service.run import ProcessContext, serve
-from antiphon.service.sockets import CannotStart
+from antiphon.service.run import serve
+from antiphon.service.service import ProcessContext
+from antiphon.service.startup import CannotStart, die_with
 from antiphon.telemetry import log as logs
 from antiphon.wire.base import WIRE_VERSION, Process, ProcessState
 from antiphon.wire.errors import EngineError

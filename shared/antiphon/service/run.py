@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING
 
-from antiphon.bus.discovery import Discovery
+from antiphon.bus.discovery import answer_discovery
 from antiphon.config.cluster import digest
-from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.endpoint import Listeners
-from antiphon.service.health import ProcessHealth, probe_server
 from antiphon.service.heartbeat import Heartbeater
 from antiphon.service.inbox import InboxLimits
 from antiphon.service.instance_name import InstanceName
 from antiphon.service.metrics_publisher import MetricsPublisher
 from antiphon.service.peers import LivenessConfig, PeerTable
-from antiphon.service.service import Runtime, Service, ServiceFactory
+from antiphon.service.service import ProcessContext, Runtime, Service, ServiceFactory
 from antiphon.service.tasks import Tasks
-from antiphon.telemetry.metrics import Metrics
+from antiphon.service.web import ProcessHealth, probe_server
 from antiphon.wire.base import ProcessState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from antiphon.bus.bus import Bus
-    from antiphon.config.settings import Settings
-    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 
 _CANCEL_S = 2.0
 _LEAVE_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessContext:
-    """Environment of a service process. The bus is not entered yet."""
-
-    settings: Settings
-    bus: Bus
-    clock: Clock = field(default_factory=SystemClock)
-    health: ProcessHealth = field(default_factory=ProcessHealth)
-    metrics: Metrics = field(default_factory=Metrics)
-    # Called after startup, before any work is accepted.
-    on_started: Callable[[], None] = field(default=lambda: None)
 
 
 class StoppedEarly(Exception):
@@ -96,21 +72,23 @@ async def _run(
     )
     async with Tasks() as group, Listeners(context.bus, limits, context.metrics) as listeners:
         runtime = Runtime(
-            settings=context.settings,
-            process=context.bus.process,
-            bus=context.bus,
+            **vars(context),
             group=group,
-            clock=context.clock,
             peers=_peers(context),
-            health=context.health,
-            metrics=context.metrics,
             listeners=listeners,
             metrics_port=health_port,
         )
-        await _discovery(factory.role, runtime).listen()
+        await answer_discovery(
+            context.bus.transport,
+            role=factory.role,
+            process=context.bus.process,
+            version=metadata.version("antiphon"),
+            cluster=context.settings.cluster.name,
+            endpoints=listeners.counters,
+        )
         name = InstanceName(runtime)
         await name.claim()
-        heartbeater = Heartbeater(factory.role, runtime, name, health_port)
+        heartbeater = Heartbeater(factory.role, runtime, name)
         await heartbeater.listen()
         group.create_task(name.watch(), name="name")
         group.create_task(heartbeater.send_periodically(), name="heartbeat")
@@ -149,18 +127,6 @@ async def _serve_until_stop(
             await runtime.listeners.drain()
     except TimeoutError:
         log.warning("drain timed out", extra={"drain_timeout_s": timeout_s})
-
-
-def _discovery(role: Role, runtime: Runtime) -> Discovery:
-    return Discovery(
-        runtime.bus.transport,
-        role=role,
-        process=runtime.process,
-        version=metadata.version("antiphon"),
-        description=f"Antiphon {role}",
-        endpoints=runtime.listeners.counters,
-        metadata={"cluster": runtime.settings.cluster.name},
-    )
 
 
 def _peers(context: ProcessContext) -> PeerTable:

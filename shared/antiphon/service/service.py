@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from antiphon.service.clock import Clock, SystemClock
+from antiphon.service.web import ProcessHealth
+from antiphon.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from antiphon.bus.bus import Bus
     from antiphon.bus.transport import Subscription
     from antiphon.config.settings import Settings
-    from antiphon.service.clock import Clock
     from antiphon.service.endpoint import Endpoint, Listeners
-    from antiphon.service.health import ProcessHealth
     from antiphon.service.peers import PeerTable
-    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.base import Process, Role, Term
     from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
     from antiphon.wire.ids import ModelName
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
-    """Environment of a service, created by the run loop."""
+class ProcessContext:
+    """Environment of a service process. The bus is not entered yet."""
 
     settings: Settings
-    process: Process
-    bus: Bus  # entered before `Service.lifespan`, left after it
+    bus: Bus
+    clock: Clock = field(default_factory=SystemClock)
+    # State of this process; `health.changed()` sends a heartbeat at once.
+    health: ProcessHealth = field(default_factory=ProcessHealth)
+    # Metrics of this process; a service adds its own to `metrics.registry`.
+    metrics: Metrics = field(default_factory=Metrics)
+    # Called after startup, before any work is accepted.
+    on_started: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def process(self) -> Process:
+        return self.bus.process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(ProcessContext):
+    """Environment of a service, created by the run loop: its bus is entered before `lifespan`."""
+
     # For background tasks. They are cancelled after the drain, before the lifespan ends.
     group: asyncio.TaskGroup
-    clock: Clock
     peers: PeerTable
-    health: ProcessHealth  # state of this process; `health.changed()` sends a heartbeat at once
-    metrics: Metrics  # metrics of this process; a service adds its own to `metrics.registry`
     listeners: Listeners  # open endpoints; use `listen` to add one
-    metrics_port: int = 0
+    metrics_port: int = 0  # where this process serves its health, too
 
     async def listen(self, endpoint: Endpoint) -> Subscription:
         """Open an endpoint at run time, as a scheduler does when it becomes leader.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.inbox import SharedStateBroken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.permissions import anonymous_user, user, users_text
 from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
-from antiphon.service.parent import die_with
+from antiphon.service.startup import die_with
 from antiphon.supervisor.ports import is_free
 from antiphon.supervisor.restarts import Restarts, stop_process
 from antiphon.wire.base import Role

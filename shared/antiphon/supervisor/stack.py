@@ -21,8 +21,8 @@ from rich.text import Text
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.discovery import OPERATOR
-from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
+from antiphon.bus.transport import BusDown
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.load import child_environment, nats_server

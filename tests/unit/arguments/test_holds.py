@@ -43,7 +43,7 @@ from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role

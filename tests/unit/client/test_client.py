@@ -13,7 +13,7 @@ from tests.support.services import CLUSTER
 from tests.support.wait import until
 from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Request, gateway
 
-from antiphon.bus.errors import NoResponders
+from antiphon.bus.transport import NoResponders
 from antiphon.client import Client, stream
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import (

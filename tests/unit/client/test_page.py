@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from antiphon.client import embeddings as vectors
+from antiphon.client.client import BATCH, CALLS_MAX, EMBED_SILENCE_S
 from antiphon.client.stream import NO_RESPONDERS_TIMEOUT_S, SILENCE_S
 from antiphon.wire.codec import decode
 from antiphon.wire.generate import TEXTS_MAX
@@ -32,5 +32,5 @@ def test_the_figures_are_the_clients() -> None:
     assert f"after {SILENCE_S:g} seconds in which" in PAGE
     assert NO_RESPONDERS_TIMEOUT_S < 10, "it says a few seconds"
     assert f"At most {TEXTS_MAX}\ntexts go into a request" in PAGE
-    assert (vectors.BATCH, vectors.CALLS_MAX, vectors.SILENCE_S) == (16, 4, 60.0)
+    assert (BATCH, CALLS_MAX, EMBED_SILENCE_S) == (16, 4, 60.0)
     assert f"`{escape('llama-3.1')}`" in PAGE

@@ -19,7 +19,7 @@ from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock, deadline_in
-from antiphon.service.sockets import CannotStart, bind
+from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
 from antiphon.wire.claim import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (

@@ -16,8 +16,8 @@ from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER
 
 from antiphon.client import Client
-from antiphon.client import embeddings as vectors
-from antiphon.client.embeddings import BATCH, CALLS_MAX
+from antiphon.client import client as vectors
+from antiphon.client.client import BATCH, CALLS_MAX
 from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
@@ -215,7 +215,7 @@ async def test_a_tenant_shows_its_key_and_keeps_to_its_limits(tmp_path: Path) ->
 
 
 async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "SILENCE_S", 0.1)
+    monkeypatch.setattr(vectors, "EMBED_SILENCE_S", 0.1)
     monkeypatch.setattr(vectors, "PAUSE_S", 0.01)
     broker = MemoryBroker()
     link = MemoryTransport(broker)

@@ -18,7 +18,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 
 from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
 from antiphon.wire.sampling import LogitBias, TokenOutputParams

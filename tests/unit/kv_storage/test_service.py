@@ -17,7 +17,7 @@ from tests.support.wait import until
 from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock, deadline_in
-from antiphon.service.sockets import CannotStart, bind
+from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore, fetch_all
 from antiphon.wire.claim import (
     GetPages,

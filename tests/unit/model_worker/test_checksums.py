@@ -19,7 +19,7 @@ from antiphon.model_card.hub import PublishedFile
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
 from antiphon.model_worker.startup.engine import open_engine
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.startup.checksums import content_digest
 from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId
 

@@ -21,7 +21,7 @@ from antiphon.model_worker.protocol.peers import (
 )
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.peers import Liveness, Peer
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId

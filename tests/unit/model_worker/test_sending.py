@@ -10,7 +10,7 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.worker import DEADLINE, DETOKENIZER, LEADER, WORKER, admit, attempt, report
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn

@@ -29,8 +29,8 @@ from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.clock import SystemClock
-from antiphon.service.dropped_messages import SharedStateBroken
-from antiphon.service.sockets import CannotStart
+from antiphon.service.inbox import SharedStateBroken
+from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (

@@ -11,8 +11,7 @@ from tests.support.services import client_bus
 from tests.support.wait import until
 
 from antiphon.bus.discovery import EndpointCounters
-from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
-from antiphon.service.route_metrics import RouteMetrics
+from antiphon.service.inbox import InboxLimits, RequestInbox, RouteMetrics, StreamInbox
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Process

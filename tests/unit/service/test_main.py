@@ -16,7 +16,7 @@ import threading, time
 from contextlib import asynccontextmanager
 from antiphon.service.main import run
 from antiphon.service.service import Report
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Role
 
 class Refused:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from antiphon.service.health import ProcessHealth, probe_server
-from antiphon.service.sockets import CannotStart, bind
+from antiphon.service.startup import CannotStart, bind
+from antiphon.service.web import ProcessHealth, probe_server
 from antiphon.telemetry.metrics import Metrics
 
 

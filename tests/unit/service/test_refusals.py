@@ -6,8 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from antiphon.bus.discovery import EndpointCounters
-from antiphon.service.dropped_messages import DroppedMessages
-from antiphon.service.route_metrics import RouteMetrics
+from antiphon.service.inbox import DroppedMessages, RouteMetrics
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import MalformedMessage
 

@@ -9,8 +9,12 @@ from tests.support.services import running
 from tests.unit.gateway.cluster import settings
 
 from antiphon.gateway.service import GatewayService
-from antiphon.service.message_limits import HELD_ENTRY_BYTES, OPEN_ENTRY_BYTES, check_message_fits
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import (
+    HELD_ENTRY_BYTES,
+    OPEN_ENTRY_BYTES,
+    CannotStart,
+    check_message_fits,
+)
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.ids import Incarnation, InstanceId, new_request_id

@@ -15,10 +15,10 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.errors import BusDown, NoResponders
+from antiphon.bus.transport import BusDown, NoResponders
 from antiphon.service.clock import SystemClock
-from antiphon.service.dropped_messages import SharedStateBroken
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.inbox import SharedStateBroken
 from antiphon.service.peers import PeerChange
 from antiphon.wire.base import Message, Process, ProcessState, Role
 from antiphon.wire.command import ControlDone, FlushCache

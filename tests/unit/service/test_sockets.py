@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from antiphon.service.sockets import address_for_others, bind
+from antiphon.service.startup import address_for_others, bind
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.inbox import SharedStateBroken
 from antiphon.service.tasks import Tasks, isolated
 
 

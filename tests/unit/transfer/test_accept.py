@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHILD = """
 import asyncio, logging, resource, sys
 import msgspec, uvloop
-from antiphon.service.sockets import bind
+from antiphon.service.startup import bind
 from antiphon.transfer.blobs import BlobServer, BlobStore
 
 async def serve():

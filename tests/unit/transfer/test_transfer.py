@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from antiphon.service.sockets import bind
+from antiphon.service.startup import bind
 from antiphon.transfer.blobs import (
     BlobCorrupt,
     BlobGone,

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import (
     Deliver,
     Ended,
     TextDelta,
 )
-from antiphon.service.dropped_messages import UnknownSender
+from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import PeerChange
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import Message, Role

@@ -21,7 +21,7 @@ from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import InlineMatcherExecutor
-from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded

@@ -6,7 +6,7 @@ import logging
 import traceback
 from typing import TYPE_CHECKING
 
-from antiphon.service.dropped_messages import SharedStateBroken
+from antiphon.service.inbox import SharedStateBroken
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request

@@ -22,7 +22,7 @@ from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
 from antiphon.model_worker.startup.engine import load_resolved
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

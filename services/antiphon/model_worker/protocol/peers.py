@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from antiphon.config.cluster import differing
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_card.hub import PublishedFile, list_published_files
 from antiphon.model_card.pooling import module_files
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

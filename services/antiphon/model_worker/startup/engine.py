@@ -29,7 +29,7 @@ from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import detect_device
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
-from antiphon.service.sockets import CannotStart
+from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams

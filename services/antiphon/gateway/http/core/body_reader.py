@@ -25,8 +25,7 @@ import msgspec
 
 from antiphon.gateway.http.core import fields, limits
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.service.fair_queue import FairQueue, OwnerQuota
-from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.service.process_pool import FairQueue, OwnerQuota, ProcessPool, serve
 from antiphon.wire.errors import (
     EngineError,
     ErrorReply,

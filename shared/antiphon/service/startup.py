@@ -1,9 +1,12 @@
-"""Bind TCP ports, with one-line errors."""
+"""What may prevent a process from starting: ports, message sizes, and a parent that has ended."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 
 
 class CannotStart(Exception):
@@ -43,3 +46,39 @@ def address_for_others(listening: socket.socket, host: str, advertise_host: str)
 
 
 _BACKLOG = 1024
+
+
+OPEN_ENTRY_BYTES = 192
+"""Estimated size of an open list entry, rounded up."""
+HELD_ENTRY_BYTES = 224
+"""Estimated size of a running request in a worker's heartbeat, rounded up."""
+
+_REST_BYTES = 16 * 1024
+
+
+def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
+    """Reject a bound whose lists would exceed the broker's message size, with `CannotStart`."""
+    # Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
+    fits = max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
+    if count > fits:
+        raise CannotStart(
+            f"{field} = {count}: must be at most {fits}, so that a list of all requests fits into "
+            f"one NATS message of {message_bytes_max} bytes"
+        )
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent_pid: int) -> None:
+    """Make the kernel kill this process when its parent ends, even if the parent is killed."""
+    # Does nothing on systems other than Linux. Raises `CannotStart` if the parent has ended
+    # already.
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise CannotStart(f"prctl: {os.strerror(ctypes.get_errno())}")
+    # The parent may have ended before the call.
+    if os.getppid() != parent_pid:
+        raise CannotStart(f"parent {parent_pid} has ended")
