@@ -210,9 +210,7 @@ async def test_failing_receiver_gets_the_next_message(
     assert "receiver failed" in caplog.messages
 
 
-async def test_receiver_that_awaits_something_cancelled_gets_the_next_message(
-    world: World,
-) -> None:
+async def test_receiver_that_awaits_something_cancelled_gets_the_next_message(world: World) -> None:
     transport = await world.join()
     box = Mailbox()
 

@@ -18,11 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import HeldAttempt
-from antiphon.scheduler.leader_config import (
-    ATTEMPT_TIMEOUT_BEATS,
-    FREE_AFTER_MS,
-    GRACE_BEATS,
-)
+from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS, FREE_AFTER_MS, GRACE_BEATS
 from antiphon.scheduler.request_table import RequestEntry
 from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import WorkerLost

@@ -30,15 +30,7 @@ from antiphon.telemetry.metrics import RunningTotal
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
-from antiphon.wire.routes import (
-    CANCEL,
-    COMMAND,
-    KV_EVENTS,
-    KV_REPLAY,
-    NOTICE,
-    OPEN,
-    SUBMIT,
-)
+from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, NOTICE, OPEN, SUBMIT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

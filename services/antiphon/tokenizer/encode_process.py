@@ -40,10 +40,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def encoder(self) -> TextEncoder:
         words = read_model_tokenizer(
-            Path(self.folder),
-            self.chat_template,
-            self.completion_template,
-            self.chat_template_name,
+            Path(self.folder), self.chat_template, self.completion_template, self.chat_template_name
         )
         return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
 

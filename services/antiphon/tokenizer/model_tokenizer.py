@@ -58,10 +58,7 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
 
 
 def read_model_tokenizer(
-    folder: Path,
-    template_file: str = "",
-    completion_template: str = "",
-    template_name: str = "",
+    folder: Path, template_file: str = "", completion_template: str = "", template_name: str = ""
 ) -> ModelTokenizer:
     """Load a folder's tokenizer and chat template.
 

@@ -71,11 +71,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        *,
-        tool_source: str | None = None,
+        self, source: str, special_tokens: Mapping[str, str], *, tool_source: str | None = None
     ) -> None:
         self._plain = _Compiled.of(source)
         self._with_tools = self._plain if tool_source is None else _Compiled.of(tool_source)
@@ -152,10 +148,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
     environment.tests.update(none=_is_none, string=_is_string)  # pyright: ignore[reportUnknownMemberType]
     environment.globals.update(  # pyright: ignore[reportUnknownMemberType]
-        raise_exception=_raise,
-        strftime_now=_strftime_now,
-        dict=_new_dict,
-        namespace=_new_namespace,
+        raise_exception=_raise, strftime_now=_strftime_now, dict=_new_dict, namespace=_new_namespace
     )
     return environment
 

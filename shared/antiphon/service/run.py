@@ -62,10 +62,7 @@ async def _abort_start_on_stop(health: ProcessHealth, stop: asyncio.Event) -> No
 
 
 async def _run(
-    factory: ServiceFactory[Service],
-    context: ProcessContext,
-    stop: asyncio.Event,
-    health_port: int,
+    factory: ServiceFactory[Service], context: ProcessContext, stop: asyncio.Event, health_port: int
 ) -> None:
     limits = InboxLimits(
         slots=context.settings.service.slots, backlog=context.settings.service.backlog

@@ -41,12 +41,7 @@ class Broker:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        program: str,
-        payload_bytes_max: int,
-        port: int = PORT,
-        users: str = "",
+        self, folder: Path, program: str, payload_bytes_max: int, port: int = PORT, users: str = ""
     ) -> None:
         self._folder = folder
         self._program = find(program)
@@ -133,10 +128,7 @@ class Passwords:
         return users_text(users) + f"no_auth_user: {anonymous.name}\n"
 
     def environment(self, role: Role) -> Mapping[str, str]:
-        return {
-            "ANTIPHON_BUS__USER": str(role),
-            "ANTIPHON_BUS__PASSWORD": self._passwords[role],
-        }
+        return {"ANTIPHON_BUS__USER": str(role), "ANTIPHON_BUS__PASSWORD": self._passwords[role]}
 
     @property
     def operator(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -52,6 +53,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
     _settings_written: bool = False
+    _port: int = 0
     _log_start: int = 0
     """Length of the log when this incarnation started: earlier ones may have failed, too."""
 
@@ -73,7 +75,7 @@ class Child:
         It gets its own session: Ctrl-C in the terminal is for the supervisor, which stops the
         services in order.
         """
-        port = self.ports.allocate(self.instance)
+        self._port = self.ports.allocate(self.instance)
         with ExitStack() as opened:
             config, descriptors = self._find_settings(opened)
             output = self._open_log(opened)
@@ -82,7 +84,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**self.environment, "ANTIPHON_HEALTH__PORT": str(port)},
+                env={**self.environment, "ANTIPHON_HEALTH__PORT": str(self._port)},
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -132,6 +134,15 @@ class Child:
     async def died(self) -> None:
         assert self.process is not None, "watched before it was started"
         await self.process.wait()
+
+    async def fails_to_start(self) -> None:
+        """Wait for its end; start it again if its port was taken between its choice and its use."""
+        taken = f":{self._port}: {os.strerror(errno.EADDRINUSE)}"
+        await self.died()
+        if self._port and taken in self.refusals():
+            log.warning("port taken", extra={"instance": self.instance, "port": self._port})
+            await self.start()
+            await self.fails_to_start()
 
     async def keep_running(self) -> None:
         loop = asyncio.get_running_loop()

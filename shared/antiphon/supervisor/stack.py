@@ -247,7 +247,7 @@ class ServiceStack:
     async def _wait_for_first(self, readiness: Readiness, stop: asyncio.Event) -> None:
         """Return when all are ready, `stop` is set, one has died, or the timeout is over."""
         settled = asyncio.Event()
-        deaths = [child.died for child in self._children]
+        deaths = [child.fails_to_start for child in self._children]
         async with asyncio.TaskGroup() as group:
             watches = [
                 group.create_task(_set_after(wait, settled))

@@ -130,12 +130,7 @@ def use(tracer: Tracer | None) -> None:
 
 def _context(traceparent: str | None) -> Context | None:
     # Imported only with tracing on: it takes 25 ms of each service's start.
-    from opentelemetry.trace import (  # noqa: PLC0415
-        NonRecordingSpan,
-        SpanContext,
-        TraceFlags,
-        set_span_in_context,
-    )
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context  # noqa: PLC0415
 
     parts = _TRACEPARENT.fullmatch(traceparent or "")
     if parts is None:

@@ -228,11 +228,7 @@ def test_a_nats_server_that_is_there_is_found(
 
 @pytest.mark.parametrize(("user", "admin"), [(0, []), (1000, ["sudo", "-n"])])
 def test_a_missing_nats_server_is_installed(
-    user: int,
-    admin: list[str],
-    bare: Path,
-    programs: FakePrograms,
-    monkeypatch: pytest.MonkeyPatch,
+    user: int, admin: list[str], bare: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user)
     put_program(bare, "apt-get")

@@ -13,14 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from antiphon.cli.chat import (
-    ChatFailed,
-    ChatRequest,
-    ChatTurn,
-    complete,
-    first_model,
-    server_url,
-)
+from antiphon.cli.chat import ChatFailed, ChatRequest, ChatTurn, complete, first_model, server_url
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:

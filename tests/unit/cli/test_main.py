@@ -29,9 +29,7 @@ def test_every_command_can_be_loaded(name: str) -> None:
     assert callable(COMMANDS[name].load())
 
 
-def test_models_are_listed_with_size_licence_and_source(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_models_are_listed_with_size_licence_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     shown = capsys.readouterr().out
     assert "smollm2   SmolLM2-135M-Instruct, Q4_1" in shown

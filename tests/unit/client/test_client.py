@@ -305,10 +305,7 @@ async def test_a_link_that_drops_and_comes_back_loses_nothing(
 
 
 async def test_a_request_made_while_the_link_is_down_is_sent_when_it_is_up(
-    broker: MemoryBroker,
-    link: MemoryTransport,
-    client: Client,
-    monkeypatch: pytest.MonkeyPatch,
+    broker: MemoryBroker, link: MemoryTransport, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = count_calls(monkeypatch, "_submit")
     async with gateway(broker, script=SCRIPT) as fake, asyncio.TaskGroup() as group:

@@ -186,8 +186,7 @@ def test_text_whose_tokens_all_end_inside_a_character_comes_out_whole_and_in_tim
     data = text.encode()
     cuts = [data[:1], *(data[at : at + 3] for at in range(1, len(data), 3))]
     decoder = IncrementalDecoder(
-        lambda ids, _: b"".join(cuts[token] for token in ids).decode(errors="replace"),
-        True,
+        lambda ids, _: b"".join(cuts[token] for token in ids).decode(errors="replace"), True
     )
     pieces = [decoder.push(token) for token in range(len(cuts))]
     assert pieces == ["", *text]

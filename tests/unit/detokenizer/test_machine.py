@@ -62,11 +62,7 @@ def row(
     weights: str | None = None,
 ) -> TokenRow:
     stream = TokenStream(
-        owner=GATEWAY,
-        prompt_tokens=3,
-        stop=stop,
-        deadline_unix_ms=1_000_000,
-        continues=continues,
+        owner=GATEWAY, prompt_tokens=3, stop=stop, deadline_unix_ms=1_000_000, continues=continues
     )
     begins = offset == 0 if first is None else first
     return TokenRow(
@@ -285,9 +281,7 @@ def broken(ids: Sequence[int], skip_special_tokens: bool) -> str:
     return decode(ids, skip_special_tokens)
 
 
-def test_failing_row_ends_only_its_own_request(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_failing_row_ends_only_its_own_request(caplog: pytest.LogCaptureFixture):
     m = Detokenizer(HERE, broken, requests_max=4)
     bad, unasked = RequestId("bad"), replace(row("c", request_id=RequestId("odd")), choice=7)
     rows = [row("a"), row("b!", request_id=bad), unasked, row("d", request_id=RequestId("s"))]

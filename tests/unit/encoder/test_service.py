@@ -291,10 +291,7 @@ async def test_without_a_model_every_call_is_unsupported(red: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "complaint"),
-    [
-        ({}, r"config\.json: No such file"),
-        ({"claims_bytes_max": 255}, "must be at least 256"),
-    ],
+    [({}, r"config\.json: No such file"), ({"claims_bytes_max": 255}, "must be at least 256")],
 )
 async def test_a_model_that_cannot_serve_keeps_it_from_starting(
     siglip: Path, tmp_path: Path, limits: dict[str, float], complaint: str

@@ -308,9 +308,7 @@ async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Clust
         await until(lambda: any(admit.request_id == "r3" for admit in cluster.admits))
 
 
-async def test_leader_and_standby_know_reported_and_missed_events(
-    cluster: Cluster,
-) -> None:
+async def test_leader_and_standby_know_reported_and_missed_events(cluster: Cluster) -> None:
     blocks = [bytes([number]) * 32 for number in range(6)]
     leader = await cluster.scheduler()
     await until(lambda: leads(leader))

@@ -44,12 +44,7 @@ class FakeHub:
 
     def _entry(self, name: str, content: bytes) -> dict[str, object]:
         blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-        entry: dict[str, object] = {
-            "type": "file",
-            "path": name,
-            "size": len(content),
-            "oid": blob,
-        }
+        entry: dict[str, object] = {"type": "file", "path": name, "size": len(content), "oid": blob}
         if name.endswith(LARGE):
             digest = hashlib.sha256(content).hexdigest()
             entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}

@@ -90,9 +90,7 @@ def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path)
     folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
     settings = Settings()
     settings = replace(
-        settings,
-        model=replace(settings.model, path=REPO),
-        load=cached_in(tmp_path, offline=True),
+        settings, model=replace(settings.model, path=REPO), load=cached_in(tmp_path, offline=True)
     )
     files = model_files(settings)
     assert files.folder == folder

@@ -337,9 +337,7 @@ def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
     assert [vars(record)["field"] for record in refused] == [field]
 
 
-def test_peers_stay_alive_while_the_link_is_down_and_count_as_received_after(
-    world: World,
-) -> None:
+def test_peers_stay_alive_while_the_link_is_down_and_count_as_received_after(world: World) -> None:
     world.beat()
     world.up = False
     world.run(60)

@@ -185,9 +185,7 @@ async def test_logs_are_json_lines_if_asked(server: NatsServer, bus: Bus) -> Non
     assert events == ["starting", "bus joined", "ready", "draining", "stopped"]
 
 
-async def test_what_keeps_it_from_starting_is_one_line_and_an_exit_code(
-    server: NatsServer,
-) -> None:
+async def test_what_keeps_it_from_starting_is_one_line_and_an_exit_code(server: NatsServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         async with echo(server.url, "--health-port", port) as service:

@@ -229,10 +229,7 @@ async def test_pool_that_is_closed_ends_every_child_though_one_is_slow(
     """A child whose own child holds its pipes has not ended as far as asyncio can see."""
     monkeypatch.setattr(process_pool, "_LEAVE_S", 0.2)
     command = ("-c", CHILD.replace("START", ""))
-    async with (
-        ProcessPool(command, job_s=20, processes=3) as made,
-        gate(tmp_path) as held,
-    ):
+    async with ProcessPool(command, job_s=20, processes=3) as made, gate(tmp_path) as held:
         loop = asyncio.get_running_loop()
         jobs = [b"fork " + bytes(held.path), held.job, held.job]
         tasks = [loop.create_task(made.run(job, timeout_s=20)) for job in jobs]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import signal
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -161,6 +162,38 @@ async def test_reasons_of_a_refused_start_are_read_from_its_log(
     await service.died()
     assert service.refusals() == ""
     assert service.log_tail().endswith("killed")
+
+
+TAKES_ITS_PORT = """
+import os, socket, time
+port = int(os.environ["ANTIPHON_HEALTH__PORT"])
+try:
+    server = socket.create_server(("127.0.0.1", port))
+except OSError as error:
+    reason = f"port 127.0.0.1:{port}: {os.strerror(error.errno)}"
+    raise SystemExit(f': cannot start reason="{reason}"')
+print("listens at", port, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_port_taken_by_another_process_since_its_choice_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = free_port("127.0.0.1")
+    service = program(tmp_path, TAKES_ITS_PORT)
+    service.ports = PortRange("127.0.0.1", first)
+    with socket.create_server(("127.0.0.1", first)), monkeypatch.context() as choosing:
+        choosing.setattr("antiphon.supervisor.ports.is_free", lambda *_: True)
+        await service.start()
+        choosing.undo()
+        async with asyncio.TaskGroup() as group:
+            failing = group.create_task(service.fails_to_start())
+            await until(lambda: "listens at" in service.log_tail())
+            assert f":{first}: Address already in use" in service.log_tail()
+            assert not failing.done(), "it starts"
+            service.kill()
+    assert f"listens at {first}" not in service.log_tail()
 
 
 def test_service_without_a_log_gives_no_reason(tmp_path: Path):

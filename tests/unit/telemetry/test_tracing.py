@@ -69,9 +69,7 @@ def collector() -> Generator[Collector]:
     collector.stop()
 
 
-def test_spans_across_processes_share_a_trace_and_each_has_its_parent(
-    collector: Collector,
-) -> None:
+def test_spans_across_processes_share_a_trace_and_each_has_its_parent(collector: Collector) -> None:
     with span("gateway", PARENT) as gateway, span("submit", tokens=12):
         carried = tracing.current()
     with span("scheduler", carried):

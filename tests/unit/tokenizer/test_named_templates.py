@@ -63,9 +63,7 @@ def rendered(folder: Path, params: TemplateParams, name: str = "") -> str:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("templates", [ALL, {"default": "plain", "rag": "search"}])
 def test_template_is_the_one_that_transformers_takes(
-    tmp_path: Path,
-    form: Callable[[Path, Mapping[str, str]], None],
-    templates: Mapping[str, str],
+    tmp_path: Path, form: Callable[[Path, Mapping[str, str]], None], templates: Mapping[str, str]
 ) -> None:
     form(tokenizer_in(tmp_path), templates)
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
