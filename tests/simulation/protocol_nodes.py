@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from antiphon.bus.errors import BusDown
 
-from antiphon.detokenizer.machine import Detokenizer, SendResend, SendStop, SendText
+from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Deliver, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
@@ -18,7 +18,6 @@ from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.outbox import SendCommands, SendNotice
 from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
@@ -40,7 +39,7 @@ from antiphon.wire.routes import (
     TEXT,
     TOKENS,
 )
-from antiphon.wire.submit import CancelAccepted, CancelRequest, OpenList, SubmitRequest
+from antiphon.wire.submit import CancelAccepted, CancelRequest, NoticeBatch, OpenList, SubmitRequest
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenStep
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
     from antiphon.service.clock import Clock
     from antiphon.wire.errors import EngineError
-    from antiphon.wire.submit import NoticeBatch, SubmitAccepted
+    from antiphon.wire.submit import SubmitAccepted
     from antiphon.wire.tokens import TokenNews
 
 MODEL = ModelName("model")
@@ -353,10 +352,10 @@ class SchedulerNode(Node):
     def _flush(self) -> None:
         for action in self.leader.take_actions():
             match action:
-                case SendCommands(batch):
-                    self.say(COMMAND, batch, worker=batch.worker.instance)
-                case SendNotice(batch):
-                    self.say(NOTICE, batch, gateway=batch.gateway.instance)
+                case CommandBatch():
+                    self.say(COMMAND, action, worker=action.worker.instance)
+                case NoticeBatch():
+                    self.say(NOTICE, action, gateway=action.gateway.instance)
                 case _:
                     pass
 
@@ -634,11 +633,11 @@ class DetokenizerNode(Node):
         elif peer.heartbeat.role is Role.GATEWAY and change is PeerChange.DIED:
             self._act(self.machine.on_owner_died(peer.process))
 
-    def _act(self, actions: Iterable[SendText | SendStop | SendResend]) -> None:
+    def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case SendText(batch):
-                    self.say(TEXT, batch, gateway=batch.gateway.instance)
+                case TextBatch():
+                    self.say(TEXT, action, gateway=action.gateway.instance)
                 case SendStop(worker, stop):
                     self.say(STOP, stop, worker=worker)
                 case SendResend(worker, resend):

@@ -45,11 +45,6 @@ _ROW_BYTES = 512  # about the size of a row without its text
 
 
 @dataclass(frozen=True, slots=True)
-class SendText:
-    batch: TextBatch
-
-
-@dataclass(frozen=True, slots=True)
 class SendStop:
     """Stop a choice at its worker: tokens from an offset on are not wanted."""
 
@@ -63,7 +58,7 @@ class SendResend:
     resend: ResendTokens
 
 
-Action = SendText | SendStop | SendResend
+Action = TextBatch | SendStop | SendResend
 
 
 log = logging.getLogger(__name__)
@@ -305,16 +300,14 @@ class Detokenizer:
             reaction.add_rows(row.stream.owner, [_ended(row, public)])
         reaction.actions += self._refuse(row, worker, now)
 
-    def _batches(self, reaction: Reaction) -> Iterator[SendText]:
+    def _batches(self, reaction: Reaction) -> Iterator[TextBatch]:
         for gateway, rows in reaction.rows.items():
             for part in split_rows(rows, _row_bytes, BATCH_BYTES_MAX):
-                yield SendText(
-                    TextBatch(
-                        detokenizer=self._process,
-                        gateway=gateway,
-                        seq=self._seqs.next(gateway.instance),
-                        rows=tuple(part),
-                    )
+                yield TextBatch(
+                    detokenizer=self._process,
+                    gateway=gateway,
+                    seq=self._seqs.next(gateway.instance),
+                    rows=tuple(part),
                 )
 
     def _request_resend(self, worker: Process, now: float) -> list[Action]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.bus.transport import BusDown
-from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop, SendText
+from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.model_card.served_model import served_name, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
@@ -22,7 +22,7 @@ from antiphon.wire.base import Role
 from antiphon.wire.errors import RequestTooLarge, Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
-from antiphon.wire.text import ResumeText, TextResumed
+from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class DetokenizerService:
         bus = self._runtime.bus
         try:
             match action:
-                case SendText(batch):
-                    bus.publish(TEXT, batch, gateway=batch.gateway.instance)
+                case TextBatch():
+                    bus.publish(TEXT, action, gateway=action.gateway.instance)
                 case SendStop(worker, stop):
                     bus.publish(STOP, stop, worker=worker)
                 case SendResend(worker, resend):

@@ -34,16 +34,6 @@ RESUBMISSIONS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class SendCommands:
-    batch: CommandBatch
-
-
-@dataclass(frozen=True, slots=True)
-class SendNotice:
-    batch: NoticeBatch
-
-
-@dataclass(frozen=True, slots=True)
 class RequestBound:
     """A request was bound to a worker, which holds `cached_blocks` of its prompt's blocks."""
 
@@ -68,7 +58,7 @@ class RequestRemoved:
     request_id: RequestId
 
 
-Action = SendCommands | SendNotice | RequestBound | RequestRequeued | RequestRemoved
+Action = CommandBatch | NoticeBatch | RequestBound | RequestRequeued | RequestRemoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +106,30 @@ class CommandOutbox:
         """Drop pending commands of a dead worker. Its sequence numbers continue if it returns."""
         self._commands.pop(worker, None)
 
-    def _batches(self) -> list[SendCommands]:
-        batches: list[SendCommands] = []
-        for worker, commands in self._commands.items():
-            for part in split_rows(commands, command_bytes, self._rules.payload_bytes_max):
-                batch = CommandBatch(
-                    leader=self._term,
-                    worker=worker,
-                    seq=self._seqs.next(worker.instance),
-                    commands=tuple(part),
-                    not_after_unix_ms=self._not_after(),
-                )
-                batches.append(SendCommands(batch))
-        return batches
-
-    def _notices(self) -> list[SendNotice]:
+    def _batches(self) -> list[CommandBatch]:
         return [
-            SendNotice(
-                NoticeBatch(
-                    leader=self._term,
-                    gateway=gateway,
-                    requests=tuple(
-                        LostRequest(request_id=one.request_id, attempt=one.attempt, error=one.error)
-                        for one in self._lost.get(gateway, {}).values()
-                    ),
-                    lacking=self._lacking.get(gateway, ()),
-                    not_after_unix_ms=self._not_after(),
-                )
+            CommandBatch(
+                leader=self._term,
+                worker=worker,
+                seq=self._seqs.next(worker.instance),
+                commands=tuple(part),
+                not_after_unix_ms=self._not_after(),
+            )
+            for worker, commands in self._commands.items()
+            for part in split_rows(commands, command_bytes, self._rules.payload_bytes_max)
+        ]
+
+    def _notices(self) -> list[NoticeBatch]:
+        return [
+            NoticeBatch(
+                leader=self._term,
+                gateway=gateway,
+                requests=tuple(
+                    LostRequest(request_id=one.request_id, attempt=one.attempt, error=one.error)
+                    for one in self._lost.get(gateway, {}).values()
+                ),
+                lacking=self._lacking.get(gateway, ()),
+                not_after_unix_ms=self._not_after(),
             )
             for gateway in {**self._lost, **self._lacking}
         ]

@@ -18,8 +18,6 @@ from antiphon.scheduler.outbox import (
     RequestBound,
     RequestRemoved,
     RequestRequeued,
-    SendCommands,
-    SendNotice,
 )
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
@@ -29,8 +27,10 @@ from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import RunningTotal
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
+from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
 from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, NOTICE, OPEN, SUBMIT
+from antiphon.wire.submit import NoticeBatch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -205,13 +205,11 @@ class SchedulerService:
     def _act(self, action: Action) -> None:
         try:
             match action:
-                case SendCommands(batch):
-                    worker = batch.worker.instance
-                    self._runtime.bus.publish(COMMAND, batch, worker=worker)
-                case SendNotice(batch):
-                    self._metrics.lost.inc(len(batch.requests))
-                    gateway = batch.gateway.instance
-                    self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
+                case CommandBatch():
+                    self._runtime.bus.publish(COMMAND, action, worker=action.worker.instance)
+                case NoticeBatch():
+                    self._metrics.lost.inc(len(action.requests))
+                    self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
                 case RequestBound():
                     self._note_bound(action)
                 case RequestRequeued(request_id, worker):

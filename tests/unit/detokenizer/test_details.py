@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon.detokenizer.choice import PIECE_BYTES
-from antiphon.detokenizer.machine import Detokenizer, SendText
+from antiphon.detokenizer.machine import Detokenizer
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.text import ChoiceCursor, ResumeText, TextRow
+from antiphon.wire.text import ChoiceCursor, ResumeText, TextBatch, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, join_chunks, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
@@ -91,7 +91,7 @@ class Bench:
 
 
 def rows(actions: Sequence[Action]) -> list[TextRow]:
-    return [row for a in actions if isinstance(a, SendText) for row in a.batch.rows]
+    return [row for a in actions if isinstance(a, TextBatch) for row in a.rows]
 
 
 def covered(said: Sequence[TextRow]) -> tuple[int, int]:

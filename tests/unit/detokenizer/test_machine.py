@@ -14,14 +14,13 @@ from antiphon.detokenizer.machine import (
     Detokenizer,
     SendResend,
     SendStop,
-    SendText,
 )
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextRow
+from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def batch(seq: int, *rows: TokenRow) -> TokenBatch:
 
 
 def texts(actions: Sequence[Action]) -> list[TextRow]:
-    return [row for a in actions if isinstance(a, SendText) for row in a.batch.rows]
+    return [row for a in actions if isinstance(a, TextBatch) for row in a.rows]
 
 
 def open_list(version: int, *ids: RequestId, closed: tuple[RequestId, ...] = ()) -> OpenList:
@@ -201,7 +200,7 @@ def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
         m.on_tokens(batch(i + 1, said), 0.0)
     before = m.sent[GATEWAY.instance]
     _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
-    batches = [a.batch for a in actions if isinstance(a, SendText)]
+    batches = [a for a in actions if isinstance(a, TextBatch)]
     assert [b.seq for b in batches] == [before + n + 1 for n in range(len(batches))]
     assert max(len(encode(b)) for b in batches) <= BATCH_BYTES_MAX + 1024
     shown = dict.fromkeys(m.requests, "")
@@ -226,8 +225,8 @@ def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     m.on_tokens(batch(1, row("ab")), 0.0)
     m.on_owner_died(GATEWAY)
     m.on_open_list(open_list(1, REQUEST), 8.0)
-    (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, SendText)]
-    assert said.batch.seq == 2
+    (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, TextBatch)]
+    assert said.seq == 2
 
 
 def test_another_life_of_the_gateway_hears_nothing():

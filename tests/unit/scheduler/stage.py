@@ -9,7 +9,7 @@ from tests.support.clock import ManualClock
 
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.outbox import Action, RequestBound, SendCommands, SendNotice
+from antiphon.scheduler.outbox import Action, RequestBound
 from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids
@@ -17,7 +17,7 @@ from antiphon.wire.command import Abort, Admit, Command, CommandBatch
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import CancelRequest, OpenList, OpenRequest, SubmitRequest
+from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, OpenRequest, SubmitRequest
 
 if TYPE_CHECKING:
     from antiphon.wire.submit import LostRequest
@@ -210,15 +210,15 @@ class Stage:
         return [command for command in self.commands(worker) if isinstance(command, Abort)]
 
     def lost(self) -> list[LostRequest]:
-        batches = [action.batch for action in self.actions if isinstance(action, SendNotice)]
+        batches = [action for action in self.actions if isinstance(action, NoticeBatch)]
         return [lost for batch in batches for lost in batch.requests]
 
     def asked(self) -> list[RequestId]:
-        batches = [action.batch for action in self.actions if isinstance(action, SendNotice)]
+        batches = [action for action in self.actions if isinstance(action, NoticeBatch)]
         return [request_id for batch in batches for request_id in batch.lacking]
 
     def batches(self) -> list[CommandBatch]:
-        return [action.batch for action in self.actions if isinstance(action, SendCommands)]
+        return [action for action in self.actions if isinstance(action, CommandBatch)]
 
     def bound(self) -> list[RequestBound]:
         return [action for action in self.actions if isinstance(action, RequestBound)]
