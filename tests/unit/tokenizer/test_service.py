@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.nats import NatsServer
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
 from antiphon import embedded
 from antiphon.config.cluster import ClusterConfig
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, character_count
+from antiphon.tokenizer.encoding import Batcher, EncodedPrompt, TextEncoder, character_count
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, unpack_ids
@@ -26,7 +32,7 @@ from antiphon.wire.routes import CANCEL_ENCODE, TOKENIZE
 from antiphon.wire.tokenize import CancelEncode, EncodeReply, EncodeRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from antiphon.bus.bus import Bus
 
@@ -199,3 +205,102 @@ async def test_call_whose_caller_left_ends(at: World) -> None:
 async def _refused(at: World, text: str) -> None:
     with pytest.raises(Unavailable):
         await at.encode(text)
+
+
+class Work:
+    """Doubles numbers in a thread that can be held up."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.started = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, items: Sequence[int]) -> list[int | Exception]:
+        self.batches.append(list(items))
+        self.started.set()
+        assert self.go.wait(5)
+        return [ValueError("odd") if item % 2 else 2 * item for item in items]
+
+
+async def test_what_arrives_meanwhile_is_one_batch_and_errors_are_ones_own():
+    work = Work()
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher[int, int](work, executor, batch_max=2)
+        async with asyncio.TaskGroup() as group:
+            runner = group.create_task(batcher.run())
+            first = group.create_task(batcher.submit(2))
+            await asyncio.to_thread(work.started.wait, 5)
+            rest = [group.create_task(_caught(batcher, item)) for item in (4, 5, 6)]
+            await asyncio.sleep(0)
+            work.go.set()
+            assert await first == 4
+            assert [await task for task in rest] == [8, "odd", 12]
+            runner.cancel()
+    assert work.batches == [[2], [4, 5], [6]]
+
+
+async def test_a_caller_that_left_is_skipped():
+    work = Work()
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher[int, int](work, executor, batch_max=8)
+        async with asyncio.TaskGroup() as group:
+            leaver = group.create_task(batcher.submit(2))
+            await asyncio.sleep(0)
+            leaver.cancel()
+            stayer = group.create_task(batcher.submit(4))
+            await asyncio.sleep(0)
+            runner = group.create_task(batcher.run())
+            work.go.set()
+            assert await stayer == 8
+            runner.cancel()
+    assert work.batches == [[4]]
+
+
+async def test_bug_is_raised_to_its_callers_and_the_next_batch_runs():
+    def work(items: Sequence[int]) -> list[int | Exception]:
+        return [1 // item for item in items]
+
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher[int, int](work, executor, batch_max=8)
+        async with asyncio.TaskGroup() as group:
+            runner = group.create_task(batcher.run())
+            with pytest.raises(ZeroDivisionError):
+                await batcher.submit(0)
+            assert await batcher.submit(1) == 1
+            runner.cancel()
+
+
+async def test_waiting_callers_are_cancelled_with_the_work():
+    work = Work()
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher[int, int](work, executor, batch_max=8)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(batcher.submit(2))
+            runner = group.create_task(batcher.run())
+            await asyncio.to_thread(work.started.wait, 5)
+            runner.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            work.go.set()
+
+
+async def _caught(batcher: Batcher[int, int], item: int) -> int | str:
+    try:
+        return await batcher.submit(item)
+    except ValueError as error:
+        return str(error)
+
+
+async def test_a_broken_model_card_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(embedded.path(), tmp_path / "model"))
+    (folder / "config.json").write_text("{")
+    async with NatsServer() as server, asyncio.timeout(20):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "antiphon.tokenizer", "--instance", "tokenizer-0"),
+            *("--bus-url", server.url, "--model-path", str(folder)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, log = await process.communicate()
+    assert process.returncode == 3
+    assert f"{folder}/config.json: Input data was truncated" in log.decode()
+    assert "Traceback" not in log.decode()
