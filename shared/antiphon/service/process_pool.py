@@ -252,9 +252,6 @@ def _kill(child: asyncio.subprocess.Process) -> None:
             child.kill()
 
 
-_RETRY_S = 1.0
-
-
 class OwnerQuota:
     """Bounds the waiting and running jobs of each owner, by count and by bytes.
 
