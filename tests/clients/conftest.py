@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,3 +71,14 @@ def engine() -> Iterator[Stack]:
         "--json-model-override-args", room, "--preferred-sampling-params", limit
     ) as running:
         yield running
+
+
+def thinking_call(name: str, arguments: dict[str, object]) -> str:
+    """Write an answer that thinks and then calls a tool."""
+    return f"<think>A tool will say.</think>{call(name, arguments)}"
+
+
+def call(name: str, arguments: dict[str, object]) -> str:
+    """Write an answer that calls a tool."""
+    written = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"

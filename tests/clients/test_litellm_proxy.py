@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from tests.clients.conftest import MODEL
-from tests.clients.first_turn import answered_in_time
+from tests.clients.conftest import MODEL, call, thinking_call
 from tests.clients.programs import python_of, serving_on_loopback
-from tests.clients.relay import relay_to
-from tests.clients.scripts import call, thinking_call
+from tests.clients.relay import answered_in_time, relay_to
 
 from antiphon.supervisor.ports import free_port
 

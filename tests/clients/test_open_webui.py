@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.clients.conftest import MODEL
-from tests.clients.first_turn import answered_in_time
+from tests.clients.conftest import MODEL, call
 from tests.clients.programs import python_of, serving_on_loopback
-from tests.clients.relay import relay_to
-from tests.clients.scripts import call
+from tests.clients.relay import answered_in_time, relay_to
 
 from antiphon.supervisor.ports import free_port
 

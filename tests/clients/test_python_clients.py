@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.clients.conftest import MODEL
-from tests.clients.first_turn import first_turn
+from tests.clients.conftest import MODEL, call, thinking_call
 from tests.clients.programs import python_of, run_on_loopback
-from tests.clients.scripts import call, thinking_call
+from tests.clients.relay import first_turn
 
 if TYPE_CHECKING:
     from tests.clients.conftest import ScriptedStack

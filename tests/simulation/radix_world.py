@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.support.kv_blocks import blocks_of
+from tests.support.worker import blocks_of
 
 from antiphon.model_worker.cache.events import (
     BlockTracker,

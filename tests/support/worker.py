@@ -14,11 +14,13 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Admit, ChoiceOutput
+from antiphon.wire.digests import split_digests
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.kv_events import BlocksRemoved, BlocksStored
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from antiphon.model_worker.batching.state import Finish
     from antiphon.wire.errors import ErrorReply
@@ -149,3 +151,15 @@ def decode_plan(rows: int, new: int, kv: int, page_tokens: int = 16) -> StepPlan
         ),
         page_tables=(table,),
     )
+
+
+def blocks_stored(parent: bytes, blocks: Iterable[bytes]) -> BlocksStored:
+    return BlocksStored(parent=parent, digests=b"".join(blocks))
+
+
+def blocks_removed(blocks: Iterable[bytes]) -> BlocksRemoved:
+    return BlocksRemoved(digests=b"".join(blocks))
+
+
+def blocks_of(event: BlocksStored | BlocksRemoved) -> list[bytes]:
+    return list(split_digests(event.digests))

@@ -1,10 +1,13 @@
-"""The comparison of servers: valid samples, the best peer, ratios; and disturbed runs."""
+"""The comparison of servers: valid samples, the best peer, ratios; and how servers are ended."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +19,7 @@ from tests.bench.page.write import page
 from tests.bench.peers import rounds as reporting
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES, output_limit, prefill_s, step_s
-from tests.bench.peers.peer import config_digest
+from tests.bench.peers.peer import NotHere, Peer, config_digest, running
 from tests.bench.peers.quiet import Work, work
 from tests.bench.peers.rounds import (
     PeersReport,
@@ -30,12 +33,11 @@ from tests.bench.peers.rounds import (
 )
 from tests.bench.serving.metrics import Metrics, Spread
 from tests.bench.summary import Entrant, Measurement, write
+from tests.system.stack import processes, wait_until
 
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.bench.peers.cases import Case
 
 DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
@@ -252,3 +254,78 @@ def test_others_are_what_is_left_of_the_machine() -> None:
     cores = os.cpu_count() or 1
     assert after.others_since(before) == pytest.approx(2.0 / (2.0 * cores))
     assert Work(12.0, 100.5, 50.6).others_since(before) == 0.0  # clocks tick in hundredths
+
+
+MODEL = Model(LLAMA_135M, Path("nowhere"))
+SERVER = """
+import http.server, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[2]])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): ...
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+from tests.unit.bench.test_peers import MODEL, Small
+from tests.bench.peers.peer import running
+with running(Small(Path(sys.argv[1]), 1), MODEL):
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+class Small(Peer):
+    """A server with a child, both with the folder of the test in their command lines."""
+
+    name = "small"
+    arithmetic = ""
+    script = SERVER
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    def install(self) -> None: ...
+
+    def command(self, model: Model, port: int) -> list[str]:
+        return [sys.executable, "-c", self.script, str(port), f"mark:{self.folder}"]
+
+
+class Broken(Small):
+    name = "broken"
+    script = "import sys; sys.exit('no such thing')"
+
+
+def alive(cache: Path) -> int:
+    return sum(f"mark:{cache / 'peers' / 'small'}" in command for _, command in processes())
+
+
+def test_a_server_is_stopped_with_its_children(tmp_path: Path) -> None:
+    with running(Small(tmp_path, 1), MODEL) as server:
+        assert alive(tmp_path) == 2
+        assert server.model == MODEL.name
+    wait_until(lambda: alive(tmp_path) == 0, 10, "the end of the server")
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(NotHere, match="no such thing"), running(Broken(tmp_path, 1), MODEL):
+        pass
+    assert time.monotonic() - began_s < 10
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_killed_benchmark(tmp_path: Path, signal_: signal.Signals) -> None:
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", BENCHMARK, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with benchmark:
+        assert benchmark.stdout is not None
+        assert benchmark.stdout.readline() == "up\n"
+        assert alive(tmp_path) == 2
+        benchmark.send_signal(signal_)
+    wait_until(lambda: alive(tmp_path) == 0, 10, "the end of the server")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.kv_blocks import blocks_of, blocks_removed, blocks_stored
+from tests.support.worker import blocks_of, blocks_removed, blocks_stored
 
 from antiphon.model_worker.cache.events import (
     BLOCKS_MAX,

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.kv_blocks import blocks_removed, blocks_stored
+from tests.support.worker import blocks_removed, blocks_stored
 from tests.unit.scheduler.stage import process
 
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher

@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded model: every text comes back, and the template is one spelling."""
+"""The tokenizer of the embedded model, its template, and the rows and batches made of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from itertools import islice
 import jinja2.sandbox
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.training.batches import Encoder
+from tests.training.batches import UNSUPERVISED, Encoder, Row, batches, collate
 from tests.training.dialogue import Chat, Message, said, schema, seeded
 from tests.training.grammar import conversations
 from tests.training.tokenizer import (
     BOS,
     CHAT_TEMPLATE,
+    CONTEXT_TOKENS,
     MARKS,
     SPECIAL,
     VOCABULARY_SIZE,
@@ -29,6 +31,13 @@ from antiphon import embedded
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A tokenizer as training makes it, from fewer conversations."""
+    return train_tokenizer(seed=0, conversations_read=500)
+
 
 TOKENIZER = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 THREE_TURNS = (
@@ -234,3 +243,37 @@ def test_a_tokenizer_gets_the_marks_it_lacks_and_keeps_its_size() -> None:
     text = "What is 12 + 30? A goldfish, äöü."
     assert after.decode(after.encode(text).ids) == text
     assert with_marks(after) is after
+
+
+def test_a_label_is_the_next_token_where_it_is_supervised() -> None:
+    rows = [
+        Row([5, 6, 7, 8], [False, False, True, True], [0, 1, 2, 3]),
+        Row([5, 9], [False, True], [0, 1]),
+    ]
+    batch = collate(rows, pad_id=0)
+    none = UNSUPERVISED
+    assert torch.equal(batch.token_ids, torch.tensor([[5, 6, 7, 8], [5, 9, 0, 0]]))
+    assert torch.equal(batch.labels, torch.tensor([[none, 7, 8, none], [9, none, none, none]]))
+
+
+def test_batches_stay_within_their_size_and_the_context(tokenizer: Tokenizer) -> None:
+    for batch in islice(batches(tokenizer, seed=4, batch_tokens=2048), 60):
+        assert batch.token_ids.numel() <= 2048
+        assert int(batch.positions.max()) < CONTEXT_TOKENS
+        assert bool((batch.labels != UNSUPERVISED).any())
+
+
+def test_positions_only_rise_within_a_row(tokenizer: Tokenizer) -> None:
+    for batch in islice(batches(tokenizer, seed=4, batch_tokens=2048), 20):
+        for token_ids, positions in zip(batch.token_ids, batch.positions, strict=True):
+            size = int((token_ids != 0).sum())
+            assert bool((positions[1:size] > positions[: size - 1]).all())
+
+
+def test_the_same_seed_makes_the_same_batches(tokenizer: Tokenizer) -> None:
+    first = list(islice(batches(tokenizer, seed=9, batch_tokens=2048), 10))
+    second = list(islice(batches(tokenizer, seed=9, batch_tokens=2048), 10))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.labels, other.labels)
+        assert torch.equal(one.positions, other.positions)
