@@ -54,7 +54,8 @@ test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
 	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py --test-tools
 
 test: check test-tools  ## Everything that CI runs
-	$(BIN)/pytest -q $(DURATIONS) -m "system and not gpu and not long"
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) \
+	  -m "system and not gpu and not long" tests/clients tests/tutorials tests
 
 test-unit: setup  ## The fast tests of one package: PKG=gateway; ARGS are pytest's
 	@tests=$$($(BIN)/python -m tests.support.package_tests $(PKG)) && \

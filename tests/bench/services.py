@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -14,16 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.system.stack import Stack, wait_until
+from tests.system.stack import Stack, heartbeats, wait_until
 
-from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.nats import NatsTransport
 from antiphon.config.load import child_environment, write_yaml
-from antiphon.config.settings import BusConfig, Settings
+from antiphon.config.settings import Settings
 from antiphon.supervisor.ports import free_port
-from antiphon.wire.base import Process
-from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
-from antiphon.wire.routes import HEARTBEAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,21 +112,6 @@ def scrape(url: str) -> dict[str, float]:
 
 async def metrics_urls(stack: Stack) -> dict[str, str]:
     """Return where each service shows its metrics, from its heartbeat."""
-    config = msgspec.convert({"url": stack.nats_url}, BusConfig)
-    here = Process(instance=InstanceId("bench"), incarnation=new_incarnation())
-    urls: dict[str, str] = {}
-    roles = {name.rpartition("-")[0] for name in stack.pids()}
-    complete = asyncio.Event()
-
-    async def deliver(delivery: Delivery) -> None:
-        beat = delivery.read(HEARTBEAT)
-        urls[beat.process.instance] = f"http://127.0.0.1:{beat.health_port}"
-        if len(urls) == len(roles):
-            complete.set()
-
-    async with Bus(NatsTransport(config, name="bench"), ClusterName("antiphon"), here) as bus:
-        for role in sorted(roles):
-            await bus.listen(HEARTBEAT, deliver, role=role)
-        async with asyncio.timeout(10):
-            await complete.wait()
-    return urls
+    names = stack.pids().keys()
+    beats = await heartbeats(stack.nats_url, lambda beats: names <= beats.keys())
+    return {name: f"http://127.0.0.1:{beat.health_port}" for name, beat in beats.items()}

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 ANSWER = "Oslo is cold, and it is light for long in June."
-APIS = {
-    "openai": {"ENABLE_OLLAMA_API": "False", "ENABLE_OPENAI_API": "True"},
-    "ollama": {"ENABLE_OLLAMA_API": "True", "ENABLE_OPENAI_API": "False"},
-}
+MODELS = {"openai": MODEL, "ollama": f"{MODEL}:latest"}
+"""What its page calls the model, by the API that it asks for it."""
 QUIET = {
     "ANONYMIZED_TELEMETRY": "False",
     "BYPASS_EMBEDDING_AND_RETRIEVAL": "True",
     "DO_NOT_TRACK": "1",
+    "ENABLE_OLLAMA_API": "True",
+    "ENABLE_OPENAI_API": "True",
     "HF_HUB_OFFLINE": "1",
     "OFFLINE_MODE": "True",
     "SCARF_NO_ANALYTICS": "true",
@@ -61,7 +61,7 @@ class WebUi:
 
 
 @contextmanager
-def open_webui_server(url: str, api: str, folder: Path) -> Iterator[str]:
+def open_webui_server(url: str, folder: Path) -> Iterator[str]:
     """Run Open WebUI before the server at `url`; give its own URL."""
     port = free_port("127.0.0.1")
     backends = {
@@ -74,15 +74,15 @@ def open_webui_server(url: str, api: str, folder: Path) -> Iterator[str]:
     with serving_on_loopback(
         [program, "serve", "--host", "127.0.0.1", "--port", str(port)],
         folder=folder,
-        environment=QUIET | backends | APIS[api],
+        environment=QUIET | backends,
         health_url=f"http://127.0.0.1:{port}/health",
     ):
         yield f"http://127.0.0.1:{port}"
 
 
 @asynccontextmanager
-async def sign_in(url: str) -> AsyncIterator[WebUi]:
-    """Sign in as the page does; the served model is listed alone."""
+async def sign_in(url: str, api: str) -> AsyncIterator[WebUi]:
+    """Sign in as the page does; the served model is listed alone, once for each API."""
     async with aiohttp.ClientSession(url) as session:
         nobody = {"email": "", "password": ""}
         async with session.post("/api/v1/auths/signin", json=nobody) as answer:
@@ -92,24 +92,19 @@ async def sign_in(url: str) -> AsyncIterator[WebUi]:
         async with session.get("/api/models") as answer:
             listed = (await answer.json())["data"]
         names = [model["id"] for model in listed if "arena" not in model["id"]]
-        assert [name.removesuffix(":latest") for name in names] == [MODEL]
-        yield WebUi(session, names[0])
+        assert sorted(names) == sorted(MODELS.values())
+        yield WebUi(session, MODELS[api])
 
 
-@pytest.fixture(scope="module", params=sorted(APIS))
-def open_webui(
-    request: pytest.FixtureRequest,
-    scripted: ScriptedStack,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("open-webui")
-    with open_webui_server(scripted.url, request.param, folder) as url:
+@pytest.fixture(scope="module")
+def open_webui(scripted: ScriptedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with open_webui_server(scripted.url, tmp_path_factory.mktemp("open-webui")) as url:
         yield url
 
 
-@pytest.fixture
-async def signed_in(open_webui: str) -> AsyncIterator[WebUi]:
-    async with sign_in(open_webui) as page:
+@pytest.fixture(params=sorted(MODELS))
+async def signed_in(request: pytest.FixtureRequest, open_webui: str) -> AsyncIterator[WebUi]:
+    async with sign_in(open_webui, request.param) as page:
         yield page
 
 
@@ -139,10 +134,10 @@ async def test_open_webui_is_answered_in_time_by_the_embedded_model(
 ) -> None:
     async with relay_to(engine.url) as relay, AsyncExitStack() as stack:
         # The relay runs in this thread's loop, and the server may ask it before it is ready.
-        server = open_webui_server(relay.url, api, tmp_path)
+        server = open_webui_server(relay.url, tmp_path)
         url = await asyncio.to_thread(server.__enter__)
         stack.callback(server.__exit__, None, None, None)
-        page = await stack.enter_async_context(sign_in(url))
+        page = await stack.enter_async_context(sign_in(url, api))
         asked = [{"role": "user", "content": "What is 17 + 25?"}]
         deltas = await page.chat(messages=asked, temperature=0.0)
         await answered_in_time(relay, path)

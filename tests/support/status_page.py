@@ -11,7 +11,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Literal, cast
 
 import aiohttp
-import msgspec
 from tests.support.markdown import DOCS, table
 from tests.unit.gateway.cluster import house
 
@@ -51,109 +50,95 @@ and a test fails when this page differs from them. Antiphon runs on CPUs only.
 """
 
 
-class Service(msgspec.Struct, frozen=True):
-    """The function of one service, and the effect of its death on requests."""
-
-    does: str
-    dies: str
-
-
-SERVICES: Mapping[Role, Service] = {
-    Role.GATEWAY: Service(
+SERVICES: Mapping[Role, tuple[str, str]] = {
+    Role.GATEWAY: (
         "HTTP and NATS APIs; owns each request that it accepted",
         "Its connections close. Its requests are aborted when it has restarted, or "
         f"{fields()['scheduler.owner_silence_s'].default:g} s (`--scheduler-owner-silence-s`) "
         "after its last heartbeat. Stored responses and sessions stay on the broker.",
     ),
-    Role.TOKENIZER: Service(
+    Role.TOKENIZER: (
         "Renders chat templates, encodes text and decodes tokens; stateless",
         "The gateway calls another tokenizer, or the same one once it has restarted. Running "
         "requests continue.",
     ),
-    Role.SCHEDULER: Service(
+    Role.SCHEDULER: (
         "Queues requests and places them on workers by load and cached prefix",
         "Running requests continue. A standby becomes the leader; without one, requests wait "
         "until the scheduler has restarted.",
     ),
-    Role.WORKER: Service(
+    Role.WORKER: (
         "Runs the model: continuous batching, paged KV cache, prefix cache",
         "Requests whose text has reached the gateway end with the error `worker_lost`. Others run "
         "again, at most once.",
     ),
-    Role.DETOKENIZER: Service(
+    Role.DETOKENIZER: (
         "Turns token ids into text and finds stop strings",
         "Requests whose text has reached the gateway end with the error `unavailable`. Others "
         "continue if it restarts in time, or run again with another one, at most once.",
     ),
-    Role.ENCODER: Service(
+    Role.ENCODER: (
         "Computes embeddings of images with CLIP and SigLIP towers, for callers on NATS",
         "No request uses it.",
     ),
-    Role.KV_STORAGE: Service(
+    Role.KV_STORAGE: (
         "Stores KV pages in memory and files, for callers on NATS",
         "No request uses it.",
     ),
 }
-
-
-class Missing(msgspec.Struct, frozen=True):
-    """A missing feature, and the reasons of refused arguments that report it."""
-
-    name: str
-    instead: str
-    reasons: tuple[str, ...] = ()
-
-
-NOT_BUILT: Sequence[Missing] = (
-    Missing("GPU kernels and CUDA graphs", "Models run on the CPU.", ("gpu", "cuda_graphs")),
-    Missing(
+"""What each service does, and the effect of its death on requests."""
+NOT_BUILT: tuple[tuple[str, str, str], ...] = (
+    ("GPU kernels and CUDA graphs", "Models run on the CPU.", "gpu cuda_graphs"),
+    (
         "Tensor parallelism",
         "A worker is one process with the whole model; a model must fit on one machine.",
-        ("tensor", "collectives"),
+        "tensor collectives",
     ),
-    Missing("Pipeline parallelism", "As above.", ("pipeline",)),
-    Missing("Expert parallelism", "A worker computes all experts of its model.", ("moe",)),
-    Missing(
+    ("Pipeline parallelism", "As above.", "pipeline"),
+    ("Expert parallelism", "A worker computes all experts of its model.", "moe"),
+    (
         "Data parallelism inside a worker: of attention alone, or with shared weights",
         "`--dp-size` starts several workers, each with the whole model; the scheduler spreads the "
         "requests.",
-        ("dp_attention",),
+        "dp_attention",
     ),
-    Missing("Context parallelism", "Long prompts are prefilled in chunks.", ("context_parallel",)),
-    Missing("LoRA adapters", "Merge the adapter into the model and serve the result.", ("lora",)),
-    Missing("Speculative decoding", "A decode step computes one token.", ("speculative",)),
-    Missing(
+    ("Context parallelism", "Long prompts are prefilled in chunks.", "context_parallel"),
+    ("LoRA adapters", "Merge the adapter into the model and serve the result.", "lora"),
+    ("Speculative decoding", "A decode step computes one token.", "speculative"),
+    (
         "Prefill-decode disaggregation",
         "Prefill and decode run in the same worker.",
-        ("disaggregation",),
+        "disaggregation",
     ),
-    Missing(
+    (
         "Hierarchical KV cache",
         "The prefix cache is in the memory of its worker. kv_storage has no caller yet.",
-        ("hicache",),
+        "hicache",
     ),
-    Missing(
+    (
         "Images, audio and video in requests",
         "They are refused; the text part of a multimodal model is served. The encoder has no "
         "caller yet.",
-        ("multimodal", "encode_disaggregation"),
+        "multimodal encode_disaggregation",
     ),
-    Missing("Sparse attention", "Attention reads every cached token.", ("sparse",)),
-    Missing("Diffusion language models", "They are refused at start.", ("diffusion",)),
-    Missing("Beam search", "Requests with more than one beam are refused; `n` samples several."),
-    Missing("gRPC", "The interfaces are HTTP and NATS.", ("grpc",)),
-    Missing("Files API", "Content comes in the request.", ("files",)),
-    Missing(
+    ("Sparse attention", "Attention reads every cached token.", "sparse"),
+    ("Diffusion language models", "They are refused at start.", "diffusion"),
+    ("Beam search", "Requests with more than one beam are refused; `n` samples several.", ""),
+    ("gRPC", "The interfaces are HTTP and NATS.", "grpc"),
+    ("Files API", "Content comes in the request.", "files"),
+    (
         "Migration of running requests",
-        "A request whose worker or detokenizer dies ends with a typed error, unless it has no text "
-        "yet.",
+        "A request whose worker or detokenizer dies ends with a typed error, unless it has no "
+        "text yet.",
+        "",
     ),
-    Missing(
+    (
         "Weight updates while serving",
         "Restart the worker with the new checkpoint.",
-        ("weight_updates",),
+        "weight_updates",
     ),
 )
+"""A missing feature, what is there instead, and the reasons of refused arguments that report it."""
 
 
 def page() -> str:
@@ -180,11 +165,11 @@ def _services() -> Iterator[str]:
         (
             (
                 f"[{FOLDERS[role]}](../services/antiphon/{FOLDERS[role]}/README.md)",
-                service.does,
+                does,
                 ", ".join(found[role]) or "**no caller yet**",
-                service.dies,
+                dies,
             )
-            for role, service in SERVICES.items()
+            for role, (does, dies) in SERVICES.items()
         ),
     )
     yield (
@@ -227,15 +212,15 @@ def _not_built() -> Iterator[str]:
     yield from table(
         ("what", "today", "SGLang arguments refused for it"),
         (
-            (one.name, one.instead, str(sum(_refused(refused, one))) if one.reasons else "")
-            for one in NOT_BUILT
+            (name, instead, str(sum(_refused(refused, reasons.split()))) if reasons else "")
+            for name, instead, reasons in NOT_BUILT
         ),
     )
     yield ""
 
 
-def _refused(refused: Mapping[str, int], one: Missing) -> Iterator[int]:
-    for reason in one.reasons:
+def _refused(refused: Mapping[str, int], reasons: Sequence[str]) -> Iterator[int]:
+    for reason in reasons:
         if reason not in refused:  # built since, or its reason has another name
             raise ValueError(f"no argument is refused for {reason!r} any more: change NOT_BUILT")
         yield refused[reason]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import re
 import signal
 import subprocess
@@ -12,13 +15,25 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from antiphon.bus.bus import Bus, Delivery
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.settings import BusConfig
+from antiphon.wire.base import Process
+from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
+from antiphon.wire.routes import HEARTBEAT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from antiphon.wire.heartbeat import Heartbeat
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
+FIRST_PORT = 20_000
 POLL_S = 0.05
 READY = re.compile(r"API (https?://\S+)/v1 · model (\S+) · NATS (\S+) · logs (\S+)")
 SERVICES = (
@@ -46,7 +61,7 @@ class Stack:
     def pid(self, instance: str) -> int | None:
         """Return the pid of a service's current life, if it lives."""
         for pid, command in processes():
-            if f"--instance {instance} " in command and str(self.process.pid) in command:
+            if f"--instance {instance} --parent-pid {self.process.pid} " in command:
                 return pid
         return None
 
@@ -54,6 +69,21 @@ class Stack:
         """Return every living service's pid."""
         found = {name: self.pid(name) for name in SERVICES}
         return {name: pid for name, pid in found.items() if pid is not None}
+
+    def get(self, path: str) -> str:
+        """Return what a path answers."""
+        return read(self.url + path)
+
+    def post(self, path: str, body: object) -> Any:
+        """Post JSON; return the JSON of the answer.
+
+        Raises:
+            HTTPError: It was refused.
+        """
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
 
     def healthy(self) -> bool:
         """Whether the gateway says that it can serve."""
@@ -67,6 +97,34 @@ class Stack:
         """Return what a service has logged."""
         path = self.logs / f"{instance}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+
+def read(url: str) -> str:
+    """Return what a URL answers."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def run_antiphon(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "antiphon.cli.main", *words],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def module_stack(*arguments: str) -> Callable[..., Iterator[Stack]]:
+    """Return a fixture of a module: a stack with these arguments."""
+
+    @pytest.fixture(scope="module")
+    def stack() -> Iterator[Stack]:
+        with serving(*arguments) as running:
+            yield running
+
+    return stack
 
 
 def processes() -> Iterator[tuple[int, str]]:
@@ -96,19 +154,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 def serving(
     *arguments: str, python: str = sys.executable, environment: dict[str, str] | None = None
 ) -> Iterator[Stack]:
-    """Run `antiphon serve` on any free port until left, then stop it as Ctrl-C does."""
+    """Run `antiphon serve` on any free port until left, then stop it as Ctrl-C does.
+
+    Raises:
+        AssertionError: It did not start, or has left processes or its folder behind.
+    """
     began = time.monotonic()
     process = subprocess.Popen(
-        [
-            python,
-            "-u",
-            "-m",
-            "antiphon.cli.main",
-            "serve",
-            "--gateway-port",
-            "0",
-            *arguments,
-        ],
+        [python, "-um", "antiphon.cli.main", "serve", *_own_ports(arguments), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -116,15 +169,12 @@ def serving(
         env=environment,
     )
     try:
-        match = _ready_line(process)
-        yield Stack(
-            process=process,
-            url=match[1],
-            model=match[2],
-            nats_url=match[3],
-            logs=Path(match[4]),
-            started_in_s=time.monotonic() - began,
-        )
+        url, model, nats_url, logs = _ready_line(process).groups()
+        started_in_s = time.monotonic() - began
+        yield Stack(process, url, model, nats_url, Path(logs), started_in_s)
+        if process.poll() is None:
+            assert stop(process) == 0
+            _assert_nothing_left(process.pid, str(Path(logs).parent))
     finally:
         stop(process)
 
@@ -142,6 +192,53 @@ def stop(process: subprocess.Popen[str]) -> int:
     finally:
         if process.stdout is not None:
             process.stdout.close()
+
+
+async def heartbeats(
+    nats_url: str, enough: Callable[[dict[str, Heartbeat]], object], timeout_s: float = 10
+) -> dict[str, Heartbeat]:
+    """Listen until the latest heartbeats, by instance, are enough; return them.
+
+    Raises:
+        TimeoutError: They were not in time.
+    """
+    here = Process(instance=InstanceId("test"), incarnation=new_incarnation())
+    latest: dict[str, Heartbeat] = {}
+    complete = asyncio.Event()
+
+    async def deliver(delivery: Delivery) -> None:
+        beat = delivery.read(HEARTBEAT)
+        latest[beat.process.instance] = beat
+        if enough(latest):
+            complete.set()
+
+    transport = NatsTransport(BusConfig(url=nats_url), name="test")
+    async with Bus(transport, ClusterName("antiphon"), here) as bus, asyncio.timeout(timeout_s):
+        await bus.listen(HEARTBEAT, deliver)
+        await complete.wait()
+    return latest
+
+
+def pages_in_use(stack: Stack) -> int:
+    """Wait for the worker's next heartbeat, and return how many pages it has in use."""
+    beats = asyncio.run(heartbeats(stack.nats_url, lambda beats: "worker-0" in beats))
+    load = beats["worker-0"].worker
+    assert load is not None
+    return load.pages_total - load.pages_free
+
+
+def _own_ports(arguments: Sequence[str]) -> list[str]:
+    """Ports that no stack takes which is started beside this one by another process of pytest."""
+    base = FIRST_PORT + 100 * (os.getpid() % 100)
+    own = [] if "--metrics-port-base" in arguments else ["--metrics-port-base", str(base)]
+    return ["--gateway-port", "0", *own]
+
+
+def _assert_nothing_left(pid: int, folder: str) -> None:
+    parent = f"--parent-pid {pid} "
+    left = [line for at, line in processes() if at == pid or parent in line or folder in line]
+    assert left == []
+    assert not Path(folder).exists()
 
 
 def _ready_line(process: subprocess.Popen[str]) -> re.Match[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import openai
 import pytest
-from tests.system.stack import Stack, serving, wait_until
+from tests.system.stack import Stack, run_antiphon, serving, wait_until
 from tests.unit.gateway.keyed import key_of, write_keys
 
 from antiphon.bus.bus import Bus
@@ -132,31 +130,15 @@ async def test_another_file_is_taken_without_a_restart(stack: Stack, keys: Path)
 
 
 def test_the_chat_shows_a_key(stack: Stack) -> None:
-    def chat(*more: str) -> subprocess.CompletedProcess[str]:
-        line = ["chat", "--url", stack.url, "--message", QUESTION, "--temperature", "0", *more]
-        return subprocess.run(
-            [sys.executable, "-m", "antiphon.cli.main", *line],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    refused = chat()
+    asked = ("chat", "--url", stack.url, "--message", QUESTION, "--temperature", "0")
+    refused = run_antiphon(*asked)
     assert (refused.returncode, "an API key is required" in refused.stderr) == (1, True)
-    assert chat("--api-key", API).stdout.strip() == "12 + 30 = 42."
+    assert run_antiphon(*asked, "--api-key", API).stdout.strip() == "12 + 30 = 42."
 
 
 def test_a_bad_keys_file_is_told_before_anything_is_started(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("[tenants.acme]\nkeys = []\n")
-    line = ["serve", "--gateway-port", "0", "--access-keys-file", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "antiphon.cli.main", *line],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_antiphon("serve", "--gateway-port", "0", "--access-keys-file", str(file))
     assert done.returncode == 1
     assert "tenant acme has no key" in done.stdout

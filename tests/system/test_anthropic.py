@@ -9,11 +9,9 @@ import anthropic
 import pydantic
 import pytest
 from anthropic import AsyncAnthropic
-from tests.system.stack import serving
-from tests.system.thinker import make_thinker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from anthropic.types import Message
     from tests.system.stack import Stack
@@ -51,14 +49,6 @@ class Judgement(pydantic.BaseModel):
 async def client(stack: Stack) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(base_url=stack.url, api_key="none", max_retries=0) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def thinking_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("thinker")
-    make_thinker(folder)
-    with serving("--model-path", str(folder), "--reasoning-parser", "qwen3") as running:
-        yield running
 
 
 async def ask(client: AsyncAnthropic, **said: Any) -> Message:
@@ -194,10 +184,8 @@ async def test_an_answer_keeps_to_a_schema(client: AsyncAnthropic) -> None:
     assert isinstance(parsed.parsed_output.even, bool)
 
 
-async def test_thinking_is_a_block_before_the_text_and_ends_at_its_budget(
-    thinking_stack: Stack,
-) -> None:
-    async with AsyncAnthropic(base_url=thinking_stack.url, api_key="none") as client:
+async def test_thinking_is_a_block_before_the_text_and_ends_at_its_budget(thinker: Stack) -> None:
+    async with AsyncAnthropic(base_url=thinker.url, api_key="none") as client:
         story = [{"role": "user", "content": "Tell me a story about a fox."}]
         asked: dict[str, Any] = {"messages": story, "max_tokens": 100}
         on = {"type": "enabled", "budget_tokens": 4}

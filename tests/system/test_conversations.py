@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import nats
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from tests.training.evaluate import held_out_cases, score
 from tests.training.generation import ServedModel
 from tests.training.grammar import SKILLS
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 AT_ONCE = 16
 REQUESTS = 200
+HELLO: Any = [{"role": "user", "content": "x"}]
 TURNS = (
     "Hello, my name is Anna.",
     "What is 12 + 30?",
@@ -43,36 +44,35 @@ async def sixteen_at_a_time(hold: Callable[[int], Awaitable[list[str]]]) -> list
     return await asyncio.gather(*(one(n) for n in range(-(-REQUESTS // len(TURNS)))))
 
 
-async def test_the_openai_client_holds_streamed_conversations(stack: Stack):
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
-
-        async def hold(_: int) -> list[str]:
-            messages, said = [], []
-            for turn in TURNS:
-                messages.append({"role": "user", "content": turn})
-                text = ""
-                stream = await client.chat.completions.create(
-                    model=stack.model,
-                    messages=messages,
-                    stream=True,
-                    temperature=0,
-                    stream_options={"include_usage": True},
-                )
-                usage = None
-                async for chunk in stream:
-                    usage = chunk.usage or usage
-                    text += chunk.choices[0].delta.content or "" if chunk.choices else ""
-                assert text
-                assert usage is not None
-                assert usage.completion_tokens > 0
-                messages.append({"role": "assistant", "content": text})
-                said.append(text)
-            return said
-
-        answers = await sixteen_at_a_time(hold)
+def assert_answered(answers: list[list[str]]) -> None:
     assert all(said == answers[0] for said in answers)
     assert "42" in answers[0][1]
     assert "Anna" in answers[0][2]
+
+
+async def test_the_openai_client_holds_streamed_conversations(client: AsyncOpenAI):
+    async def hold(_: int) -> list[str]:
+        messages, said = [], []
+        for turn in TURNS:
+            messages.append({"role": "user", "content": turn})
+            text, usage = "", None
+            async for chunk in await client.chat.completions.create(
+                model="default",
+                messages=messages,
+                stream=True,
+                temperature=0,
+                stream_options={"include_usage": True},
+            ):
+                usage = chunk.usage or usage
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            assert text
+            assert usage is not None
+            assert usage.completion_tokens > 0
+            messages.append({"role": "assistant", "content": text})
+            said.append(text)
+        return said
+
+    assert_answered(await sixteen_at_a_time(hold))
 
 
 async def test_a_nats_client_holds_streamed_conversations(stack: Stack):
@@ -88,9 +88,7 @@ async def test_a_nats_client_holds_streamed_conversations(stack: Stack):
                 turns.append(("assistant", said[-1]))
             return said
 
-        answers = await sixteen_at_a_time(hold)
-    assert all(said == answers[0] for said in answers)
-    assert "42" in answers[0][1]
+        assert_answered(await sixteen_at_a_time(hold))
 
 
 async def test_a_plain_nats_client_speaks_json_and_needs_nothing_of_ours(stack: Stack):
@@ -125,30 +123,25 @@ async def test_a_plain_nats_client_speaks_json_and_needs_nothing_of_ours(stack: 
             turns.append({"role": "assistant", "content": await ask(turns)})
         return [turn["content"] for turn in turns if turn["role"] == "assistant"]
 
-    answers = await sixteen_at_a_time(hold)
+    assert_answered(await sixteen_at_a_time(hold))
     await connection.close()
-    assert all(said == answers[0] for said in answers)
-    assert "42" in answers[0][1]
 
 
-async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(stack: Stack):
+async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(
+    stack: Stack, client: AsyncOpenAI
+):
     question = "Count from 3 to 9."
-    async with (
-        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai,
-        Client(stack.nats_url) as client,
-    ):
-        whole = await openai.chat.completions.create(
-            model=stack.model, messages=[{"role": "user", "content": question}], temperature=0
-        )
-        stream = await openai.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": question}],
-            temperature=0,
-            stream=True,
-        )
-        streamed = "".join([c.choices[0].delta.content or "" async for c in stream])
-        asked = await client.complete(stack.model, question, temperature=0.0)
-        pieces = client.generate(stack.model, question, temperature=0.0)
+    over_http: Any = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+    }
+    whole = await client.chat.completions.create(**over_http)
+    stream = await client.chat.completions.create(**over_http, stream=True)
+    streamed = "".join([c.choices[0].delta.content or "" async for c in stream])
+    async with Client(stack.nats_url) as nats_client:
+        asked = await nats_client.complete(stack.model, question, temperature=0.0)
+        pieces = nats_client.generate(stack.model, question, temperature=0.0)
         heard = "".join([piece.text async for piece in pieces])
     assert whole.choices[0].message.content == streamed == asked.text == heard
     assert whole.usage is not None
@@ -157,19 +150,12 @@ async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(stack: Stac
 
 async def test_a_seed_draws_the_same_text_again(stack: Stack):
     async with Client(stack.nats_url) as client:
-        texts = [
-            (
-                await client.complete(
-                    stack.model,
-                    "Hello",
-                    temperature=20.0,
-                    seed=seed,
-                    max_tokens=20,
-                    ignore_eos=True,
-                )
-            ).text
+        hot: Any = {"temperature": 20.0, "max_tokens": 20, "ignore_eos": True}
+        drawn = [
+            await client.complete(stack.model, "Hello", seed=seed, **hot)
             for seed in (1, 1, 2, 3, 4)
         ]
+    texts = [answer.text for answer in drawn]
     assert texts[0] == texts[1]
     assert len(set(texts)) > 1
 
@@ -181,32 +167,20 @@ def test_the_served_model_adds_what_it_never_saw_added(stack: Stack):
     assert result.share >= 0.9, result.misses
 
 
-def test_an_unknown_model_is_not_found(stack: Stack):
-    with (
-        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(NotFoundError) as caught,
-    ):
-        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+async def test_an_unknown_model_is_not_found(client: AsyncOpenAI):
+    with pytest.raises(NotFoundError) as caught:
+        await client.chat.completions.create(model="other", messages=HELLO)
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
 
 
-def test_a_field_that_is_not_built_is_named(stack: Stack):
-    with (
-        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(BadRequestError) as caught,
-    ):
-        client.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": "x"}],
-            prediction={"type": "content", "content": "x"},
-        )
+async def test_a_field_that_is_not_built_is_named(client: AsyncOpenAI):
+    prediction: Any = {"type": "content", "content": "x"}
+    with pytest.raises(BadRequestError) as caught:
+        await client.chat.completions.create(model="default", messages=HELLO, prediction=prediction)
     assert caught.value.param == "prediction"
 
 
-def test_a_prompt_over_the_context_says_both_numbers(stack: Stack):
-    with (
-        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(BadRequestError, match=r"\d+ tokens.*2048"),
-    ):
-        client.completions.create(model=stack.model, prompt="1 " * 4000)
+async def test_a_prompt_over_the_context_says_both_numbers(client: AsyncOpenAI):
+    with pytest.raises(BadRequestError, match=r"\d+ tokens.*2048"):
+        await client.completions.create(model="default", prompt="1 " * 4000)

@@ -5,26 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from packaging.requirements import Requirement
 from tests.support.nats import NatsServer
-from tests.support.wait import until
+from tests.system.stack import heartbeats
 
-from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.nats import NatsTransport
-from antiphon.config.settings import BusConfig
-from antiphon.wire.base import Process, ProcessState, Role
-from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
-from antiphon.wire.routes import HEARTBEAT
+from antiphon.wire.base import ProcessState, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-from contextlib import suppress
+
+    from antiphon.wire.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -86,23 +82,17 @@ def test_heavy_packages_are_not_there(core: list[str], module: str):
 async def test_five_services_become_ready(core: list[str], tmp_path: Path):
     ready: set[str] = set()
 
-    async def deliver(delivery: Delivery) -> None:
-        beat = delivery.read(HEARTBEAT)
-        if beat.state is ProcessState.READY:
-            ready.add(beat.role)
+    def enough(beats: dict[str, Heartbeat]) -> bool:
+        ready.update(beat.role for beat in beats.values() if beat.state is ProcessState.READY)
+        return ready == set(FIVE)
 
     async with NatsServer() as nats:
-        config = msgspec.convert({"url": nats.url}, BusConfig)
-        here = Process(instance=InstanceId("test"), incarnation=new_incarnation())
-        bus = Bus(NatsTransport(config, name="test"), ClusterName("antiphon"), here)
-        async with bus:
-            await bus.listen(HEARTBEAT, deliver)
-            running = [start(core, role, nats.url, tmp_path) for role in FIVE]
-            with suppress(TimeoutError):
-                await until(lambda: ready == set(FIVE), timeout_s=60)
-            for process in running:
-                process.terminate()
-            codes = [process.wait(30) for process in running]
+        running = [start(core, role, nats.url, tmp_path) for role in FIVE]
+        with suppress(TimeoutError):
+            await heartbeats(nats.url, enough, timeout_s=60)
+        for process in running:
+            process.terminate()
+        codes = [process.wait(30) for process in running]
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert ready == set(FIVE), logs
     assert codes == [0] * len(FIVE), logs

@@ -8,14 +8,14 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import openai
 import pytest
 import torch
 from openai import AsyncOpenAI
-from tests.system.stack import serving, wait_until
+from tests.system.stack import module_stack, wait_until
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
@@ -23,8 +23,6 @@ from antiphon import embedded
 from antiphon.client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -33,16 +31,7 @@ TEXTS = ["What is 12 + 30?", "A dog.", "The same beginning, twice. " * 20, "A do
 OVERRIDES = json.dumps({"matryoshka_dimensions": [16, 32]})
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with serving("--is-embedding", "--json-model-override-args", OVERRIDES) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
+stack = module_stack("--is-embedding", "--json-model-override-args", OVERRIDES)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +42,6 @@ def expected() -> list[list[float]]:
     with torch.inference_mode():
         last = [model(torch.tensor([tokenizer.encode(text).ids]))[0][0, -1] for text in TEXTS]
     return [torch.nn.functional.normalize(state, dim=0).tolist() for state in last]
-
-
-def post(stack: Stack, path: str, body: object) -> object:
-    request = urllib.request.Request(
-        stack.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
 
 
 async def test_vectors_are_those_of_transformers_and_the_same_in_both_forms(
@@ -116,8 +97,8 @@ async def test_a_batch_outlives_its_worker(client: AsyncOpenAI, stack: Stack) ->
     texts = [f"Text {n} " + "of many words " * 60 for n in range(400)]
 
     def running() -> bool:
-        with urllib.request.urlopen(f"{stack.url}/v1/loads", timeout=10) as reply:
-            return any(load["num_running_reqs"] for load in json.load(reply)["loads"])
+        loads = json.loads(stack.get("/v1/loads"))["loads"]
+        return any(load["num_running_reqs"] for load in loads)
 
     async with asyncio.TaskGroup() as group:
         asked = group.create_task(client.embeddings.create(model="default", input=texts))
@@ -157,16 +138,15 @@ async def test_it_generates_nothing_and_says_so(client: AsyncOpenAI) -> None:
 
 
 def test_it_is_healthy_and_ranks_nothing(stack: Stack) -> None:
-    with urllib.request.urlopen(f"{stack.url}/health_generate", timeout=30) as reply:
-        assert reply.status == 200
+    stack.get("/health_generate")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        post(stack, "/v1/rerank", {"query": "a", "documents": ["b"]})
+        stack.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     with refused.value as told:
         assert told.code == 400
         assert "this model does not rerank" in told.read().decode()
 
 
 def test_encode_tells_the_same(stack: Stack, expected: list[list[float]]) -> None:
-    told = cast("list[dict[str, list[float]]]", post(stack, "/encode", {"text": TEXTS}))
+    told = stack.post("/encode", {"text": TEXTS})
     ours = np.array([one["embedding"] for one in told])
     assert np.abs(ours - np.array(expected)).max() < 0.03

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from anthropic import AsyncAnthropic
 from ollama import AsyncClient as AsyncOllama
-from openai import AsyncOpenAI
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from openai import AsyncOpenAI
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -33,12 +31,6 @@ WEATHER: dict[str, Any] = {
 }
 TOOLS: Any = [{"type": "function", "function": each} for each in (CLOCK, WEATHER)]
 ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 async def test_a_tool_is_called_and_what_it_answers_is_read(client: AsyncOpenAI) -> None:

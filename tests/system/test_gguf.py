@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gguf
 import pytest
@@ -73,22 +72,14 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_chat_template(card["chat_template"])
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
-
-
 def answers(stack: Stack) -> tuple[str, list[int], list[int]]:
-    chat = post(f"{stack.url}/v1/chat/completions", ASKED)
+    chat = stack.post("/v1/chat/completions", ASKED)
     body = {
         "input_ids": [1, 40, 41, 42],
         "sampling_params": {"temperature": 0, "max_new_tokens": 8},
     }
-    ids = post(f"{stack.url}/generate", body)["output_ids"]
-    tokens = post(f"{stack.url}/tokenize", {"prompt": "The sky is blue. é", "model": stack.model})
+    ids = stack.post("/generate", body)["output_ids"]
+    tokens = stack.post("/tokenize", {"prompt": "The sky is blue. é", "model": stack.model})
     return chat["choices"][0]["message"]["content"], ids, tokens["tokens"]
 
 

@@ -3,23 +3,99 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import threading
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from tests.system.collector import Collector, collecting
-from tests.system.pages import pages_in_use
-from tests.system.stack import Stack, serving, stop, wait_until
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from tests.system.stack import Stack, pages_in_use, serving, stop, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
 BODY_BYTES_MAX = 4000
+MAX_QUEUED = 1
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 LONG = {"stream": True, "max_tokens": 1900, "ignore_eos": True, "prompt": "Count"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One span, as it was exported."""
+
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+
+
+class Collector(ThreadingHTTPServer):
+    """Keeps what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Seen] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def take(self, request: ExportTraceServiceRequest) -> None:
+        for resource in request.resource_spans:
+            attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    seen = Seen(
+                        attributes["service.name"],
+                        span.name,
+                        span.trace_id.hex(),
+                        span.span_id.hex(),
+                        span.parent_span_id.hex(),
+                    )
+                    self.spans.append(seen)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        assert isinstance(self.server, Collector)
+        self.server.take(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.end_headers()
+        self.wfile.write(ExportTraceServiceResponse().SerializeToString())
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        """Keep the test's output to itself."""
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Run a collector until left."""
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            collector.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +106,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def small(collector: Collector) -> Iterator[Stack]:
-    flags = {
-        "--telemetry-otlp-endpoint": collector.url,
-        "--scheduler-queue-max": "2",
-        "--scheduler-look-ahead": "1",
-        "--batching-running-max": "1",
-        "--gateway-body-bytes-max": str(BODY_BYTES_MAX),
-    }
-    words = (word for flag in flags.items() for word in flag)
-    with serving("--enable-trace", *words) as running:
+    with serving(
+        *("--enable-trace", "--telemetry-otlp-endpoint", collector.url),
+        *("--max-running-requests", "1", "--max-queued-requests", str(MAX_QUEUED)),
+        *("--gateway-body-bytes-max", str(BODY_BYTES_MAX), "--random-seed", "7"),
+    ) as running:
         yield running
 
 
@@ -50,13 +122,22 @@ async def post(
         return answer.status, answer.headers.get("Retry-After", ""), await answer.text()
 
 
-async def test_what_the_queue_does_not_hold_is_told_when_to_come_back(small: Stack):
+async def test_random_seed_gives_each_request_its_own(small: Stack) -> None:
+    drawn: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
     async with aiohttp.ClientSession() as session:
-        body = {**LONG, "stream": False, "max_tokens": 200, "model": small.model}
-        answers = await asyncio.gather(*(post(session, small, body) for _ in range(12)))
-    statuses = [status for status, _, _ in answers]
-    assert set(statuses) == {200, 503}
-    assert statuses.count(200) >= 2
+        answers = [await post(session, small, drawn | {"model": small.model}) for _ in range(4)]
+    assert [status for status, _, _ in answers] == [200] * 4
+    assert len({json.loads(text)["choices"][0]["text"] for _, _, text in answers}) == 4
+
+
+async def test_max_queued_requests_counts_exactly_and_the_others_are_asked_to_come_back(
+    small: Stack,
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        body = {**LONG, "stream": False, "max_tokens": 300, "model": small.model}
+        answers = await asyncio.gather(*(post(session, small, body) for _ in range(10)))
+    statuses = sorted(status for status, _, _ in answers)
+    assert statuses == [200] * (1 + MAX_QUEUED) + [503] * (9 - MAX_QUEUED)
     for status, retry_after, text in answers:
         assert (status == 503) == bool(retry_after)
         assert status == 200 or '"code":"overloaded"' in text.replace(" ", "")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Self
 
 import pytest
 from openai import APIError, OpenAI
-from tests.system.pages import pages_in_use
-from tests.system.stack import SERVICES, Stack, processes, serving, stop, wait_until
+from tests.system.stack import (
+    SERVICES,
+    Stack,
+    pages_in_use,
+    processes,
+    run_antiphon,
+    serving,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -167,17 +171,6 @@ def test_streams_of_a_gateway_that_pauses_are_complete(stack: Stack, pause_s: fl
     wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
 
 
-def test_ctrl_c_leaves_no_process_behind():
-    with serving() as running:
-        supervisor, folder = running.process.pid, str(running.logs.parent)
-        pids = set(running.pids().values())
-        assert stop(running.process) == 0
-    alive = {pid for pid, command in processes() if pid in pids or folder in command}
-    assert alive == set()
-    assert not Path(folder).exists()
-    assert supervisor not in {pid for pid, _ in processes()}
-
-
 def test_a_killed_supervisor_leaves_no_process_behind():
     with serving() as running:
         folder = str(running.logs.parent)
@@ -188,13 +181,7 @@ def test_a_killed_supervisor_leaves_no_process_behind():
 
 def test_a_taken_port_is_named_at_once(stack: Stack):
     port = stack.url.rpartition(":")[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "antiphon.cli.main", "serve", "--port", port],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=20,
-    )
+    result = run_antiphon("serve", "--port", port, timeout_s=20)
     assert result.returncode == 1
     assert f"port {port}" in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr

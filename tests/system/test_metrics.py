@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import urllib.parse
 import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tests.system.composed import COMPOSE
-from tests.system.prometheus import lint, scraping
-from tests.system.stack import SERVICES, Stack, serving, wait_until
+from tests.system.stack import SERVICES, Stack, read, serving, wait_until
 
+from antiphon.supervisor.ports import free_port
 from antiphon.telemetry.catalog import FAMILIES, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -38,20 +43,82 @@ NAMED_BY_SGLANG = {
 """What promtool says of names that SGLang has fixed, beside the colon in all of them."""
 HTTP = {"endpoint", "method"}
 SCHEDULER = {"model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank", "site"}
+UNPACKED = Path(__file__).parents[2] / ".venv/prometheus/usr/bin"
+
+
+def program(name: str) -> str:
+    """Find a program of Debian's package `prometheus`: `make test-tools` brings it."""
+    found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+    assert found is not None, f"{name} is missing: run make test-tools"
+    return found
+
+
+def lint(page: str) -> list[str]:
+    """Return what promtool says of a page."""
+    told = subprocess.run(
+        [program("promtool"), "check", "metrics"],
+        input=page,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    return [line for line in (told.stdout + told.stderr).splitlines() if line]
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A server that scrapes one target each half second."""
+
+    url: str
+
+    def ask(self, expression: str) -> list[float]:
+        """Evaluate an expression now; return the values of its series."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=10) as reply:
+            result = json.load(reply)["data"]["result"]
+        return [float(series["value"][1]) for series in result]
+
+
+@contextmanager
+def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
+    """Run a server until left. `target` is host and port."""
+    config = folder / "prometheus.yaml"
+    job = {"job_name": "antiphon", "static_configs": [{"targets": [target]}]}
+    config.write_text(json.dumps({"global": {"scrape_interval": "500ms"}, "scrape_configs": [job]}))
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    command = [
+        program("prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            server = Prometheus(f"http://{address}")
+            wait_until(lambda: _up(server), 30, "prometheus scrapes")
+            yield server
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _up(server: Prometheus) -> bool:
+    try:
+        return server.ask("up") == [1.0]
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    flags = {
-        "--metrics-port-base": "30700",
-        "--bucket-time-to-first-token": "0.5 1 2",
-        "--tokenizer-metrics-allowed-custom-labels": "team",
-        "--extra-metric-labels": '{"site": "here"}',
-        "--decode-log-interval": "5",
-    }
-    words = (word for flag in flags.items() for word in flag)
-    split = [part for word in words for part in (word.split(" ") if word[0].isdigit() else [word])]
-    with serving("--collect-tokens-histogram", *split) as running:
+    with serving(
+        *("--metrics-port-base", "30700", "--decode-log-interval", "5"),
+        *("--bucket-time-to-first-token", "0.5", "1", "2", "--collect-tokens-histogram"),
+        *("--tokenizer-metrics-allowed-custom-labels", "team"),
+        *("--extra-metric-labels", '{"site": "here"}'),
+    ) as running:
         ask(running, team="red")
         yield running
 
@@ -67,11 +134,6 @@ def ask(stack: Stack, team: str | None = None) -> None:
     assert answer.usage is not None
 
 
-def page(stack: Stack) -> str:
-    with urllib.request.urlopen(f"{stack.url}/metrics", timeout=10) as reply:
-        return reply.read().decode()
-
-
 def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
@@ -81,7 +143,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def total(stack: Stack, name: str) -> float:
-    return sum(value for _, value in samples(page(stack)).get(name, []))
+    return sum(value for _, value in samples(stack.get("/metrics")).get(name, []))
 
 
 def whole(stack: Stack) -> str:
@@ -94,7 +156,7 @@ def whole(stack: Stack) -> str:
         )
 
     wait_until(arrived, 20, "every service has reported")
-    return page(stack)
+    return stack.get("/metrics")
 
 
 def test_promtool_finds_no_more_than_sglang_has_fixed(stack: Stack) -> None:
@@ -156,21 +218,19 @@ def test_a_worker_that_restarts_lowers_no_counter(stack: Stack) -> None:
     name = "sglang:realtime_tokens_total"
     old = sum(value for _, value in before[name])
     wait_until(lambda: total(stack, name) > old, 20, "the new worker has reported")
-    assert len(samples(page(stack))["sglang:token_usage"]) == 1
+    assert len(samples(stack.get("/metrics"))["sglang:token_usage"]) == 1
 
 
 def test_each_process_has_a_port_of_its_own_for_metrics(stack: Stack) -> None:
     def listed() -> dict[str, int]:
-        with urllib.request.urlopen(f"{stack.url}/server_info", timeout=10) as reply:
-            return json.load(reply)["metrics_ports"]
+        return json.loads(stack.get("/server_info"))["metrics_ports"]
 
     wait_until(lambda: set(listed()) == set(SERVICES), 10, "every process has reported")
     ports = listed()
     assert all(30700 <= port < 30800 for port in ports.values())
     assert len(set(ports.values())) == len(SERVICES)
     for name, port in ports.items():
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            assert b"process_cpu_seconds_total" in reply.read(), name
+        assert "process_cpu_seconds_total" in read(f"http://127.0.0.1:{port}/metrics"), name
 
 
 def test_prefill_and_decode_lines_are_sglangs(stack: Stack) -> None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
 
 from antiphon.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from openai import AsyncOpenAI
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 PROMPT = "<|bos|><|user|>What is 12 + 30?<|end|><|assistant|>"
 GREEDY = {"temperature": 0, "max_new_tokens": 32}
-Reply = dict[str, "Reply"]  # what a test reads of it, it knows
 
 
 @pytest.fixture
@@ -30,10 +29,22 @@ async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def post(http: aiohttp.ClientSession, path: str, **body: object) -> Reply:
+async def post(http: aiohttp.ClientSession, path: str, **body: object) -> Any:
     async with http.post(path, json=body) as reply:
         assert reply.status == 200, await reply.text()
-        return cast("Reply", await reply.json())
+        return await reply.json()
+
+
+async def get(http: aiohttp.ClientSession, path: str) -> Any:
+    async with http.get(path) as reply:
+        return await reply.json()
+
+
+async def last_event(reply: aiohttp.ClientResponse) -> Any:
+    """Read a stream to its end; return what it says last."""
+    *_, last, done = [event for event in (await reply.text()).split("\n\n") if event]
+    assert done == "data: [DONE]"
+    return json.loads(last.removeprefix("data: "))
 
 
 async def test_whole_and_streamed_say_the_same(http: aiohttp.ClientSession) -> None:
@@ -42,11 +53,9 @@ async def test_whole_and_streamed_say_the_same(http: aiohttp.ClientSession) -> N
     assert whole["text"] == "12 + 30 = 42."
     assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
     async with http.post("/generate", json=body | {"stream": True}) as reply:
-        events = [event for event in (await reply.text()).split("\n\n") if event]
-    assert events[-1] == "data: [DONE]"
-    last = json.loads(events[-2].removeprefix("data: "))
+        last = await last_event(reply)
     assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
-    logprobs = cast("list[list[float]]", whole["meta_info"]["output_token_logprobs"])
+    logprobs = whole["meta_info"]["output_token_logprobs"]
     assert [each[1] for each in logprobs] == whole["output_ids"]
     assert [each[0] for each in logprobs] == pytest.approx(
         [each[0] for each in last["meta_info"]["output_token_logprobs"]], abs=0.05
@@ -57,7 +66,7 @@ async def test_a_batch_is_as_its_prompts_alone(http: aiohttp.ClientSession) -> N
     prompts = [PROMPT, "Once upon a time"]
     alone = [await post(http, "/generate", text=text, sampling_params=GREEDY) for text in prompts]
     batch = await post(http, "/generate", text=prompts, sampling_params=GREEDY | {"n": 2})
-    texts = [one["text"] for one in cast("list[Reply]", batch)]
+    texts = [one["text"] for one in batch]
     assert texts == [alone[0]["text"]] * 2 + [alone[1]["text"]] * 2
 
 
@@ -81,8 +90,8 @@ async def test_a_session_goes_on_as_if_all_were_said_at_once(http: aiohttp.Clien
         return_prompt_token_ids=True,
     )
     assert "Ada" in str(second["text"])
-    ids = cast("list[int]", first["prompt_token_ids"]) + cast("list[int]", first["output_ids"])
-    asked = cast("list[int]", second["prompt_token_ids"])
+    ids = first["prompt_token_ids"] + first["output_ids"]
+    asked = second["prompt_token_ids"]
     assert asked[: len(ids)] == ids
     again = await post(http, "/generate", input_ids=asked, sampling_params=GREEDY)
     assert again["text"] == second["text"]
@@ -107,7 +116,7 @@ async def test_a_score_is_the_probability_of_what_the_model_would_say(
     said = await post(
         http, "/generate", text=PROMPT, sampling_params=GREEDY, return_prompt_token_ids=True
     )
-    ids = cast("list[int]", said["output_ids"])
+    ids = said["output_ids"]
     told = await post(
         http,
         "/v1/score",
@@ -116,15 +125,15 @@ async def test_a_score_is_the_probability_of_what_the_model_would_say(
         label_token_ids=[ids[1], ids[-1]],
         apply_softmax=True,
     )
-    second, last = cast("list[list[float]]", told["scores"])
+    second, last = told["scores"]
     assert second[0] > 0.9
     assert last[1] > 0.9
     plain = await post(http, "/v1/score", query=PROMPT, items=[""], label_token_ids=[ids[0]])
-    ((first,),) = cast("list[list[float]]", plain["scores"])
+    ((first,),) = plain["scores"]
     assert 0.5 < first <= 1
 
 
-async def test_calls_may_be_required_of_any_model(stack: Stack) -> None:
+async def test_calls_may_be_required_of_any_model(client: AsyncOpenAI) -> None:
     tool = {
         "type": "function",
         "function": {
@@ -137,23 +146,22 @@ async def test_calls_may_be_required_of_any_model(stack: Stack) -> None:
             },
         },
     }
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
-        asked = {
-            "model": "default",
-            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
-            "tools": [tool],
-            "tool_choice": "required",
-            "parallel_tool_calls": False,
-            "temperature": 0,
-            "max_tokens": 400,
-        }
-        answer = await client.chat.completions.create(**asked)
-        arguments, reason = "", None
-        async for chunk in await client.chat.completions.create(**asked, stream=True):
-            for call in chunk.choices[0].delta.tool_calls or ():
-                assert call.function is not None
-                arguments += call.function.arguments or ""
-            reason = chunk.choices[0].finish_reason or reason
+    asked: Any = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 400,
+    }
+    answer = await client.chat.completions.create(**asked)
+    arguments, reason = "", None
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            assert call.function is not None
+            arguments += call.function.arguments or ""
+        reason = chunk.choices[0].finish_reason or reason
     (call,) = answer.choices[0].message.tool_calls
     assert (call.function.name, answer.choices[0].finish_reason) == ("add", "tool_calls")
     assert json.loads(call.function.arguments)["a"] in (12, 30)
@@ -165,31 +173,23 @@ async def test_loads_tell_throughput_and_hit_rate(http: aiohttp.ClientSession) -
     body = {"text": text, "sampling_params": GREEDY | {"ignore_eos": True}}
     first = await post(http, "/generate", **body)
     again = await post(http, "/generate", **body)
-    cached = cast("int", again["meta_info"]["cached_tokens"])
+    cached = again["meta_info"]["cached_tokens"]
     assert cached > 16
 
-    async def load() -> Reply:
-        async with http.get("/v1/loads") as reply:
-            return cast("Reply", (await reply.json())["loads"][0])
-
-    while not (told := await load())["gen_throughput"]:  # noqa: ASYNC110  # as above
+    while not (told := (await get(http, "/v1/loads"))["loads"][0])["gen_throughput"]:  # noqa: ASYNC110  # as above
         await asyncio.sleep(0.05)
-    assert 0 < cast("float", told["cache_hit_rate"]) < 1
-    assert cast("float", told["memory"]["weight_gb"]) > 0
-    assert cast("float", told["memory"]["kv_cache_gb"]) > 0
-    assert cast("int", told["num_cached_tokens"]) >= cached
+    assert 0 < told["cache_hit_rate"] < 1
+    assert told["memory"]["weight_gb"] > 0
+    assert told["memory"]["kv_cache_gb"] > 0
+    assert told["num_cached_tokens"] >= cached
     assert first["text"] == again["text"]
 
 
 async def test_orders_are_obeyed(http: aiohttp.ClientSession) -> None:
-    async def paused() -> bool:
-        async with http.get("/v1/loads") as reply:
-            return bool((await reply.json())["loads"][0]["paused"])
-
     assert (await post(http, "/pause_generation", mode="in_place"))["status"] == "ok"
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(post(http, "/generate", text=PROMPT, sampling_params=GREEDY))
-        while not await paused():  # noqa: ASYNC110  # another process says it
+        while not (await get(http, "/v1/loads"))["loads"][0]["paused"]:  # noqa: ASYNC110  # another process says it
             await asyncio.sleep(0.05)
         async with http.get("/ready") as reply:
             assert reply.status == 503
@@ -207,8 +207,7 @@ async def test_an_aborted_request_tells_what_it_had_said(http: aiohttp.ClientSes
         await reply.content.readuntil(b"\n\n")
         async with http.post("/abort_request", json={"rid": "long"}) as aborted:
             assert aborted.status == 200
-        events = [event for event in (await reply.text()).split("\n\n") if event]
-    last = json.loads(events[-2].removeprefix("data: "))
+        last = await last_event(reply)
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert last["text"]
 
@@ -217,18 +216,15 @@ async def test_a_server_tells_of_itself(http: aiohttp.ClientSession, stack: Stac
     for path in ("/health_generate", "/ready", "/ping", "/metrics", "/openapi.json"):
         async with http.get(path) as reply:
             assert reply.status == 200, path
-    async with http.get("/model_info") as reply:
-        assert (await reply.json())["served_model_name"] == stack.model
-    async with http.get("/server_info") as reply:
-        told = await reply.json()
-    (load,) = told["internal_states"]
+    assert (await get(http, "/model_info"))["served_model_name"] == stack.model
+    (load,) = (await get(http, "/server_info"))["internal_states"]
     assert load["max_total_num_tokens"] > 0
     async with http.get("/metrics") as reply:
         assert "antiphon_num_open_reqs 0.0" in await reply.text()
 
 
 async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_else(
-    http: aiohttp.ClientSession, stack: Stack
+    http: aiohttp.ClientSession, stack: Stack, client: AsyncOpenAI
 ) -> None:
     prompt = "<|bos|><|user|>" + "What is 12 + 30? " * 30 + "<|end|><|assistant|>"
     body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 2}}
@@ -244,16 +240,13 @@ async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_
     assert await cached(cache_salt="mine", extra_key="more") == 0
     assert await cached() == 0
     said = "Tell me of 12 and 30. " * 20
-    async with (
-        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai,
-        Client(stack.nats_url) as nats,
-    ):
-        await openai.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": said}],
-            max_tokens=2,
-            extra_body={"cache_salt": "chat"},
-        )
+    await client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": said}],
+        max_tokens=2,
+        extra_body={"cache_salt": "chat"},
+    )
+    async with Client(stack.nats_url) as nats:
         told = [
             await nats.complete(stack.model, said, max_tokens=2, cache_salt=salt)
             for salt in ("chat", "other")
@@ -267,8 +260,7 @@ async def test_orders_are_seen_by_whoever_asks_next(http: aiohttp.ClientSession)
     for name in ("one", "two", "default"):
         body = {"new_version": name, "abort_all_requests": False}
         await post(http, "/update_weight_version", **body)
-        async with http.get("/model_info") as info:
-            assert (await info.json())["weight_version"] == name
+        assert (await get(http, "/model_info"))["weight_version"] == name
         assert (await post(http, "/generate", **short))["meta_info"]["weight_version"] == name
         async with http.post("/flush_cache") as flushed:
             assert flushed.status == 200, "an answer that has ended is in nobody's way"
@@ -285,8 +277,7 @@ async def test_a_running_answer_keeps_the_cache_and_names_all_its_weights(
             assert flushed.status == 400
         renamed = {"new_version": "later", "abort_all_requests": False}
         await post(http, "/update_weight_version", **renamed)
-        events = [event for event in (await reply.text()).split("\n\n") if event]
-    meta = json.loads(events[-2].removeprefix("data: "))["meta_info"]
+        meta = (await last_event(reply))["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"]) == ("default", "later")
     assert (first["start"], second["end"]) == (0, 1500)

@@ -9,10 +9,11 @@ import ollama
 import pytest
 from ollama import AsyncClient
 from openai import AsyncOpenAI
-from tests.system.stack import Stack, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
+
+    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -31,42 +32,19 @@ LOOK = {
     },
 }
 CALL = {"name": "look", "parameters": {"at": "Rome"}}
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
-    "{% endfor %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
-)
-"""The embedded model's, with a place to think in."""
 
 
 @pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
+async def asker(stack: Stack) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(stack.url) as opened:
         yield opened
 
 
-@pytest.fixture
-async def other(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack whose model is said to think, and to call tools in JSON."""
-    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
-    template.write_text(TEMPLATE)
-    with serving(
-        "--chat-template", str(template), "--tool-call-parser", "json",
-        "--reasoning-parser", "qwen3",
-    ) as running:  # fmt: skip
-        yield running
-
-
-async def chat(client: AsyncClient, **said: Any) -> ollama.ChatResponse:
+async def chat(asker: AsyncClient, **said: Any) -> ollama.ChatResponse:
     """Ask whole and streamed; return the whole answer, with which the streamed one agrees."""
     asked: dict[str, Any] = {"model": "default", "messages": QUESTION, "options": GREEDY} | said
-    whole = await client.chat(**asked)
-    pieces = [piece async for piece in await client.chat(**asked, stream=True)]
+    whole = await asker.chat(**asked)
+    pieces = [piece async for piece in await asker.chat(**asked, stream=True)]
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
     thought = "".join(piece.message.thinking or "" for piece in pieces)
     assert thought == (whole.message.thinking or "")
@@ -77,11 +55,11 @@ async def chat(client: AsyncClient, **said: Any) -> ollama.ChatResponse:
     return whole
 
 
-async def generate(client: AsyncClient, **said: Any) -> ollama.GenerateResponse:
+async def generate(asker: AsyncClient, **said: Any) -> ollama.GenerateResponse:
     """As `chat`, for a prompt."""
     asked: dict[str, Any] = {"model": "default", "options": GREEDY} | said
-    whole = await client.generate(**asked)
-    pieces = [piece async for piece in await client.generate(**asked, stream=True)]
+    whole = await asker.generate(**asked)
+    pieces = [piece async for piece in await asker.generate(**asked, stream=True)]
     assert "".join(piece.response or "" for piece in pieces) == whole.response
     _agree(whole, pieces)
     return whole
@@ -98,10 +76,10 @@ def _agree(whole: Any, pieces: list[Any]) -> None:
     assert (last.prompt_eval_count, last.eval_count) == (whole.prompt_eval_count, whole.eval_count)
 
 
-async def test_both_clients_hear_the_same_chat(client: AsyncClient, other: AsyncOpenAI) -> None:
+async def test_both_clients_hear_the_same_chat(asker: AsyncClient, client: AsyncOpenAI) -> None:
     for turns in (QUESTION, [*QUESTION, {"role": "assistant", "content": "12 + 30 = 4"}]):
-        heard = await chat(client, messages=turns, logprobs=True, top_logprobs=2)
-        told = await other.chat.completions.create(
+        heard = await chat(asker, messages=turns, logprobs=True, top_logprobs=2)
+        told = await client.chat.completions.create(
             model="default",
             messages=turns,
             temperature=0,
@@ -123,14 +101,14 @@ async def test_both_clients_hear_the_same_chat(client: AsyncClient, other: Async
 
 
 async def test_a_prompt_is_a_chat_or_the_whole_text(
-    client: AsyncClient, other: AsyncOpenAI
+    asker: AsyncClient, client: AsyncOpenAI
 ) -> None:
-    asked = await generate(client, prompt="What is 12 + 30?")
+    asked = await generate(asker, prompt="What is 12 + 30?")
     assert asked.response == "12 + 30 = 42."
     raw = await generate(
-        client, prompt="Once upon a time", raw=True, options=GREEDY | {"num_predict": 6}
+        asker, prompt="Once upon a time", raw=True, options=GREEDY | {"num_predict": 6}
     )
-    told = await other.completions.create(
+    told = await client.completions.create(
         model="default", prompt="Once upon a time", temperature=0, max_tokens=6
     )
     assert raw.response == told.choices[0].text
@@ -138,22 +116,22 @@ async def test_a_prompt_is_a_chat_or_the_whole_text(
     assert raw.eval_count == 6
 
 
-async def test_options_mean_what_they_say(client: AsyncClient) -> None:
-    stopped = await chat(client, options=GREEDY | {"stop": ["= 4"]})
+async def test_options_mean_what_they_say(asker: AsyncClient) -> None:
+    stopped = await chat(asker, options=GREEDY | {"stop": ["= 4"]})
     assert (stopped.message.content, stopped.done_reason) == ("12 + 30 ", "stop")
-    short = await chat(client, options=GREEDY | {"num_predict": 3})
+    short = await chat(asker, options=GREEDY | {"num_predict": 3})
     assert (short.done_reason, short.eval_count) == ("length", 3)
     typed = ollama.Options(temperature=4, seed=7, num_predict=12, num_ctx=512, top_k=50)
-    drawn = {(await chat(client, options=typed)).message.content for _ in range(2)}
+    drawn = {(await chat(asker, options=typed)).message.content for _ in range(2)}
     assert len(drawn) == 1
 
 
 async def test_an_answer_has_the_form_that_was_asked_for(
-    client: AsyncClient, other: AsyncOpenAI
+    asker: AsyncClient, client: AsyncOpenAI
 ) -> None:
-    heard = await chat(client, format=SCHEMA, options=GREEDY | {"num_predict": 200})
+    heard = await chat(asker, format=SCHEMA, options=GREEDY | {"num_predict": 200})
     assert set(json.loads(heard.message.content or "")) == {"sum"}
-    told = await other.chat.completions.create(
+    told = await client.chat.completions.create(
         model="default",
         messages=QUESTION,
         temperature=0,
@@ -162,37 +140,37 @@ async def test_an_answer_has_the_form_that_was_asked_for(
     )
     assert heard.message.content == told.choices[0].message.content
     thing = await generate(
-        client, prompt="What colour is snow?", format="json", options=GREEDY | {"num_predict": 50}
+        asker, prompt="What colour is snow?", format="json", options=GREEDY | {"num_predict": 50}
     )
     assert "white" in json.loads(thing.response or "").values()
 
 
-async def test_calls_are_heard_whole_and_answered(thinker: Stack) -> None:
-    async with AsyncClient(thinker.url) as client:
+async def test_calls_are_heard_whole_and_answered(json_stack: Stack) -> None:
+    async with AsyncClient(json_stack.url) as asker:
         # The model cannot call by itself: the form of its answer is the form of a call.
-        called = await chat(client, tools=[LOOK], format={"const": CALL}, think=False)
+        called = await chat(asker, tools=[LOOK], format={"const": CALL}, think=False)
         calls = called.message.tool_calls
         assert calls is not None
         (call,) = calls
         assert (call.function.name, call.function.arguments) == ("look", {"at": "Rome"})
         assert not called.message.content
         turns = [*QUESTION, called.message, {"role": "tool", "tool_name": "look", "content": "42"}]
-        answer = await chat(client, messages=turns, tools=[LOOK])
+        answer = await chat(asker, messages=turns, tools=[LOOK])
         assert (answer.prompt_eval_count or 0) > (called.prompt_eval_count or 0)
-        assert (await client.show("default")).capabilities == ["completion", "tools", "thinking"]
+        assert (await asker.show("default")).capabilities == ["completion", "tools", "thinking"]
 
 
-async def test_a_model_thinks_if_it_is_told_to(thinker: Stack) -> None:
+async def test_a_model_thinks_if_it_is_told_to(json_stack: Stack) -> None:
     options = GREEDY | {"num_predict": 20}
     async with (
-        AsyncClient(thinker.url) as client,
-        AsyncOpenAI(base_url=f"{thinker.url}/v1", api_key="none") as other,
+        AsyncClient(json_stack.url) as asker,
+        AsyncOpenAI(base_url=f"{json_stack.url}/v1", api_key="none") as client,
     ):
-        silent = await chat(client, think=False)
+        silent = await chat(asker, think=False)
         assert (silent.message.content, silent.message.thinking) == ("12 + 30 = 42.", None)
         for level in (True, "high"):
-            thought = await chat(client, think=level, options=options)
-            told = await other.chat.completions.create(
+            thought = await chat(asker, think=level, options=options)
+            told = await client.chat.completions.create(
                 model="default",
                 messages=QUESTION,
                 temperature=0,
@@ -203,26 +181,26 @@ async def test_a_model_thinks_if_it_is_told_to(thinker: Stack) -> None:
             said = told.choices[0].message.model_dump()["reasoning_content"]
             assert thought.message.thinking == said
             prompted = await generate(
-                client, prompt="What is 12 + 30?", think=level, options=options
+                asker, prompt="What is 12 + 30?", think=level, options=options
             )
             assert prompted.thinking == said
 
 
-async def test_what_is_there_is_listed_and_shown(client: AsyncClient, stack: Stack) -> None:
-    (listed,) = (await client.list()).models
-    (running,) = (await client.ps()).models
+async def test_what_is_there_is_listed_and_shown(asker: AsyncClient, stack: Stack) -> None:
+    (listed,) = (await asker.list()).models
+    (running,) = (await asker.ps()).models
     name = f"{stack.model}:latest"
     assert listed.model == running.model == name
     assert running.context_length == 2048
-    shown = await client.show(name)
+    shown = await asker.show(name)
     assert shown.capabilities == ["completion", "tools", "thinking"]
     info = shown.modelinfo or {}
     assert info[f"{info['general.architecture']}.context_length"] == 2048
     assert info["general.parameter_count"] > 0
     assert "temperature" in (shown.parameters or "")
-    heard = await chat(client, model=name)
+    heard = await chat(asker, model=name)
     assert heard.model == name
-    ready = await client.generate(name)
+    ready = await asker.generate(name)
     assert ready.done_reason == "load"
 
 
@@ -237,26 +215,26 @@ async def test_what_is_there_is_listed_and_shown(client: AsyncClient, stack: Sta
     ],
 )
 async def test_what_cannot_be_is_refused_before_the_first_word(
-    client: AsyncClient, said: dict[str, Any], status: int, text: str
+    asker: AsyncClient, said: dict[str, Any], status: int, text: str
 ) -> None:
     asked: dict[str, Any] = {"model": "default", "messages": QUESTION} | said
     with pytest.raises(ollama.ResponseError, match=text) as whole:
-        await client.chat(**asked)
+        await asker.chat(**asked)
     assert whole.value.status_code == status
-    pieces = await client.chat(**asked, stream=True)
+    pieces = await asker.chat(**asked, stream=True)
     with pytest.raises(ollama.ResponseError, match=text) as streamed:
         await anext(pieces)
     assert streamed.value.status_code == status
 
 
-async def test_what_is_not_done_is_refused_with_a_reason(client: AsyncClient) -> None:
+async def test_what_is_not_done_is_refused_with_a_reason(asker: AsyncClient) -> None:
     with pytest.raises(ollama.ResponseError, match="--model-path"):
-        await client.pull("llama3.2")
-    (listed,) = (await client.list()).models
+        await asker.pull("llama3.2")
+    (listed,) = (await asker.list()).models
     assert listed.model is not None
-    assert (await client.pull(listed.model)).status == "success"
+    assert (await asker.pull(listed.model)).status == "success"
     assert listed.size
     with pytest.raises(ollama.ResponseError, match="does not embed"):
-        await client.embed("default", "hello")
+        await asker.embed("default", "hello")
     with pytest.raises(ollama.ResponseError, match="keep_alive"):
-        await client.generate("default", keep_alive=0)
+        await asker.generate("default", keep_alive=0)

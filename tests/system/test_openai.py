@@ -11,8 +11,6 @@ import pytest
 from openai import AsyncOpenAI
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -23,12 +21,6 @@ SCHEMA = {
     "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["sum"],
 }
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 async def chat(client: AsyncOpenAI, **said):

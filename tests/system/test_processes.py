@@ -6,13 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import urllib.request
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.system.stack import START_TIMEOUT_S, Stack, serving, wait_until
+from tests.system.stack import START_TIMEOUT_S, Stack, read, serving, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,13 +31,8 @@ def stack() -> Iterator[Stack]:
         yield running
 
 
-def read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as reply:
-        return reply.read()
-
-
 def server_info(stack: Stack) -> Mapping[str, object]:
-    return json.loads(read(f"{stack.url}/server_info"))
+    return json.loads(stack.get("/server_info"))
 
 
 def known(stack: Stack, *workers: str) -> bool:
@@ -54,7 +48,7 @@ def decoded(stack: Stack, worker: str) -> float:
     """Tokens that a worker has decoded, by its own metrics."""
     ports = server_info(stack)["metrics_ports"]
     assert isinstance(ports, dict)
-    page = read(f"http://127.0.0.1:{ports[worker]}/metrics").decode()
+    page = read(f"http://127.0.0.1:{ports[worker]}/metrics")
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

@@ -6,25 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.system import recorded
-from tests.system.stack import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-ARGUMENTS = ("--tool-call-parser", "json", "--reasoning-parser", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(*ARGUMENTS) as stack:
-        yield stack.url
-
-
-def test_recorded_requests_get_their_recorded_answers(url: str) -> None:
+def test_recorded_requests_get_their_recorded_answers(json_stack: Stack) -> None:
     exchanges = recorded.load()
     assert len(exchanges) >= 300
-    played = recorded.play(url, [exchange["send"] for exchange in exchanges])
+    played = recorded.play(json_stack.url, [exchange["send"] for exchange in exchanges])
     pairs = zip(played, exchanges, strict=True)
     assert [pair for pair in pairs if not recorded.same(*pair)] == []
 

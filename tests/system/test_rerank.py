@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-WORDS = (
+WORDS = [
     "yes",
     "no",
     "judge",
@@ -37,7 +36,7 @@ WORDS = (
     "the",
     "house",
     "sleeps",
-)
+]
 QUERY = "who sleeps"
 DOCUMENTS = ["a dog sleeps", "the house is red", "who is the cat", "a red dog", "what sleeps"]
 
@@ -100,30 +99,22 @@ def expected(folder: Path) -> list[float]:
     return scores
 
 
-def post(stack: Stack, path: str, body: object) -> Any:
-    request = urllib.request.Request(
-        stack.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
-
-
 def test_documents_are_ranked_as_transformers_scores_them(stack: Stack, folder: Path) -> None:
-    ranked = post(stack, "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
+    ranked = stack.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
     scores = expected(folder)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     assert [one["index"] for one in ranked] == order
     assert [one["document"] for one in ranked] == [DOCUMENTS[index] for index in order]
     assert [one["score"] for one in ranked] == pytest.approx([scores[at] for at in order], rel=1e-3)
     assert ranked[0]["meta_info"]["prompt_tokens"] == 5 + len(DOCUMENTS[order[0]].split())
-    best = post(stack, "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 1})
+    best = stack.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 1})
     assert [one["index"] for one in best] == order[:1]
 
 
 def test_one_label_is_classified_and_told_as_it_is(stack: Stack) -> None:
-    reply = post(stack, "/v1/classify", {"input": ["a dog", "a cat"]})
+    reply = stack.post("/v1/classify", {"input": ["a dog", "a cat"]})
     assert [one["label"] for one in reply["data"]] == ["LABEL_0", "LABEL_0"]
-    raw = post(stack, "/classify", {"text": ["a dog", "a cat"]})
+    raw = stack.post("/classify", {"text": ["a dog", "a cat"]})
     chances = [torch.sigmoid(torch.tensor(one["embedding"][0])).item() for one in raw]
     assert [one["probs"][0] for one in reply["data"]] == pytest.approx(chances)
 
@@ -134,7 +125,7 @@ def test_a_cross_encoder_neither_embeds_nor_generates(stack: Stack) -> None:
         ("/v1/completions", {"prompt": "a dog"}),
     ):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(stack, path, body)
+            stack.post(path, body)
         with refused.value as told:
             assert told.code == 400
             assert "this model does not" in told.read().decode()
@@ -148,7 +139,7 @@ def test_a_decoder_says_how_much_likelier_yes_is_than_no(tmp_path: Path) -> None
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     body = {"query": QUERY, "documents": DOCUMENTS, "instruct": "a cat"}
     with serving("--model-path", str(folder)) as stack:
-        ranked = post(stack, "/v1/rerank", body)
+        ranked = stack.post("/v1/rerank", body)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     labels = [tokenizer.token_to_id(word) for word in ("yes", "no")]
     shown = TEMPLATE.partition("{{ m")[0].replace('{{ instruct | default("the dog") }}', "a cat")

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -45,26 +45,20 @@ SCHEMA = {
 LONG: Any = {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
 
-@contextmanager
-def another_gateway(stack: Stack, log: str) -> Iterator[str]:
-    """A second door of the same cluster; yields its URL."""
+@pytest.fixture(scope="module")
+def other_url(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A second gateway of the same cluster."""
     port = free_port("127.0.0.1")
     settings = stack.logs.parent / "settings.yaml"
     command = [sys.executable, "-m", "antiphon.gateway", "--config", str(settings)]
-    with open(log, "wb") as file:  # noqa: PTH123
+    log = tmp_path_factory.mktemp("gateway") / "gateway-1.log"
+    with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, "--gateway-port", str(port), "--instance", "gateway-1"],
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    other = Stack(
-        process=stack.process,
-        url=f"http://127.0.0.1:{port}",
-        model=stack.model,
-        nats_url=stack.nats_url,
-        logs=stack.logs,
-        started_in_s=0,
-    )
+    other = replace(stack, url=f"http://127.0.0.1:{port}")
     try:
         wait_until(other.healthy, START_TIMEOUT_S, "the second gateway")
         yield other.url
@@ -73,26 +67,9 @@ def another_gateway(stack: Stack, log: str) -> Iterator[str]:
         process.wait(STOP_TIMEOUT_S)
 
 
-@pytest.fixture(scope="module")
-def other_url(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("gateway") / "gateway-1.log"
-    with another_gateway(stack, str(log)) as url:
-        yield url
-
-
-def opened(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with opened(stack.url) as first:
-        yield first
-
-
 @pytest.fixture
 async def other(other_url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with opened(other_url) as second:
+    async with AsyncOpenAI(base_url=f"{other_url}/v1", api_key="none", max_retries=0) as second:
         yield second
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from antiphon import embedded
@@ -15,6 +14,7 @@ from antiphon.wire.errors import Unsupported
 from antiphon.wire.sampling import AllowRange, TokenOutputParams
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -22,24 +22,12 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 QUESTION = "What is 12 + 30?"
 
 
-async def test_an_openai_client_is_told_of_each_token_of_each_choice(stack: Stack) -> None:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
-        answer = await client.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": QUESTION}],
-            n=2,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=4,
-        )
-        hot = await client.chat.completions.create(
-            model=stack.model,
-            messages=[{"role": "user", "content": QUESTION}],
-            n=3,
-            temperature=4,
-            seed=5,
-            max_tokens=12,
-        )
+async def test_an_openai_client_is_told_of_each_token_of_each_choice(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "default", "messages": [{"role": "user", "content": QUESTION}]}
+    answer = await client.chat.completions.create(
+        **asked, n=2, temperature=0, logprobs=True, top_logprobs=4
+    )
+    hot = await client.chat.completions.create(**asked, n=3, temperature=4, seed=5, max_tokens=12)
     texts = {choice.message.content for choice in hot.choices}
     assert len(texts) == 3, "each choice has a seed of its own"
     for choice in answer.choices:

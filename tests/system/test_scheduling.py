@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.system.stack import Stack, serving, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.system.stack import Stack, module_stack, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -20,11 +16,10 @@ HELD_MAX = RUNNING_MAX + 2
 LOWS = 12
 
 
-@pytest.fixture(scope="module")
-def crowded() -> Iterator[Stack]:
-    flags = ("--batching-running-max", str(RUNNING_MAX), "--enable-priority-scheduling")
-    with serving("--telemetry-log-format", "json", *flags) as stack:
-        yield stack
+crowded = module_stack(
+    *("--batching-running-max", str(RUNNING_MAX), "--enable-priority-scheduling"),
+    *("--telemetry-log-format", "json"),
+)
 
 
 class Crowd:
@@ -91,39 +86,3 @@ async def test_a_hundred_choices_wait_for_no_idle_worker_and_keep_nobody_waiting
             for number in range(5):
                 group.create_task(crowd.ask(f"one-{number}", 2))
     assert crowd.answered[-1] == "long"
-
-
-MAX_QUEUED = 1
-HOT = {"max_tokens": 12, "temperature": 1.5}
-
-
-@pytest.fixture
-def narrow() -> Iterator[Stack]:
-    flags = ("--max-running-requests", "1", "--max-queued-requests", str(MAX_QUEUED))
-    with serving(*flags, "--random-seed", "7") as stack:
-        yield stack
-
-
-async def test_max_queued_requests_counts_exactly_and_random_seed_gives_each_request_its_own(
-    narrow: Stack,
-) -> None:
-    async with aiohttp.ClientSession() as session:
-        texts = [await completion(session, narrow, HOT) for _ in range(4)]
-        assert len(set(texts)) == 4
-        bodies = [{"max_tokens": 300, "ignore_eos": True}] * 10
-        statuses = await asyncio.gather(*(status(session, narrow, body) for body in bodies))
-    assert sorted(statuses) == [200] * (1 + MAX_QUEUED) + [503] * (9 - MAX_QUEUED)
-
-
-async def completion(session: aiohttp.ClientSession, stack: Stack, body: dict[str, Any]) -> str:
-    body = {"model": stack.model, "prompt": "Once upon a time"} | body
-    async with session.post(f"{stack.url}/v1/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        return (await answer.json())["choices"][0]["text"]
-
-
-async def status(session: aiohttp.ClientSession, stack: Stack, body: dict[str, Any]) -> int:
-    body = {"model": stack.model, "prompt": "Once upon a time"} | body
-    async with session.post(f"{stack.url}/v1/completions", json=body) as answer:
-        await answer.read()
-        return answer.status

@@ -7,13 +7,12 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, serving, wait_until
+from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, module_stack, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,17 +20,24 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
-HEARTBEATS_S = 2.0
+HEARTBEATS_S = 1.0
 STORY = " ".join(f"Sentence {number} of a story." for number in range(40))
 OTHER = " ".join(f"Line {number} of a quite different poem." for number in range(40))
 
 
+stack = module_stack(
+    *("--telemetry-log-format", "json", "--batching-running-max", "1"),
+    *("--queue-hand-back-s", "60"),
+)
+
+
 @dataclass
 class Pair:
-    """A stack, and a worker beside the one that it has."""
+    """A stack, and a worker beside the one that it has; `began` is where its log was then."""
 
     stack: Stack
     second: subprocess.Popen[bytes]
+    began: int
 
     def bindings(self) -> list[dict[str, object]]:
         """What the scheduler has bound, in order."""
@@ -41,7 +47,7 @@ class Pair:
         return [line for line in self._events() if line["event"] == "request requeued"]
 
     def _events(self) -> Iterator[dict[str, object]]:
-        for line in self.stack.log("scheduler-0").splitlines():
+        for line in self.stack.log("scheduler-0")[self.began :].splitlines():
             if line.endswith("}"):
                 yield json.loads(line)
 
@@ -66,66 +72,62 @@ class Pair:
         return str(bound["worker"]), int(str(bound["cached_blocks"]))
 
 
-@contextmanager
-def two_workers(folder: Path, *flags: str) -> Iterator[Pair]:
-    with serving("--telemetry-log-format", "json", *flags) as stack:
-        settings = stack.logs.parent / "settings.yaml"
-        log = folder / "worker-1.log"
-        command = [sys.executable, "-m", "antiphon.model_worker"]
-        with log.open("wb") as file:
-            second = subprocess.Popen(
-                [*command, "--config", str(settings), "--instance", "worker-1"],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            wait_until(lambda: '"ready"' in log.read_text(), START_TIMEOUT_S, "the second worker")
-            yield Pair(stack, second)
-        finally:
-            second.kill()
-            second.wait(STOP_TIMEOUT_S)
+@pytest.fixture
+def pair(stack: Stack, tmp_path: Path) -> Iterator[Pair]:
+    began = len(stack.log("scheduler-0"))
+    command = [sys.executable, "-m", "antiphon.model_worker", "--instance", "worker-1"]
+    log = tmp_path / "worker-1.log"
+    with log.open("wb") as file:
+        second = subprocess.Popen(
+            [*command, "--config", str(stack.logs.parent / "settings.yaml")],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: '"ready"' in log.read_text(), START_TIMEOUT_S, "the second worker")
+        yield Pair(stack, second, began)
+    finally:
+        second.kill()
+        second.wait(STOP_TIMEOUT_S)
 
 
 async def test_a_prompt_goes_to_the_worker_that_has_its_beginning_until_that_dies(
-    tmp_path: Path,
+    pair: Pair,
 ) -> None:
-    with two_workers(tmp_path) as pair:
-        async with aiohttp.ClientSession() as session:
-            await asyncio.sleep(HEARTBEATS_S)
-            # Together, so that each goes to a worker of its own.
-            await asyncio.gather(pair.ask(session, STORY, 200), pair.ask(session, OTHER, 200))
-            await asyncio.sleep(HEARTBEATS_S)
-            first, second = pair.bindings()
-            assert {first["worker"], second["worker"]} == {"worker-0", "worker-1"}
-            story, cached = await pair.place(session, STORY + " And then?")
-            assert cached > 3
-            poem, cached = await pair.place(session, OTHER + " And then?")
-            assert cached > 3
-            assert {story, poem} == {"worker-0", "worker-1"}, "both went to one worker"
-            again, _ = await pair.place(session, STORY + " And in the end?")
-            assert again == story
-            pair.second.kill()
-            lost = STORY if story == "worker-1" else OTHER
-            # Its death shows after five heartbeats; the request that it had until then begins anew.
-            await pair.ask(session, lost + " Who lives?")
-            assert pair.bindings()[-1]["worker"] == "worker-0"
+    async with aiohttp.ClientSession() as session:
+        await asyncio.sleep(HEARTBEATS_S)
+        # Together, so that each goes to a worker of its own.
+        await asyncio.gather(pair.ask(session, STORY, 200), pair.ask(session, OTHER, 200))
+        await asyncio.sleep(HEARTBEATS_S)
+        first, second = pair.bindings()
+        assert {first["worker"], second["worker"]} == {"worker-0", "worker-1"}
+        story, cached = await pair.place(session, STORY + " And then?")
+        assert cached > 3
+        poem, cached = await pair.place(session, OTHER + " And then?")
+        assert cached > 3
+        assert {story, poem} == {"worker-0", "worker-1"}, "both went to one worker"
+        again, _ = await pair.place(session, STORY + " And in the end?")
+        assert again == story
+        pair.second.kill()
+        lost = STORY if story == "worker-1" else OTHER
+        # Its death shows after five heartbeats; the request that it had until then begins anew.
+        await pair.ask(session, lost + " Who lives?")
+        assert pair.bindings()[-1]["worker"] == "worker-0"
 
 
 async def test_what_a_leaving_worker_has_not_begun_is_answered_by_the_other(
-    tmp_path: Path,
+    pair: Pair,
 ) -> None:
-    flags = ("--batching-running-max", "1", "--queue-hand-back-s", "60")
-    with two_workers(tmp_path, *flags) as pair:
-        async with aiohttp.ClientSession() as session:
-            await asyncio.sleep(HEARTBEATS_S)
-            async with asyncio.TaskGroup() as group:
-                for number in range(6):
-                    group.create_task(pair.ask(session, f"Count from {number}.", 1000))
-                await asyncio.to_thread(
-                    wait_until, lambda: len(pair.bindings()) == 6, 10, "all have a worker"
-                )
-                pair.second.send_signal(signal.SIGTERM)
-        returned = pair.given_back()
-        assert returned, "nothing was given back"
-        assert {line["worker"] for line in returned} == {"worker-1"}
-        assert await asyncio.to_thread(pair.second.wait, STOP_TIMEOUT_S) == 0
+    async with aiohttp.ClientSession() as session:
+        await asyncio.sleep(HEARTBEATS_S)
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(pair.ask(session, f"Count from {number}.", 500))
+            await asyncio.to_thread(
+                wait_until, lambda: len(pair.bindings()) == 6, 10, "all have a worker"
+            )
+            pair.second.send_signal(signal.SIGTERM)
+    returned = pair.given_back()
+    assert returned, "nothing was given back"
+    assert {line["worker"] for line in returned} == {"worker-1"}
+    assert await asyncio.to_thread(pair.second.wait, STOP_TIMEOUT_S) == 0

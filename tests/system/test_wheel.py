@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import urllib.request
 import venv
 from pathlib import Path
 
 import pytest
-from tests.system.stack import serving
+from tests.system.stack import read, serving
 
 from antiphon.bus import server
 from antiphon.kernels.cpu.extension import unavailable_reason
@@ -72,18 +71,8 @@ def test_a_wheel_serves_with_its_kernels_where_there_is_no_compiler(
         assert Path(where).is_relative_to(installed.parents[1])
         assert Path(where).parent.name == "cpu"
         body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
-        request = urllib.request.Request(
-            f"{stack.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert "42" in json.load(answer)["choices"][0]["message"]["content"]
-        ports = json.loads(read(f"{stack.url}/server_info"))["metrics_ports"]
+        answer = stack.post("/v1/chat/completions", body)
+        assert "42" in answer["choices"][0]["message"]["content"]
+        ports = json.loads(stack.get("/server_info"))["metrics_ports"]
         page = read(f"http://127.0.0.1:{ports['worker-0']}/metrics")
         assert float(KERNELS.findall(page)[0]) > 0
-
-
-def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as reply:
-        return reply.read().decode()

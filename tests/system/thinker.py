@@ -1,4 +1,4 @@
-"""The embedded model with marks of thinking: two more tokens, and a template that writes one."""
+"""The embedded model with marks: of thinking, which its template writes, and of a gap to fill."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MARKS = ("<think>", "</think>")
+GAP_MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+FILLING = {
+    "name": "middle_between",
+    "fim_begin_token": "<fim_prefix>",
+    "fim_middle_token": "<fim_middle>",
+    "fim_end_token": "<fim_suffix>",
+    "fim_position": "MIDDLE",
+}
 _WEIGHTS = "model.safetensors"
 _EMBEDDINGS = "model.embed_tokens.weight"
 _ANSWER = "{% if add_generation_prompt %}<|assistant|>"
@@ -24,7 +32,7 @@ _THINKS = f"{_ANSWER}{{% if enable_thinking %}}{MARKS[0]}{{% endif %}}"
 
 def make_thinker(folder: Path) -> None:
     """Write the model, which thinks where the template's `enable_thinking` is set."""
-    copy_with_tokens(folder, MARKS)
+    _copy_with_tokens(folder, (*MARKS, *GAP_MARKS))
 
     def template(config: dict[str, Any]) -> None:
         assert _ANSWER in config["chat_template"]
@@ -33,7 +41,7 @@ def make_thinker(folder: Path) -> None:
     _edit(folder / "tokenizer_config.json", template)
 
 
-def copy_with_tokens(folder: Path, tokens: Sequence[str]) -> None:
+def _copy_with_tokens(folder: Path, tokens: Sequence[str]) -> None:
     """Write the embedded model with more tokens, which say nothing to it."""
     shutil.copytree(embedded.path(), folder, dirs_exist_ok=True)
     weights = load_file(folder / _WEIGHTS)

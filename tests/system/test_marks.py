@@ -1,18 +1,16 @@
-"""The tokens of a model's thinking are counted as the model has made them."""
+"""A model with marks: thinking is counted by them, and gaps are filled where they say."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import AsyncOpenAI
-from tests.system.stack import Stack, serving
-from tests.system.thinker import MARKS, make_thinker
+from tests.system.thinker import GAP_MARKS, MARKS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
+    from openai import AsyncOpenAI
     from openai.types import CompletionUsage
+    from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
 
@@ -22,21 +20,14 @@ ASKED: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 6,
 }
+PROMPT, SUFFIX = "What is ", "? It is 42."
+WRITTEN = f"<fim_prefix>{PROMPT}<fim_middle>{SUFFIX}<fim_suffix>"
 ON = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
 
 
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("thinker")
-    make_thinker(folder)
-    with serving("--model-path", str(folder), "--reasoning-parser", "qwen3") as running:
-        yield running
-
-
 @pytest.fixture
-async def client(thinker: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
+def stack(thinker: Stack) -> Stack:
+    return thinker
 
 
 async def counted(client: AsyncOpenAI, **said: Any) -> tuple[int, int]:
@@ -86,3 +77,24 @@ async def test_a_response_tells_it_too(client: AsyncOpenAI) -> None:
     thought = response.usage.output_tokens_details.reasoning_tokens
     assert 0 < thought < response.usage.output_tokens
     assert response.output_text == "12 + 30 = 42."
+
+
+def test_a_gap_is_filled_as_the_marks_say(stack: Stack) -> None:
+    asked = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    filled = stack.post("/v1/completions", asked | {"prompt": PROMPT, "suffix": SUFFIX})
+    plain = stack.post("/v1/completions", asked | {"prompt": WRITTEN})
+    assert filled["choices"] == plain["choices"]
+    ids = filled["choices"][0]["prompt_token_ids"]
+    alone = {"add_special_tokens": False}
+    marks = [stack.post("/v1/tokenize", alone | {"prompt": mark})["tokens"] for mark in GAP_MARKS]
+    assert [len(each) for each in marks] == [1, 1, 1]
+    begin, end, middle = (ids.index(each) for (each,) in marks)
+    assert begin < middle < end == len(ids) - 1
+
+
+def test_ollamas_door_fills_the_same_gap(stack: Stack) -> None:
+    asked = {"stream": False, "options": {"temperature": 0, "num_predict": 8}}
+    filled = stack.post("/api/generate", asked | {"prompt": PROMPT, "suffix": SUFFIX})
+    plain = stack.post("/api/generate", asked | {"prompt": WRITTEN, "raw": True})
+    told = ("response", "prompt_eval_count", "eval_count")
+    assert [filled[name] for name in told] == [plain[name] for name in told]
