@@ -62,7 +62,21 @@ class Actor:
 
     def runs(self, *held: RunningRequest) -> None:
         """Hold exactly these from now on."""
-        self.load = msgspec.structs.replace(self.load, running=held)
+        self.set_load(running=held)
+
+    def reports(self, *held: RunningRequest) -> None:
+        """Hold exactly these, and say so at once."""
+        self.runs(*held)
+        self.beat()
+        self._stage.listen()
+
+    def set_load(self, **fields: object) -> None:
+        self.load = msgspec.structs.replace(self.load, **fields)
+
+    def claim(self, number: int) -> None:
+        """Lead, as a scheduler, from now on."""
+        self.leads = Term(number=number, scheduler=self.process)
+        self.beat()
 
     def beat(self) -> None:
         self._stage.peers.on_heartbeat(
@@ -104,9 +118,10 @@ class Actor:
         self.open[request_id] = msgspec.structs.replace(line, attempt=attempt)
         self.list(whole=False)
 
-    def closes(self, request_id: RequestId) -> None:
-        del self.open[request_id]
-        self.list(whole=False, closed=(request_id,))
+    def closes(self, request_id: str) -> None:
+        del self.open[RequestId(request_id)]
+        self.list(whole=False, closed=(RequestId(request_id),))
+        self._stage.listen()
 
 
 class Stage:
@@ -170,6 +185,10 @@ class Stage:
         self.listen()
         return request
 
+    def submit_all(self, count: int, name: str = "r", **fields: object) -> None:
+        for number in range(count):
+            self.submit(f"{name}{number}", **fields)
+
     def request(
         self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
     ) -> SubmitRequest:
@@ -232,6 +251,17 @@ def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor
 
 def running(admit: Admit, *, ended: bool = False) -> RunningRequest:
     return RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=1, ended=ended)
+
+
+def returned(admit: Admit) -> RunningRequest:
+    return RunningRequest(
+        request_id=admit.request_id,
+        attempt=admit.attempt,
+        tokens=0,
+        ended=True,
+        waiting=True,
+        returned=True,
+    )
 
 
 def other_attempt(number: int, n: int = 1, scheduler: str = "scheduler-1") -> Attempt:

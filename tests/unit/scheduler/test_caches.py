@@ -25,18 +25,28 @@ def block(number: int) -> bytes:
     return number.to_bytes(DIGEST_BYTES)
 
 
+def chain(*numbers: int) -> bytes:
+    return b"".join(map(block, numbers))
+
+
 def said(seq: int, *numbers: int, worker: Process = W) -> KvEvents:
     """One event, of blocks that follow each other."""
-    digests = b"".join(map(block, numbers))
+    digests = chain(*numbers)
     return KvEvents(worker=worker, seq=seq, events=(BlocksStored(parent=ROOT, digests=digests),))
 
 
-def test_events_that_follow_each_other_need_no_replay() -> None:
+def followed() -> WorkerCaches:
+    """Caches that follow the worker from its start."""
     caches = WorkerCaches(100)
     caches.on_heartbeat(W, 0)
+    return caches
+
+
+def test_events_that_follow_each_other_need_no_replay() -> None:
+    caches = followed()
     caches.apply_events(said(1, 1, 2))
     caches.apply_events(said(2, 3))
-    assert caches.overlaps(block(1) + block(2) + block(3)) == {W: 3}
+    assert caches.overlaps(chain(1, 2, 3)) == {W: 3}
     assert caches.due_replays(0.0) == []
 
 
@@ -55,8 +65,7 @@ def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
 
 
 def test_gap_is_requested_once_and_again_without_an_answer() -> None:
-    caches = WorkerCaches(100)
-    caches.on_heartbeat(W, 0)
+    caches = followed()
     caches.apply_events(said(1, 1))
     caches.apply_events(said(3, 3))
     assert caches.overlaps(block(3)) == {}
@@ -66,8 +75,7 @@ def test_gap_is_requested_once_and_again_without_an_answer() -> None:
 
 
 def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> None:
-    caches = WorkerCaches(100)
-    caches.on_heartbeat(W, 0)
+    caches = followed()
     caches.on_heartbeat(W, 1)  # the event may be behind it
     assert caches.due_replays(0.0) == []
     caches.on_heartbeat(W, 1)
@@ -81,13 +89,12 @@ def test_late_follower_requests_everything() -> None:
     caches.on_heartbeat(W, announcer.seq)
     ((worker, ask),) = caches.due_replays(0.0)
     caches.apply_replay(worker, announcer.replay(ask))
-    assert caches.overlaps(block(1) + block(2)) == {W: 2}
+    assert caches.overlaps(chain(1, 2)) == {W: 2}
     assert caches.due_replays(9.0) == []
 
 
 def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing() -> None:
-    caches = WorkerCaches(100)
-    caches.on_heartbeat(W, 0)
+    caches = followed()
     caches.apply_events(said(1, 1))
     caches.forget(W)
     assert caches.blocks == 0
@@ -136,7 +143,7 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
     stored(announcer, *range(100, 110))
     follow(caches, announcer)
     assert caches.blocks == 16
-    first = b"".join(map(block, range(10)))
+    first = chain(*range(10))
     assert caches.overlaps(first) == {W: 6}
     assert read(caches, announcer, 1.0) == 0, "there is no room yet"
     announcer.add([blocks_removed(tuple(map(block, range(100, 110))))])
@@ -160,7 +167,7 @@ def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
         follow(caches, announcer)
         dumps += read(caches, announcer, turn / 10)
     assert 1 <= dumps <= 60 / FULL_REPLAY_RETRY_S + 1
-    assert caches.overlaps(b"".join(map(block, range(10)))) == {W: 6}
+    assert caches.overlaps(chain(*range(10))) == {W: 6}
 
 
 def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lost() -> None:

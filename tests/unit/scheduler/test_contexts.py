@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running, usual
 
@@ -18,7 +17,7 @@ def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Ac
     stage, _, small, _ = usual(rules)
     large = stage.enter(Role.WORKER, "worker-1")
     for worker, tokens in ((small, 100), (large, 400)):
-        worker.load = msgspec.structs.replace(worker.load, context_tokens=tokens)
+        worker.set_load(context_tokens=tokens)
     stage.pass_s(0.6)
     stage.actions.clear()
     return stage, small, large
@@ -67,13 +66,10 @@ def test_request_for_any_worker_is_not_overtaken_at_the_small_one() -> None:
     ask(stage, "long", 300)
     gateway = stage.actors[0]
     gateway.closes(stage.admits(large)[0].request_id)
-    stage.listen()
     assert given(stage, large)[-1] == "short-6"
     gateway.closes(stage.admits(small)[0].request_id)
-    stage.listen()
     assert given(stage, small)[-1] == "short-7"
     gateway.closes(stage.admits(large)[1].request_id)
-    stage.listen()
     assert given(stage, large)[-1] == "long"
 
 

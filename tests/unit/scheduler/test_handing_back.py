@@ -5,28 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running, usual
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, returned, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import RequestRequeued
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
-from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
 if TYPE_CHECKING:
     from antiphon.wire.command import Admit
-
-
-def returned(admit: Admit) -> RunningRequest:
-    return RunningRequest(
-        request_id=admit.request_id,
-        attempt=admit.attempt,
-        tokens=0,
-        ended=True,
-        waiting=True,
-        returned=True,
-    )
 
 
 def waiting(admit: Admit) -> RunningRequest:
@@ -53,9 +41,7 @@ def test_a_request_that_is_given_back_goes_to_another_worker_and_is_forgotten_at
 ):
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
-    first.runs(returned(admit))
-    first.beat()
-    stage.listen()
+    first.reports(returned(admit))
     (again,) = stage.admits(second)
     assert again.request_id == admit.request_id
     assert again.attempt > admit.attempt
@@ -66,13 +52,12 @@ def test_a_request_that_is_given_back_goes_to_another_worker_and_is_forgotten_at
 def test_requeued_requests_keep_their_order_ahead_of_the_queue() -> None:
     stage = Stage(LeaderConfig(look_ahead=1))
     first, second, admits = bound_to_one_of_two(stage, 3)
-    second.load = msgspec.structs.replace(second.load, running_max=3)
+    second.set_load(running_max=3)
     second.state = ProcessState.DRAINING
     second.beat()
     stage.submit("late")
     first.state = ProcessState.DRAINING
-    first.runs(*map(returned, admits))
-    first.beat()
+    first.reports(*map(returned, admits))
     assert not stage.admits()
     second.state = ProcessState.READY
     second.beat()
@@ -85,13 +70,10 @@ def test_requeueing_worker_gets_nothing_before_its_next_report() -> None:
     first, second, (admit,) = bound_to_one_of_two(stage)
     second.state = ProcessState.DRAINING
     second.beat()
-    first.runs(returned(admit))
-    first.beat()
+    first.reports(returned(admit))
     stage.submit("other")
     assert stage.admits() == []
-    first.runs()
-    first.beat()
-    stage.listen()
+    first.reports()
     assert [one.request_id for one in stage.admits(first)] == ["r0", "other"]
 
 
@@ -99,7 +81,7 @@ def refuses(worker: Actor, stage: Stage, *, refuses: bool = True) -> None:
     """Say that the leader's commands are refused, or are not any more."""
     assert stage.leader.term is not None
     refused = RefusedCommands(leader=stage.leader.term, seq=1, reason=RefusalReason.LATE)
-    worker.load = msgspec.structs.replace(worker.load, refused=refused if refuses else None)
+    worker.set_load(refused=refused if refuses else None)
     worker.beat()
     stage.listen()
 
@@ -138,7 +120,7 @@ def test_worker_that_refused_another_leader_is_given_work() -> None:
     assert stage.leader.term is not None
     other = msgspec.structs.replace(stage.leader.term, number=0)
     refused = RefusedCommands(leader=other, seq=1, reason=RefusalReason.CLOCK)
-    first.load = msgspec.structs.replace(first.load, refused=refused)
+    first.set_load(refused=refused)
     first.beat()
     stage.submit("r0")
     assert stage.admits(first)
@@ -147,24 +129,17 @@ def test_worker_that_refused_another_leader_is_given_work() -> None:
 def test_request_that_all_workers_requeued_is_bound_again() -> None:
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
-    first.runs(returned(admit))
-    first.beat()
-    stage.listen()
+    first.reports(returned(admit))
     (again,) = stage.admits(second)
-    first.runs()
-    first.beat()
-    second.runs(returned(again))
-    second.beat()
-    stage.listen()
+    first.reports()
+    second.reports(returned(again))
     assert [one.request_id for one in stage.admits(first)] == ["r0"]
 
 
 def test_what_was_given_back_is_aborted_until_the_worker_has_forgotten_it() -> None:
     stage = Stage()
     first, second, (admit,) = bound_to_one_of_two(stage)
-    first.runs(returned(admit))
-    first.beat()
-    stage.listen()
+    first.reports(returned(admit))
     second.runs(*map(running, stage.admits(second)))
     stage.actions.clear()
     stage.pass_s(1.0)  # the abort was lost
@@ -177,9 +152,7 @@ def test_what_was_given_back_and_then_cancelled_is_only_aborted() -> None:
     first, _, (admit,) = bound_to_one_of_two(stage)
     stage.cancel(stage.request("r0"))
     stage.actions.clear()
-    first.runs(returned(admit))
-    first.beat()
-    stage.listen()
+    first.reports(returned(admit))
     assert stage.admits() == []
     assert [abort.attempt for abort in stage.aborts(first)] == [admit.attempt]
 
@@ -210,7 +183,7 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
 
 def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
     stage, _, worker, _ = usual(LeaderConfig(look_ahead=8))
-    worker.load = msgspec.structs.replace(worker.load, pages_free=4)
+    worker.set_load(pages_free=4)
     stage.pass_s(0.6)
     for number in range(5):
         stage.submit(f"r{number}")  # a page each
@@ -228,11 +201,11 @@ def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> No
     stage, _, worker, _ = usual()
     stage.submit("r0")
     worker.runs(running(stage.admits()[0]))
-    worker.load = msgspec.structs.replace(worker.load, pages_free=10, pages_promised=10)
+    worker.set_load(pages_free=10, pages_promised=10)
     stage.pass_s(0.6)
     stage.submit("r1")
     assert len(stage.admits()) == 1
-    worker.load = msgspec.structs.replace(worker.load, pages_returning=1)
+    worker.set_load(pages_returning=1)
     stage.pass_s(0.6)
     assert len(stage.admits()) == 2
 
@@ -251,17 +224,14 @@ def test_each_choice_of_a_request_takes_a_place() -> None:
 
 def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahead() -> None:
     stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(3):
-        stage.submit(f"r{number}")
+    stage.submit_all(3)
     stage.submit("many", choices=100)
     stage.submit("next")
     admits = stage.admits(worker)
     assert len(admits) == 3
     gateway.closes(admits[0].request_id)
-    stage.listen()
     assert [admit.request_id for admit in stage.admits(worker)][3:] == ["many"]
-    gateway.closes(RequestId("many"))
-    stage.listen()
+    gateway.closes("many")
     assert [admit.request_id for admit in stage.admits(worker)][4:] == ["next"]
 
 
@@ -271,8 +241,7 @@ def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
     stage.submit("r1")
     stage.submit("many", choices=9)
     assert len(stage.admits(worker)) == 2
-    gateway.closes(RequestId("r0"))
-    stage.listen()
+    gateway.closes("r0")
     assert [admit.request_id for admit in stage.admits(worker)][2:] == ["many"]
 
 
@@ -282,10 +251,9 @@ def test_the_pages_of_what_has_just_ended_are_there_before_the_next_report() -> 
     stage.submit("r1")
     first, second = stage.admits(worker)
     worker.runs(running(first), running(second))
-    worker.load = msgspec.structs.replace(worker.load, pages_free=0)
+    worker.set_load(pages_free=0)
     stage.pass_s(0.6)
     stage.submit("r2")
     assert len(stage.admits()) == 2
     gateway.closes(first.request_id)
-    stage.listen()
     assert len(stage.admits()) == 3

@@ -59,20 +59,17 @@ def test_leader_without_all_reports_waits_two_beats() -> None:
 
 def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
     stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(5):
-        stage.submit(f"r{number}")
+    stage.submit_all(5)
     assert [admit.request_id for admit in stage.admits()] == ["r0", "r1", "r2"]
     assert stage.leader.submit(stage.request("r4")).position == 1
     worker.runs(*(running(admit) for admit in stage.admits()))
     gateway.closes(stage.admits()[1].request_id)
-    stage.listen()
     assert [admit.request_id for admit in stage.admits()][3:] == ["r3"]
 
 
 def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
     stage, _, worker, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(4):
-        stage.submit(f"r{number}")
+    stage.submit_all(4)
     first, *others = stage.admits()
     worker.runs(running(first, ended=True), *map(running, others))
     stage.pass_s(0.6)
@@ -81,8 +78,7 @@ def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
 
 def test_full_queue_rejects_with_retry_after() -> None:
     stage, *_ = usual(LeaderConfig(queue_max=2, look_ahead=1))
-    for number in range(4):
-        stage.submit(f"r{number}")
+    stage.submit_all(4)
     with pytest.raises(Overloaded, match="2 requests wait, at most 2 may") as refused:
         stage.leader.submit(stage.request("r4"))
     assert refused.value.retry_after_s is not None
@@ -93,7 +89,7 @@ def test_full_queue_rejects_with_retry_after() -> None:
 @pytest.mark.parametrize("queue_max", [1, 2, 4])
 def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queue_max: int) -> None:
     stage, gateway, worker, _ = usual(LeaderConfig(queue_max=queue_max, look_ahead=look_ahead))
-    worker.load = msgspec.structs.replace(worker.load, running_max=1)
+    worker.set_load(running_max=1)
     worker.beat()
     accepted = accepted_of(stage, 10)
     assert accepted == 1 + queue_max
@@ -142,10 +138,9 @@ def test_a_prompt_that_fits_into_no_message_is_refused_at_once() -> None:
 def test_the_least_loaded_worker_gets_the_next_request() -> None:
     stage, *_ = usual()
     second = stage.enter(Role.WORKER, "worker-1")
-    second.load = msgspec.structs.replace(second.load, running_max=4)
+    second.set_load(running_max=4)
     second.beat()
-    for number in range(6):
-        stage.submit(f"r{number}")
+    stage.submit_all(6)
     assert len(stage.admits(second)) == 4
 
 
@@ -161,11 +156,11 @@ def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
             worker.silent = True
             stage.pass_s(1.2)
         case "stalled":
-            worker.load = msgspec.structs.replace(worker.load, step_age_s=6.0)
+            worker.set_load(step_age_s=6.0)
         case "paused":
-            worker.load = msgspec.structs.replace(worker.load, paused=True)
+            worker.set_load(paused=True)
         case _:
-            worker.load = msgspec.structs.replace(worker.load, pages_free=0)
+            worker.set_load(pages_free=0)
     stage.pass_s(0.6)
     stage.submit("r1")
     stage.pass_s(0.5)
@@ -176,8 +171,7 @@ def test_each_worker_keeps_one_detokenizer() -> None:
     stage, _, first, _ = usual()
     second = stage.enter(Role.WORKER, "worker-1")
     stage.enter(Role.DETOKENIZER, "detokenizer-1")
-    for number in range(8):
-        stage.submit(f"r{number}")
+    stage.submit_all(8)
     chosen = [{admit.detokenizer for admit in stage.admits(one)} for one in (first, second)]
     assert chosen == [{"detokenizer-0"}, {"detokenizer-1"}]
 
@@ -197,8 +191,7 @@ def test_lost_admit_is_sent_again_as_the_same_attempt() -> None:
 
 def test_commands_to_a_worker_are_numbered_without_a_gap() -> None:
     stage, *_ = usual()
-    for number in range(3):
-        stage.submit(f"r{number}")
+    stage.submit_all(3)
     assert [batch.seq for batch in stage.batches()] == [1, 2, 3]
     assert {batch.leader for batch in stage.batches()} == {stage.leader.term}
 
@@ -251,8 +244,7 @@ def test_only_its_owner_cancels_a_request() -> None:
 
 def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_later() -> None:
     stage, _, worker, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(4):
-        stage.submit(f"r{number}", deadline_s=2.0)
+    stage.submit_all(4, deadline_s=2.0)
     worker.runs(*map(running, stage.admits()))
     with pytest.raises(DeadlineExceeded):
         stage.leader.submit(stage.request("late", deadline_s=0.0))
@@ -352,8 +344,7 @@ def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
 
 def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
     stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(4):
-        stage.submit(f"r{number}")
+    stage.submit_all(4)
     worker.runs(*map(running, stage.admits()))
     gateway.silent = True
     stage.pass_s(14.0)
@@ -375,8 +366,7 @@ def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
 
 def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
     stage, _, first, _ = usual(LeaderConfig(look_ahead=1))
-    for number in range(4):
-        stage.submit(f"r{number}")
+    stage.submit_all(4)
     stage.actions.clear()
     stage.actors.remove(first)
     stage.enter(Role.WORKER, "worker-0", life=2)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, process, usual
 
@@ -8,12 +7,23 @@ from antiphon.wire.base import Role, Term
 from antiphon.wire.errors import Unavailable, WrongTerm
 
 
+def mine(number: int) -> Term:
+    return Term(number=number, scheduler=process("scheduler-0"))
+
+
+def lead(stage: Stage, number: int, instance: str = "scheduler-1") -> Actor:
+    """Another scheduler that claims a term."""
+    other = stage.enter(Role.SCHEDULER, instance)
+    other.claim(number)
+    return other
+
+
 def test_a_scheduler_that_hears_of_no_leader_leads_after_two_beats() -> None:
     stage = Stage()
     stage.pass_s(0.9)
     assert stage.leader.term is None
     stage.pass_s(0.3)
-    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(1)
 
 
 def test_submit_without_a_leader_is_rejected_with_retry_after() -> None:
@@ -24,9 +34,7 @@ def test_submit_without_a_leader_is_rejected_with_retry_after() -> None:
 
 def test_standby_does_not_lead_while_the_leader_sends_heartbeats() -> None:
     stage = Stage()
-    leader = stage.enter(Role.SCHEDULER, "scheduler-1")
-    leader.leads = Term(number=4, scheduler=leader.process)
-    leader.beat()
+    lead(stage, 4)
     stage.pass_s(10)
     assert stage.leader.term is None
     with pytest.raises(WrongTerm) as refused:
@@ -36,22 +44,18 @@ def test_standby_does_not_lead_while_the_leader_sends_heartbeats() -> None:
 
 def test_a_standby_takes_the_next_term_within_three_seconds_of_the_leaders_death() -> None:
     stage = Stage()
-    leader = stage.enter(Role.SCHEDULER, "scheduler-1")
-    leader.leads = Term(number=4, scheduler=leader.process)
-    leader.beat()
+    leader = lead(stage, 4)
     stage.pass_s(2)
     leader.silent = True
     stage.pass_s(2)
     assert stage.leader.term is None
     stage.pass_s(1)
-    assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(5)
 
 
 def test_a_standby_leads_at_once_when_the_leader_resigns() -> None:
     stage = Stage()
-    leader = stage.enter(Role.SCHEDULER, "scheduler-1")
-    leader.leads = Term(number=4, scheduler=leader.process)
-    leader.beat()
+    leader = lead(stage, 4)
     stage.pass_s(2)
     leader.leads = None
     leader.beat()
@@ -61,12 +65,9 @@ def test_a_standby_leads_at_once_when_the_leader_resigns() -> None:
 
 def test_a_lower_term_steps_down_and_drops_its_queue() -> None:
     stage, *_ = usual()
-    for number in range(6):
-        stage.submit(f"r{number}")
+    stage.submit_all(6)
     assert stage.leader.open_requests == 6
-    other = stage.enter(Role.SCHEDULER, "scheduler-1")
-    other.leads = Term(number=9, scheduler=other.process)
-    other.beat()
+    lead(stage, 9)
     assert stage.leader.term is None
     assert stage.leader.open_requests == 0
     with pytest.raises(WrongTerm):
@@ -78,9 +79,7 @@ def test_the_higher_term_leads_and_of_two_equal_numbers_the_higher_scheduler(
     number: int, stays: bool
 ) -> None:
     stage, *_ = usual()
-    other = stage.enter(Role.SCHEDULER, "scheduler-1")
-    other.leads = Term(number=number, scheduler=other.process)
-    other.beat()
+    lead(stage, number)
     assert (stage.leader.term is not None) == stays
 
 
@@ -88,10 +87,10 @@ def test_a_term_that_a_worker_has_obeyed_is_surpassed() -> None:
     stage = Stage()
     worker = stage.enter(Role.WORKER, "worker-0")
     term = Term(number=7, scheduler=process("scheduler-0", life=0))
-    worker.load = msgspec.structs.replace(worker.load, term=term)
+    worker.set_load(term=term)
     worker.beat()
     stage.pass_s(1.2)
-    assert stage.leader.term == Term(number=8, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(8)
 
 
 def test_silence_while_the_link_is_down_makes_no_leader() -> None:
@@ -113,18 +112,10 @@ def test_resigned_scheduler_never_leads_again() -> None:
     assert stage.leader.term is None
 
 
-def lead(stage: Stage, number: int, instance: str = "scheduler-1") -> Actor:
-    """Another scheduler that claims a term."""
-    other = stage.enter(Role.SCHEDULER, instance)
-    other.leads = Term(number=number, scheduler=other.process)
-    other.beat()
-    return other
-
-
 def worker_obeyed(stage: Stage, number: int) -> Actor:
     worker = stage.enter(Role.WORKER, "worker-0")
     term = Term(number=number, scheduler=process("scheduler-9"))
-    worker.load = msgspec.structs.replace(worker.load, term=term)
+    worker.set_load(term=term)
     worker.beat()
     return worker
 
@@ -146,7 +137,7 @@ def test_a_leader_stays_one_beside_a_claim_that_no_election_gives(number: int) -
     stage.peers.on_reject(reasons.append)
     lead(stage, number)
     stage.pass_s(0.2)
-    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(1)
     assert reasons == ["leads"]
 
 
@@ -155,7 +146,7 @@ def test_a_leader_stays_one_beside_a_worker_whose_term_no_election_gives() -> No
     reasons: list[str] = []
     stage.peers.on_reject(reasons.append)
     worker_obeyed(stage, 2**50)
-    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(1)
     assert reasons == ["worker.term"]
 
 
@@ -168,7 +159,7 @@ def test_a_standby_leads_when_only_a_claim_is_left_that_no_election_gives() -> N
     true.silent = True
     stage.pass_s(3)
     assert not forged.silent
-    assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(5)
 
 
 @pytest.mark.parametrize("number", [2**32, 2**62 - 2, 2**62 - 1, 2**62])
@@ -180,7 +171,7 @@ def test_a_new_scheduler_leads_after_the_highest_term_there_is(number: int) -> N
     forged.silent = True
     stage.pass_s(3)
     expected = 1 if number == 2**62 else number + 1
-    assert stage.leader.term == Term(number=expected, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(expected)
 
 
 def test_jumps_of_forged_terms_are_surpassed_up_to_the_highest_and_anew_from_one() -> None:
@@ -192,7 +183,7 @@ def test_jumps_of_forged_terms_are_surpassed_up_to_the_highest_and_anew_from_one
         worker_obeyed(stage, number)
         stage.pass_s(0.2)
         assert stage.leader.term is not None, number
-    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(1)
 
 
 def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged() -> None:
@@ -202,7 +193,7 @@ def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged()
     stage.pass_s(2)
     true.silent = True
     stage.pass_s(3)
-    assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(5)
 
 
 def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
@@ -215,7 +206,7 @@ def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
     assert stage.leader.term is None
     standby.silent = True
     stage.pass_s(3)
-    assert stage.leader.term == Term(number=3, scheduler=process("scheduler-0"))
+    assert stage.leader.term == mine(3)
 
 
 def test_a_lone_leader_that_fails_each_time_pauses_ever_longer_up_to_a_bound() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running, usual
 
@@ -23,9 +22,7 @@ def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]
     stage, _, first, _ = usual(rules)
     second = stage.enter(Role.WORKER, "worker-1")
     for worker in (first, second):
-        worker.load = msgspec.structs.replace(
-            worker.load, running_max=8, pages_free=1000, pages_total=1000
-        )
+        worker.set_load(running_max=8, pages_free=1000, pages_total=1000)
     stage.pass_s(1.0)
     return stage, first, second
 
@@ -41,13 +38,13 @@ def busy(stage: Stage, worker: Actor, count: int) -> None:
     stage.actions.clear()
     others = [actor for actor in stage.actors if actor.role is Role.WORKER and actor is not worker]
     for other in others:
-        other.load = msgspec.structs.replace(other.load, paused=True)
+        other.set_load(paused=True)
     stage.pass_s(0.5)
     for number in range(count):
         stage.submit(f"busy-{worker.process.instance}-{number}")
     worker.runs(*(running(admit) for admit in stage.admits(worker)))
     for other in others:
-        other.load = msgspec.structs.replace(other.load, paused=False)
+        other.set_load(paused=False)
     stage.pass_s(0.6)
     stage.actions.clear()
 
@@ -103,7 +100,7 @@ def test_with_no_weight_on_prompts_only_the_load_counts() -> None:
 
 def test_a_worker_that_runs_twice_as_many_is_loaded_half_as_much_by_each() -> None:
     stage, first, second = two_workers()
-    second.load = msgspec.structs.replace(second.load, running_max=16)
+    second.set_load(running_max=16)
     stage.pass_s(0.5)
     busy(stage, first, 2)
     busy(stage, second, 3)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running, usual
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, returned, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.priority import PriorityPolicy
@@ -45,7 +44,6 @@ def ends(stage: Stage, worker: Actor, name: str) -> None:
     gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
     worker.runs(*(line for line in worker.load.running if line.request_id != name))
     gateway.closes(next(line for line in gateway.open if line == name))
-    stage.listen()
 
 
 def begins(worker: Actor, admit: Admit) -> None:
@@ -89,8 +87,7 @@ def test_request_that_outranks_running_ones_needs_no_slot(priority: int, bound: 
 
 def test_no_more_go_beyond_the_places_than_there_are_requests_that_give_way() -> None:
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
-    for number in range(5):
-        stage.submit(f"late-{number}", priority=20)
+    stage.submit_all(5, "late-", priority=20)
     bound = stage.admits()
     assert names(stage) == ["late-0", "late-1", "late-2"]
     for admit in bound:
@@ -111,11 +108,10 @@ def test_a_worker_gets_no_more_beyond_its_places_than_it_would_keep() -> None:
 
 def test_where_pages_are_short_a_few_go_and_see() -> None:
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY))
-    worker.load = msgspec.structs.replace(worker.load, pages_free=0, pages_promised=50)
+    worker.set_load(pages_free=0, pages_promised=50)
     stage.pass_s(0.6)
     prompt = pack_ids(range(100))
-    for number in range(2):
-        stage.submit(f"late-{number}", priority=20, prompt_ids=prompt)
+    stage.submit_all(2, "late-", priority=20, prompt_ids=prompt)
     (admit,) = stage.admits()
     assert names(stage) == ["late-0"]
     begins(worker, admit)
@@ -125,7 +121,7 @@ def test_where_pages_are_short_a_few_go_and_see() -> None:
 
 def test_a_stalled_or_paused_worker_is_given_nothing_beyond_its_places() -> None:
     stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY))
-    worker.load = msgspec.structs.replace(worker.load, paused=True)
+    worker.set_load(paused=True)
     stage.pass_s(0.6)
     stage.submit("late", priority=20)
     assert names(stage) == []
@@ -207,14 +203,3 @@ def test_request_does_not_time_out_before_workers_have_reported() -> None:
     gateway.list(whole=True)
     stage.pass_s(2.0)
     assert stage.lost() == []
-
-
-def returned(admit: Admit) -> RunningRequest:
-    return RunningRequest(
-        request_id=admit.request_id,
-        attempt=admit.attempt,
-        tokens=0,
-        ended=True,
-        waiting=True,
-        returned=True,
-    )

@@ -164,8 +164,7 @@ def full(policy: Policy, **precedence: object) -> Stage:
     """A leader whose one worker has all three requests that it is given."""
     rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))  # type: ignore[arg-type]
     stage, _, worker, _ = usual(rules)
-    for number in range(3):
-        stage.submit(f"first-{number}")
+    stage.submit_all(3, "first-")
     worker.runs(*map(running, stage.admits()))
     stage.pass_s(EXPECT_S + 1)
     stage.actions.clear()
@@ -185,7 +184,6 @@ def drained(stage: Stage) -> list[str]:
         ended = worker.load.running[0]
         worker.runs(*worker.load.running[1:])
         gateway.closes(ended.request_id)
-        stage.listen()
         admits = stage.admits()
         stage.actions.clear()
         order += [str(admit.request_id) for admit in admits]
