@@ -80,7 +80,7 @@ class LeaderTerm:
         self.peers = peers
         self.assignments = assignments
         self._caches = caches
-        self._placement = Placement(model, peers, rules, caches)
+        self._placement = Placement(model, peers, rules, caches, self.ledger)
         self._matching = Dispatcher(self.queue, self.ledger, self._placement, clock)
         self._rate = DrainRate()
         self.outbox = CommandOutbox(term, clock, rules)
@@ -300,7 +300,7 @@ class LeaderTerm:
         """Count the requests that no worker runs: in the queue, and bound ahead of a free slot."""
         if len(self.ledger) < self.rules.queue_max:
             return len(self.queue)  # all requests together would not fill it
-        return len(self.queue) + self._placement.queued(self.ledger)
+        return len(self.queue) + self._placement.queued()
 
     def _bind(self, entry: RequestEntry, submit: SubmitRequest, place: PlacementTarget) -> None:
         now = self.clock.now()

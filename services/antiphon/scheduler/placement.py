@@ -68,12 +68,18 @@ class Placement:
     """
 
     def __init__(
-        self, model: ModelName, peers: PeerTable, rules: LeaderConfig, caches: WorkerCaches
+        self,
+        model: ModelName,
+        peers: PeerTable,
+        rules: LeaderConfig,
+        caches: WorkerCaches,
+        ledger: RequestTable,
     ) -> None:
         self._model = model
         self._peers = peers
         self._rules = rules
         self._caches = caches
+        self._ledger = ledger
         self._detokenizers: dict[InstanceId, InstanceId] = {}
 
     def check(self, submit: SubmitRequest) -> None:
@@ -90,7 +96,6 @@ class Placement:
     def choose(
         self,
         submit: SubmitRequest,
-        ledger: RequestTable,
         *,
         avoid: Container[Process] = (),
         kept: Container[Process] = (),
@@ -99,7 +104,7 @@ class Placement:
 
         Those in `avoid` are used only if no other can take it.
         """
-        able = [one for one in self._able(submit, ledger) if one.worker not in kept]
+        able = [one for one in self._able(submit) if one.worker not in kept]
         candidates = [
             one
             for one in able
@@ -109,38 +114,36 @@ class Placement:
             submit, [one for one in candidates if one.worker not in avoid] or candidates
         )
 
-    def choose_preempting(
-        self, submit: SubmitRequest, ledger: RequestTable
-    ) -> PlacementTarget | None:
+    def choose_preempting(self, submit: SubmitRequest) -> PlacementTarget | None:
         """Choose a worker without a free slot that runs requests which this one preempts."""
         precedence = self._rules.precedence
         if not precedence.priority:
             return None
         rank = precedence.rank(submit.priority)
         candidates: list[Candidate] = []
-        for one in self._able(submit, ledger):
-            yielding = ledger.preempted(one.worker, rank, precedence)
+        for one in self._able(submit):
+            yielding = self._ledger.preempted(one.worker, rank, precedence)
             charge = request_cost(submit, one.load)
             if yielding and one.account.fits(one.load, self._rules, charge, yielding):
                 candidates.append(one)
         return self._best(submit, candidates)
 
-    def able(self, submit: SubmitRequest, ledger: RequestTable) -> set[Process]:
+    def able(self, submit: SubmitRequest) -> set[Process]:
         """The workers that could run a request if they had a free slot."""
-        return {one.worker for one in self._able(submit, ledger)}
+        return {one.worker for one in self._able(submit)}
 
-    def has_free_slots_outside(self, kept: Container[Process], ledger: RequestTable) -> bool:
+    def has_free_slots_outside(self, kept: Container[Process]) -> bool:
         """Whether a worker outside `kept` has a free slot."""
         return any(
             not one.account.suspended and one.account.free_slots(one.load, self._rules.look_ahead)
-            for one in self._healthy(ledger)
+            for one in self._healthy()
             if one.worker not in kept
         )
 
-    def queued(self, ledger: RequestTable) -> int:
+    def queued(self) -> int:
         """Count the bound requests that wait at their workers for a slot."""
         return sum(
-            ledger.capacity(peer.process).queued(peer.heartbeat.worker)
+            self._ledger.capacity(peer.process).queued(peer.heartbeat.worker)
             for peer in self._peers.with_role(Role.WORKER)
             if peer.heartbeat.model == self._model and peer.heartbeat.worker is not None
         )
@@ -167,7 +170,7 @@ class Placement:
             best.worker, detokenizer, self._reads_steps(detokenizer), charge, found
         )
 
-    def _able(self, submit: SubmitRequest, ledger: RequestTable) -> list[Candidate]:
+    def _able(self, submit: SubmitRequest) -> list[Candidate]:
         """Workers whose context fits the prompt and the longest answer to it.
 
         Where no worker fits so long an answer, it is cut to the longest context of them.
@@ -176,13 +179,13 @@ class Placement:
         tokens_max = self._tokens_max()
         if tokens_max is not None:
             tokens = min(tokens, tokens_max)
-        return [one for one in self._healthy(ledger) if tokens <= one.load.context_tokens]
+        return [one for one in self._healthy() if tokens <= one.load.context_tokens]
 
-    def _healthy(self, ledger: RequestTable) -> Iterator[Candidate]:
+    def _healthy(self) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
             load = peer.heartbeat.worker
             if load is not None and not load.paused and not stalled(load, self._rules.stall_s):
-                yield Candidate(peer.process, load, ledger.capacity(peer.process))
+                yield Candidate(peer.process, load, self._ledger.capacity(peer.process))
 
     def _tokens_max(self) -> int | None:
         """The longest context of all live workers; None while that of some is unknown."""
@@ -284,8 +287,8 @@ class Dispatcher:
             match = self._match(request_id, reserved)
             if match is not None:
                 return match
-            reserved |= self._placement.able(self._waiting(request_id)[1], self._ledger)
-            if not self._placement.has_free_slots_outside(reserved, self._ledger):
+            reserved |= self._placement.able(self._waiting(request_id)[1])
+            if not self._placement.has_free_slots_outside(reserved):
                 break
         return self._match_over()
 
@@ -297,7 +300,7 @@ class Dispatcher:
             self._placement.check(submit)
         except PromptTooLong as error:
             return QueueExit(entry, submit, error=error)
-        place = self._placement.choose(submit, self._ledger, avoid=entry.requeued_by, kept=reserved)
+        place = self._placement.choose(submit, avoid=entry.requeued_by, kept=reserved)
         return None if place is None else QueueExit(entry, submit, place)
 
     def _match_over(self) -> QueueExit | None:
@@ -305,7 +308,7 @@ class Dispatcher:
         if request_id is None:
             return None
         entry, submit = self._waiting(request_id)
-        place = self._placement.choose_preempting(submit, self._ledger)
+        place = self._placement.choose_preempting(submit)
         return None if place is None else QueueExit(entry, submit, place)
 
     def _waiting(self, request_id: RequestId) -> tuple[RequestEntry, SubmitRequest]:

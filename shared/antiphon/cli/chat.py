@@ -71,13 +71,7 @@ class Conversation:
             console.out(CONTROL.sub("", piece), end="", highlight=False)
 
         try:
-            await complete(
-                self._options.url,
-                self._request(turns),
-                on_text,
-                self._options.api_key,
-                self._options.ca_certs,
-            )
+            await complete(self._options, self._request(turns), on_text)
         finally:
             answer = "".join(received)
             if answer:
@@ -100,9 +94,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     try:
         with asyncio.Runner() as runner:
-            model = options.model or runner.run(
-                first_model(options.url, options.api_key, options.ca_certs)
-            )
+            model = options.model or runner.run(first_model(options))
             conversation = Conversation(options, model)
             if options.message is not None:
                 runner.run(conversation.send(options.message, console))
@@ -217,8 +209,9 @@ class ChatRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float | None = None
 
 
-async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> str:
-    async with _session(key, ca_certs) as session:
+async def first_model(options: ChatOptions) -> str:
+    url = options.url
+    async with _session(options) as session:
         try:
             async with session.get(f"{url}/v1/models") as response:
                 await _check(response)
@@ -233,15 +226,11 @@ async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> s
 
 
 async def complete(
-    url: str,
-    request: ChatRequest,
-    on_text: Callable[[str], None],
-    key: str = "",
-    ca_certs: str | None = None,
+    options: ChatOptions, request: ChatRequest, on_text: Callable[[str], None]
 ) -> None:
     """Stream one response into `on_text`. Cancellation closes the connection, which aborts it."""
-    body = msgspec.json.encode(request)
-    async with _session(key, ca_certs) as session:
+    url, body = options.url, msgspec.json.encode(request)
+    async with _session(options) as session:
         try:
             address = f"{url}/v1/chat/completions"
             async with session.post(address, data=body, headers=JSON) as response:
@@ -278,15 +267,15 @@ class _Models(msgspec.Struct):
     data: tuple[_ServedModel, ...]
 
 
-def _session(key: str, ca_certs: str | None) -> aiohttp.ClientSession:
+def _session(options: ChatOptions) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
     )
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:
-        trusted = ssl.create_default_context(cafile=ca_certs)
+        trusted = ssl.create_default_context(cafile=options.ca_certs)
     except (OSError, ssl.SSLError) as error:
-        raise ChatFailed(f"--ca-certs {ca_certs}: {error}") from error
+        raise ChatFailed(f"--ca-certs {options.ca_certs}: {error}") from error
     connector = aiohttp.TCPConnector(ssl=trusted)
     return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
 

@@ -13,7 +13,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from antiphon.cli.chat import ChatFailed, ChatRequest, ChatTurn, complete, first_model, server_url
+from antiphon.cli.chat import (
+    ChatFailed,
+    ChatOptions,
+    ChatRequest,
+    ChatTurn,
+    complete,
+    first_model,
+    server_url,
+)
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,12 +87,12 @@ def ask(text: str, model: str = "small") -> ChatRequest:
 
 async def answer(server: Server, model: str = "small") -> str:
     received: list[str] = []
-    await complete(server.url, ask("hello", model), received.append)
+    await complete(ChatOptions(url=server.url), ask("hello", model), received.append)
     return "".join(received)
 
 
 async def test_an_answer_is_what_was_streamed(server: Server) -> None:
-    assert await first_model(server.url) == "small"
+    assert await first_model(ChatOptions(url=server.url)) == "small"
     assert await answer(server) == "Good day."
 
 
@@ -118,7 +126,9 @@ async def test_a_cancelled_answer_closes_the_connection(server: Server) -> None:
     server.hangs, server.answer = True, [chunk("Go")]
     received = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        task = group.create_task(complete(server.url, ask("hello"), lambda _: received.set()))
+        task = group.create_task(
+            complete(ChatOptions(url=server.url), ask("hello"), lambda _: received.set())
+        )
         await received.wait()
         task.cancel()
         await server.left.wait()
