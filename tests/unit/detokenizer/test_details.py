@@ -7,34 +7,32 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.detokenizer.test_machine import (
+    GATEWAY,
+    HERE,
+    NO_STOP,
+    REQUEST,
+    attempt,
+    batch,
+    decode,
+    texts,
+)
 
 from antiphon.detokenizer.choice import PIECE_BYTES
 from antiphon.detokenizer.machine import Detokenizer
-from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.text import ChoiceCursor, ResumeText, TextBatch, TextRow
+from antiphon.wire.text import ChoiceCursor, ResumeText, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, join_chunks, pack_floats
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+from antiphon.wire.tokens import TokenRow, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.detokenizer.machine import Action
 
-
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-
-
-HERE, WORKER, GATEWAY = process("detokenizer-0"), process("worker-0"), process("gateway-0")
-REQUEST = RequestId("r")
 PROMPT_ID = 33
-
-
-def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
-    return bytes(ids).decode(errors="replace")
+TEXTS = StopStrings(token_texts=True)
 
 
 class Bench:
@@ -72,26 +70,21 @@ class Bench:
         row = TokenRow(
             request_id=REQUEST,
             choice=0,
-            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+            attempt=attempt(1),
             offset=start,
             token_ids=pack_ids(list(self.answer[max(0, start) : max(0, stop)])),
             details=self.details(start, stop) if start < stop else TokenOutputs(),
             stream=self.stream,
             finish_reason=finish,
         )
-        batch = TokenBatch(worker=WORKER, seq=self.seq, step=1, rows=(row,))
-        return rows(self.machine.on_tokens(batch, 0.0))
+        return texts(self.machine.on_tokens(batch(self.seq, row), 0.0))
 
     def resume(self, text_offset: int, token_offset: int | None) -> list[TextRow]:
         place = ChoiceCursor(
             request_id=REQUEST, choice=0, text_offset=text_offset, token_offset=token_offset
         )
         resume = ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,))
-        return rows(self.machine.on_resume(resume)[1])
-
-
-def rows(actions: Sequence[Action]) -> list[TextRow]:
-    return [row for a in actions if isinstance(a, TextBatch) for row in a.rows]
+        return texts(self.machine.on_resume(resume)[1])
 
 
 def covered(said: Sequence[TextRow]) -> tuple[int, int]:
@@ -104,10 +97,6 @@ def covered(said: Sequence[TextRow]) -> tuple[int, int]:
     whole = join_chunks(pieces)
     assert whole is not None
     return whole.offset, whole.end
-
-
-NO_STOP = StopStrings()
-TEXTS = StopStrings(token_texts=True)
 
 
 def test_details_come_with_the_text_of_their_tokens() -> None:
@@ -162,13 +151,12 @@ def test_next_token_of_a_prompt_has_outputs_and_is_not_counted() -> None:
     follow = TokenRow(
         request_id=REQUEST,
         choice=0,
-        attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+        attempt=attempt(1),
         offset=0,
         details=TokenOutputs(count=1, token_ids=pack_ids([-1])),
         finish_reason=FinishReason.LENGTH,
     )
-    batch = TokenBatch(worker=WORKER, seq=bench.seq, step=1, rows=(follow,))
-    (row,) = rows(bench.machine.on_tokens(batch, 0.0))
+    (row,) = texts(bench.machine.on_tokens(batch(bench.seq, follow), 0.0))
     assert covered([row]) == (0, 1)
     assert row.usage is not None
     assert row.usage.completion_tokens == 0

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from antiphon.detokenizer.machine import (
-    BATCH_BYTES_MAX,
-    Action,
-    Detokenizer,
-    SendResend,
-    SendStop,
-)
+from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendResend, SendStop
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
@@ -80,6 +74,24 @@ def batch(seq: int, *rows: TokenRow) -> TokenBatch:
     return TokenBatch(worker=WORKER, seq=seq, step=seq, rows=rows)
 
 
+def begun(*rows: TokenRow) -> Detokenizer:
+    """A machine that has applied the first batch of the worker."""
+    m = machine()
+    m.on_tokens(batch(1, *rows), 0.0)
+    return m
+
+
+def resumed(m: Detokenizer, text_offset: int | None = None) -> tuple[int, list[TextRow]]:
+    """The count that a resume returns, and what it sends; from an offset of `REQUEST`, if any."""
+    places = (
+        ()
+        if text_offset is None
+        else (ChoiceCursor(request_id=REQUEST, choice=0, text_offset=text_offset),)
+    )
+    count, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=places))
+    return count, texts(actions)
+
+
 def texts(actions: Sequence[Action]) -> list[TextRow]:
     return [row for a in actions if isinstance(a, TextBatch) for row in a.rows]
 
@@ -104,15 +116,13 @@ def test_text_has_its_byte_offset():
 
 
 def test_repeated_row_sends_nothing_twice():
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     assert texts(m.on_tokens(batch(1, row("ab")), 0.0)) == []
     assert [r.text for r in texts(m.on_tokens(batch(2, row("bc", 1)), 0.0))] == ["c"]
 
 
 def test_a_gap_is_asked_for_from_the_next_offset_and_its_rows_wait():
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     actions = m.on_tokens(batch(3, row("d", 3)), 1.0)
     (resend,) = actions
     assert isinstance(resend, SendResend)
@@ -121,15 +131,13 @@ def test_a_gap_is_asked_for_from_the_next_offset_and_its_rows_wait():
 
 
 def test_a_lost_tail_shows_in_the_heartbeat():
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     assert m.on_worker_seq(WORKER, 1, 1.0) == []
     assert isinstance(m.on_worker_seq(WORKER, 2, 1.0)[0], SendResend)
 
 
 def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     assert m.on_tokens(batch(3, row("d", 3)), 1.0)
     assert m.on_tokens(batch(5), 1.1) == []
     assert m.on_tick(1.2, unix_ms=0) == []
@@ -138,8 +146,7 @@ def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
 
 
 def test_lower_attempt_is_stopped_and_ignored():
-    m = machine()
-    m.on_tokens(batch(1, row("ab", n=2)), 0.0)
+    m = begun(row("ab", n=2))
     (stop,) = m.on_tokens(batch(2, row("zz", n=1)), 0.0)
     assert isinstance(stop, SendStop)
     assert stop.stop.attempt == attempt(1)
@@ -148,8 +155,7 @@ def test_lower_attempt_is_stopped_and_ignored():
 
 
 def test_an_attempt_that_continues_keeps_text_and_one_that_does_not_begins_again():
-    m = machine()
-    m.on_tokens(batch(1, row("ab", n=1)), 0.0)
+    m = begun(row("ab", n=1))
     going_on = row("c", 2, n=2, first=True, continues=attempt(1))
     assert [(r.text_offset, r.text) for r in texts(m.on_tokens(batch(2, going_on), 0.0))] == [
         (2, "c")
@@ -180,13 +186,11 @@ def test_the_end_shows_what_was_held_back():
 
 
 def test_resume_sends_everything_beyond_the_offsets_and_the_end():
-    m = machine()
-    m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
+    m = begun(row("abc", finish=FinishReason.STOP))
     m.on_tokens(batch(2, row("xy", request_id=RequestId("s"))), 0.0)
-    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=1)
-    rows, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
-    said = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in texts(actions)}
-    assert rows == 2
+    count, rows = resumed(m, 1)
+    said = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in rows}
+    assert count == 2
     assert said == {REQUEST: (1, "bc", FinishReason.STOP), "s": (0, "xy", None)}
 
 
@@ -212,17 +216,13 @@ def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
 
 
 def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_request():
-    m = machine()
-    m.on_tokens(batch(1, row("€", n=2), row("xy", request_id=RequestId("s"))), 0.0)
-    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=1)
-    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
-    assert [r.request_id for r in texts(actions)] == ["s"]
+    m = begun(row("€", n=2), row("xy", request_id=RequestId("s")))
+    assert [r.request_id for r in resumed(m, 1)[1]] == ["s"]
 
 
 def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     """It would take a new beginning for old news, and not see the loss of a tail."""
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     m.on_owner_died(GATEWAY)
     m.on_open_list(open_list(1, REQUEST), 8.0)
     (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, TextBatch)]
@@ -230,22 +230,19 @@ def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
 
 
 def test_another_life_of_the_gateway_hears_nothing():
-    m = machine()
-    m.on_tokens(batch(1, row("abc")), 0.0)
+    m = begun(row("abc"))
     reborn = process("gateway-0", "2")
     assert m.on_resume(ResumeText(detokenizer=HERE, gateway=reborn)) == (0, [])
 
 
 def test_a_closed_request_is_forgotten_at_once():
-    m = machine()
-    m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
+    m = begun(row("abc", finish=FinishReason.STOP))
     m.on_open_list(open_list(1, closed=(REQUEST,)), 0.0)
     assert m.requests == {}
 
 
 def test_a_request_that_its_owner_does_not_list_is_stopped_after_a_while():
-    m = machine()
-    m.on_tokens(batch(1, row("abc")), 0.0)
+    m = begun(row("abc"))
     assert m.on_open_list(open_list(1, REQUEST), 1.0) == []
     assert m.on_open_list(open_list(2), 2.0) == []
     (stop,) = m.on_open_list(open_list(3), 4.0)
@@ -254,8 +251,7 @@ def test_a_request_that_its_owner_does_not_list_is_stopped_after_a_while():
 
 
 def test_an_old_open_list_is_not_believed():
-    m = machine()
-    m.on_tokens(batch(1, row("abc")), 0.0)
+    m = begun(row("abc"))
     m.on_open_list(open_list(5, REQUEST), 0.0)
     m.on_open_list(open_list(4, closed=(REQUEST,)), 0.0)
     assert REQUEST in m.requests
@@ -270,18 +266,22 @@ def test_one_request_too_many_ends_with_a_typed_error():
     assert len(m.requests) == 4
 
 
-class Broken(RuntimeError):
-    """What a decoder raises that has a bug."""
+def broken(error: type[Exception] = RuntimeError) -> Detokenizer:
+    """A machine whose decoder fails on `!`."""
+
+    def fail(ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if ord("!") in ids:
+            raise error
+        return decode(ids, skip_special_tokens)
+
+    return Detokenizer(HERE, fail, requests_max=4)
 
 
-def broken(ids: Sequence[int], skip_special_tokens: bool) -> str:
-    if ord("!") in ids:
-        raise Broken
-    return decode(ids, skip_special_tokens)
-
-
-def test_failing_row_ends_only_its_own_request(caplog: pytest.LogCaptureFixture):
-    m = Detokenizer(HERE, broken, requests_max=4)
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_failing_row_ends_only_its_own_request(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+):
+    m = broken(error)
     bad, unasked = RequestId("bad"), replace(row("c", request_id=RequestId("odd")), choice=7)
     rows = [row("a"), row("b!", request_id=bad), unasked, row("d", request_id=RequestId("s"))]
     actions = m.on_tokens(batch(1, *rows), 0.0)
@@ -296,34 +296,15 @@ def test_failing_row_ends_only_its_own_request(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_request_that_failed_stays_so():
-    m = Detokenizer(HERE, broken, requests_max=4)
+    m = broken()
     m.on_tokens(batch(1, row("a!")), 0.0)
     (stop,) = m.on_tokens(batch(2, row("b", 2)), 1.0)
     assert isinstance(stop, SendStop)
-    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
-    assert [r.error and r.error.code for r in texts(actions)] == ["internal"]
-
-
-def test_detokenizer_survives_a_failed_assertion_and_ends_its_request_alone():
-    def wrong(ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if ord("!") in ids:
-            raise AssertionError("a bug, on purpose")
-        return decode(ids, skip_special_tokens)
-
-    m = Detokenizer(HERE, wrong, requests_max=4)
-    names = [RequestId(name) for name in "abc"]
-    rows = [row(text, request_id=name) for name, text in zip(names, ("a", "b!", "c"), strict=True)]
-    actions = m.on_tokens(batch(1, *rows), 0.0)
-    said = {r.request_id: r.error.code if r.error else r.text for r in texts(actions)}
-    assert said == {"a": "a", "b": "internal", "c": "c"}
-    (stop,) = (action.stop for action in actions if isinstance(action, SendStop))
-    assert (stop.request_id, stop.choice) == ("b", None)
-    assert m.live == 2
+    assert [r.error and r.error.code for r in resumed(m)[1]] == ["internal"]
 
 
 def test_what_is_long_past_its_deadline_is_forgotten():
-    m = machine()
-    m.on_tokens(batch(1, row("abc")), 0.0)
+    m = begun(row("abc"))
     m.on_tick(1.0, unix_ms=1_009_000)
     assert m.requests
     m.on_tick(1.0, unix_ms=1_011_000)
@@ -372,8 +353,7 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
 
 
 def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
-    m = machine()
-    m.on_tokens(batch(1, row("abc")), 0.0)
+    m = begun(row("abc"))
     m.on_owner_died(GATEWAY)
     assert m.on_tokens(batch(2, row("abcd")), 1.0) == []
     assert m.requests == {}
@@ -397,17 +377,14 @@ def test_origins_are_sent_when_they_change():
     # What is sent again says nothing new.
     m.on_tokens(batch(4, row("ab", weights="v1", first=False)), 0.0)
     m.on_tokens(batch(5, row("cd", 2, weights="v1")), 0.0)
-    place = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=2)
-    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
-    (again,) = texts(actions)
+    _, (again,) = resumed(m, 2)
     assert (again.text, again.origins) == ("cd", renamed.origins)
     (end,) = texts(m.on_tokens(batch(6, row("", 4, finish=FinishReason.LENGTH)), 0.0))
     assert end.origins == renamed.origins
 
 
 def test_an_attempt_that_goes_on_elsewhere_adds_its_origin():
-    m = machine()
-    m.on_tokens(batch(1, row("ab", weights="v1")), 0.0)
+    m = begun(row("ab", weights="v1"))
     # Its new worker sends what was sealed first, and says nothing of it.
     sealed = row("ab", n=2, continues=attempt(1))
     elsewhere = process("worker-1")
@@ -419,8 +396,7 @@ def test_an_attempt_that_goes_on_elsewhere_adds_its_origin():
 
 
 def test_continued_attempt_counts_what_a_dead_detokenizer_had():
-    m = machine()
-    m.on_tokens(batch(1, row("ab", n=2), row("c", 2, n=2, weights="v2")), 0.0)
+    m = begun(row("ab", n=2), row("c", 2, n=2, weights="v2"))
     (end,) = texts(m.on_tokens(batch(2, row("", 3, n=2, finish=FinishReason.LENGTH)), 0.0))
     assert end.origins == origins((0, "v2"))
 
@@ -444,8 +420,7 @@ def test_step_adds_a_token_to_each_row_of_the_batch_before():
     "lost", [step(4, "e"), step(2, "c", "d"), step(2)], ids=["gap", "too many", "too few"]
 )
 def test_step_after_a_gap_is_requested_until_it_arrives(lost: TokenStep):
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     (asked,) = m.on_tokens(lost, 1.0)
     assert isinstance(asked, SendResend)
     assert [place.offset for place in asked.resend.places] == [2]
@@ -457,8 +432,7 @@ def test_step_after_a_gap_is_requested_until_it_arrives(lost: TokenStep):
 
 
 def test_step_of_an_unknown_worker_is_requested():
-    m = machine()
-    m.on_tokens(batch(1, row("ab")), 0.0)
+    m = begun(row("ab"))
     m.on_worker_died(WORKER)
     (asked,) = m.on_tokens(step(2, "c"), 1.0)
     assert isinstance(asked, SendResend)

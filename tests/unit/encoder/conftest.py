@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import io
 import json
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
@@ -14,12 +12,6 @@ if TYPE_CHECKING:
 
 HIDDEN, WIDE, IMAGE, PATCH = 16, 24, 16, 8
 TOKENS = (IMAGE // PATCH) ** 2
-
-
-def png(colour: str) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (20, 30), colour).save(out, "PNG")
-    return out.getvalue()
 
 
 def write_siglip(folder: Path) -> Path:
@@ -55,15 +47,3 @@ def write_siglip(folder: Path) -> Path:
 def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tower of 4 tokens of 16 numbers."""
     return write_siglip(tmp_path_factory.mktemp("siglip"))
-
-
-@pytest.fixture(scope="session")
-def red() -> bytes:
-    """An encoded image."""
-    return png("red")
-
-
-@pytest.fixture(scope="session")
-def blue() -> bytes:
-    """Another."""
-    return png("blue")

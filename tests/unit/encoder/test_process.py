@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.nats import NatsServer
+from tests.unit.encoder.images import RED
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
@@ -101,12 +102,12 @@ def mapped(pid: int) -> set[str]:
 
 
 async def test_without_a_model_it_starts_at_once_loads_no_torch_and_refuses(
-    server: NatsServer, bus: Bus, red: bytes
+    server: NatsServer, bus: Bus
 ) -> None:
     since = time.monotonic()
     async with encoder(server, bus) as process:
         assert time.monotonic() - since < START_S
-        for image in (red, b"no image"):
+        for image in (RED, b"no image"):
             with pytest.raises(Unsupported, match=r"encoder\.model_path is not set"):
                 await bus.call(ENCODE_IMAGE, request(image), timeout_s=5, model=MODEL)
         assert mapped(process.pid) == set()
@@ -125,11 +126,9 @@ async def test_the_service_imports_without_torch() -> None:
     assert found.decode().strip() == ""
 
 
-async def test_with_a_model_it_embeds(
-    server: NatsServer, bus: Bus, siglip: Path, red: bytes
-) -> None:
+async def test_with_a_model_it_embeds(server: NatsServer, bus: Bus, siglip: Path) -> None:
     async with encoder(server, bus, "--encoder-model-path", str(siglip)) as process:
-        answer = await bus.call(ENCODE_IMAGE, request(red), timeout_s=10, model=MODEL)
+        answer = await bus.call(ENCODE_IMAGE, request(RED), timeout_s=10, model=MODEL)
         data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
         assert len(data) == answer.tokens * answer.hidden * 4
         assert "torch" in mapped(process.pid)  # so the test without a model can fail

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
+from tests.unit.encoder.images import BLUE, RED
 
 from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.model import VisionModel, open_model
@@ -106,6 +107,12 @@ async def started(chosen: Settings) -> AsyncGenerator[World]:
         yield World(bus, encoder)
 
 
+@pytest.fixture
+async def world(siglip: Path) -> AsyncGenerator[World]:
+    async with started(settings(siglip)) as made:
+        yield made
+
+
 @asynccontextmanager
 async def holding(data: bytes) -> AsyncGenerator[Claim]:
     """Let an image wait to be fetched, as a gateway does."""
@@ -137,26 +144,22 @@ class Brake:
 
 
 async def test_an_image_comes_back_as_embeddings_that_wait_to_be_fetched(
-    siglip: Path, red: bytes
+    siglip: Path, world: World
 ) -> None:
-    async with started(settings(siglip)) as world:
-        answer = await world.ask(red)
-        data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
+    answer = await world.ask(RED)
+    data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
     assert (answer.tokens, answer.hidden, answer.dtype, answer.cached) == (4, 16, "float32", False)
-    assert answer.content_digest == hashlib.sha256(red).digest()
+    assert answer.content_digest == hashlib.sha256(RED).digest()
     rows = np.frombuffer(data, "<f4").reshape(answer.tokens, answer.hidden)
-    expected = open_model(settings(siglip)).embed(red)
+    expected = open_model(settings(siglip)).embed(RED)
     np.testing.assert_array_equal(rows, np.frombuffer(expected.data, "<f4").reshape(4, 16))
     assert np.ptp(rows) > 0.1
 
 
-async def test_the_same_image_again_is_a_hit_under_the_same_claim(
-    siglip: Path, red: bytes, blue: bytes
-) -> None:
-    async with started(settings(siglip)) as world:
-        first, other, again = await world.ask(red), await world.ask(blue), await world.ask(red)
-        assert world.embedded() == 2
-        counted = {name: world.counted(name) for name in COUNTED}
+async def test_the_same_image_again_is_a_hit_under_the_same_claim(world: World) -> None:
+    first, other, again = await world.ask(RED), await world.ask(BLUE), await world.ask(RED)
+    assert world.embedded() == 2
+    counted = {name: world.counted(name) for name in COUNTED}
     assert counted == {
         "requests_received_total": 3,
         "requests_total": 3,
@@ -172,46 +175,39 @@ async def test_the_same_image_again_is_a_hit_under_the_same_claim(
     assert other.claim.digest != first.claim.digest
 
 
-async def test_a_claim_that_will_expire_soon_is_not_given_out_again(
-    siglip: Path, red: bytes
-) -> None:
+async def test_a_claim_that_will_expire_soon_is_not_given_out_again(siglip: Path) -> None:
     async with started(settings(siglip, claim_s=0.2)) as world:
-        first = await world.ask(red)
+        first = await world.ask(RED)
         await until(lambda: CLOCK.unix_ms() > first.claim.expires_unix_ms - 100)
-        again = await world.ask(red)
+        again = await world.ask(RED)
         assert again.cached
         assert again.claim.expires_unix_ms > first.claim.expires_unix_ms
         await fetch(again.claim, timeout_s=5, bytes_max=10**6)
 
 
-async def test_embedding_that_makes_room_for_another_is_counted(
-    siglip: Path, red: bytes, blue: bytes
-) -> None:
+async def test_embedding_that_makes_room_for_another_is_counted(siglip: Path) -> None:
     async with started(settings(siglip, cache_bytes_max=4 * 16 * 4)) as world:
-        await world.ask(red)
-        await world.ask(blue)
-        await world.refusal(red[:40])
+        await world.ask(RED)
+        await world.ask(BLUE)
+        await world.refusal(RED[:40])
         names = ("cache_evictions_total", "cache_entries", "requests_received_total")
         assert [world.counted(name) for name in names] == [1, 1, 3]
         assert world.counted("requests_total") == 2
 
 
-async def test_an_image_may_come_by_claim_and_a_hit_needs_no_fetch(
-    siglip: Path, red: bytes
-) -> None:
-    async with started(settings(siglip)) as world:
-        async with holding(red) as claim:
-            first = await world.ask(claim=claim)
-        assert (await world.ask(claim=claim)).cached  # the image is not stored any more
-        assert (await world.ask(red)).claim == first.claim
+async def test_an_image_may_come_by_claim_and_a_hit_needs_no_fetch(world: World) -> None:
+    async with holding(RED) as claim:
+        first = await world.ask(claim=claim)
+    assert (await world.ask(claim=claim)).cached  # the image is not stored any more
+    assert (await world.ask(RED)).claim == first.claim
 
 
 async def test_one_image_asked_for_by_many_at_a_time_is_embedded_once(
-    siglip: Path, red: bytes, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brake = Brake(monkeypatch)
-    async with started(settings(siglip)) as world, asyncio.TaskGroup() as group:
-        asked = [group.create_task(world.ask(red)) for _ in range(8)]
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(world.ask(RED)) for _ in range(8)]
         await until(brake.reached.is_set)
         brake.release()
         answers = [await task for task in asked]
@@ -219,71 +215,67 @@ async def test_one_image_asked_for_by_many_at_a_time_is_embedded_once(
     assert len({answer.claim.token for answer in answers}) == 1
 
 
-async def test_a_deadline_ends_the_wait(
-    siglip: Path, red: bytes, blue: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     brake = Brake(monkeypatch)
-    async with started(settings(siglip)) as world:
-        assert isinstance(await world.refusal(red, within_s=-1), DeadlineExceeded)
-        assert not brake.reached.is_set()
-        assert isinstance(await world.refusal(red, within_s=0.1), DeadlineExceeded)
-        assert isinstance(await world.refusal(blue, within_s=0.1), DeadlineExceeded)
-        brake.release()
-        await until(lambda: world.embedded() == 1)
-        assert (await world.ask(red)).cached  # what was begun is not thrown away
-        assert not (await world.ask(blue)).cached  # what had not been begun was given up
+    assert isinstance(await world.refusal(RED, within_s=-1), DeadlineExceeded)
+    assert not brake.reached.is_set()
+    assert isinstance(await world.refusal(RED, within_s=0.1), DeadlineExceeded)
+    assert isinstance(await world.refusal(BLUE, within_s=0.1), DeadlineExceeded)
+    brake.release()
+    await until(lambda: world.embedded() == 1)
+    assert (await world.ask(RED)).cached  # what was begun is not thrown away
+    assert not (await world.ask(BLUE)).cached  # what had not been begun was given up
 
 
 async def test_shutdown_answers_waiting_calls(
-    siglip: Path, red: bytes, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brake = Brake(monkeypatch)
-    async with started(settings(siglip)) as world, asyncio.TaskGroup() as group:
-        asked = group.create_task(world.ask(red))
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(world.ask(RED))
         await until(brake.reached.is_set)
         world.encoder.stop.set()
         brake.release()
         assert (await asked).tokens == 4
 
 
-async def test_bad_requests_are_named(siglip: Path, red: bytes) -> None:
-    async with started(settings(siglip, image_bytes_max=len(red), pixels_max=600)) as world:
-        broken = await world.refusal(red[:40])
+async def test_bad_requests_are_named(siglip: Path) -> None:
+    async with started(settings(siglip, image_bytes_max=len(RED), pixels_max=600)) as world:
+        broken = await world.refusal(RED[:40])
         assert isinstance(broken, InvalidRequest)
         assert broken.param == "image"
         assert (await world.refusal(None)).message == "give exactly one of image and claim"
-        large = await world.refusal(red + b" ")
+        large = await world.refusal(RED + b" ")
         assert isinstance(large, RequestTooLarge)
-        assert large.details["bytes_max"] == str(len(red))
-        async with holding(red + b" ") as claim:
+        assert large.details["bytes_max"] == str(len(RED))
+        async with holding(RED + b" ") as claim:
             assert isinstance(await world.refusal(claim=claim), RequestTooLarge)
-            both = await world.refusal(red, claim=claim)
+            both = await world.refusal(RED, claim=claim)
             assert both.message == "give exactly one of image and claim"
-        assert (await world.ask(red)).tokens == 4
+        assert (await world.ask(RED)).tokens == 4
     async with started(settings(siglip, pixels_max=599)) as world:
-        assert "600 pixels; the limit is 599" in (await world.refusal(red)).message
+        assert "600 pixels; the limit is 599" in (await world.refusal(RED)).message
 
 
-async def test_a_claim_that_cannot_be_fetched_is_unavailable(siglip: Path, red: bytes) -> None:
-    async with started(settings(siglip)) as world:
-        async with holding(red) as claim:
-            lie = replace(claim, digest=hashlib.sha256(b"another").digest())
-            assert isinstance(await world.refusal(claim=lie), Unavailable)
-        assert isinstance(await world.refusal(claim=claim), Unavailable)
-        assert world.embedded() == 0
+async def test_a_claim_that_cannot_be_fetched_is_unavailable(world: World) -> None:
+    async with holding(RED) as claim:
+        lie = replace(claim, digest=hashlib.sha256(b"another").digest())
+        assert isinstance(await world.refusal(claim=lie), Unavailable)
+    assert isinstance(await world.refusal(claim=claim), Unavailable)
+    assert world.embedded() == 0
 
 
-async def test_too_much_that_waits_is_overload(siglip: Path, red: bytes, blue: bytes) -> None:
+async def test_too_much_that_waits_is_overload(siglip: Path) -> None:
     async with started(settings(siglip, claims_bytes_max=4 * 16 * 4)) as world:
-        assert (await world.ask(red)).claim == (await world.ask(red)).claim
-        full = await world.refusal(blue)
+        assert (await world.ask(RED)).claim == (await world.ask(RED)).claim
+        full = await world.refusal(BLUE)
         assert isinstance(full, Overloaded)
         assert full.retry_after_s is not None
 
 
-async def test_without_a_model_every_call_is_unsupported(red: bytes) -> None:
+async def test_without_a_model_every_call_is_unsupported() -> None:
     async with started(QUICK) as world:
-        for image in (red, b"", None):
+        for image in (RED, b"", None):
             refused = await world.refusal(image)
             assert isinstance(refused, Unsupported)
             assert "encoder.model_path" in refused.message
