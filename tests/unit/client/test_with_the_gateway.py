@@ -8,14 +8,21 @@ import random
 import pytest
 from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.nats import NatsServer
 from tests.support.services import CLUSTER
+from tests.support.wait import until
+from tests.unit.client.gateway import MODEL as FAKE_MODEL
+from tests.unit.client.gateway import gateway
 from tests.unit.gateway.cluster import MODEL, SCRIPT, house
 
+from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client, stream
+from antiphon.config.settings import BusConfig
 from antiphon.service.tasks import Tasks
+from antiphon.wire.errors import Unavailable
 from antiphon.wire.sampling import TokenOutputParams
 
-TEXT = "".join(SCRIPT)
+WHOLE = "".join(SCRIPT)
 AT_A_TIME = 8
 
 
@@ -71,4 +78,35 @@ async def test_every_answer_is_whole_over_a_bad_link(
             answers = [group.create_task(ask(client, n)) for n in range(AT_A_TIME)]
         await disturbance.cancel(1.0)
         broker.heal(inner)
-    assert [answer.result() for answer in answers] == [TEXT] * AT_A_TIME, f"seed {seed}"
+    assert [answer.result() for answer in answers] == [WHOLE] * AT_A_TIME, f"seed {seed}"
+
+
+async def test_a_broker_that_dies_and_comes_back_loses_no_byte() -> None:
+    async with (
+        NatsServer() as server,
+        gateway(NatsTransport(BusConfig(url=server.url), name="gateway")) as fake,
+        Client(server.url, cluster=CLUSTER) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        pieces = client.generate(FAKE_MODEL, "hi", timeout_s=20)
+        first = group.create_task(anext(pieces))
+        await until(lambda: bool(fake.requests))
+        (request,) = fake.requests
+        await fake.say(request, "before, ")
+        assert (await first).text == "before, "
+        await server.kill()
+        await until(lambda: not fake.bus.link.up)
+        request.said.append("meanwhile, ")  # generated while no subscriber was connected
+        await server.start()
+        await until(lambda: fake.bus.link.up)
+        await fake.say(request, "after")
+        await fake.finish(request)
+        assert "".join([piece.text async for piece in pieces]) == "meanwhile, after"
+        assert not request.cancelled.is_set()
+
+
+async def test_request_without_responders_fails_at_once() -> None:
+    async with NatsServer() as server, Client(server.url, cluster=CLUSTER) as client:
+        async with asyncio.timeout(1):
+            with pytest.raises(Unavailable, match="no gateway serves this model"):
+                await client.complete(FAKE_MODEL, "hi")

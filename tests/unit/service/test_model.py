@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,10 +15,25 @@ from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
 from antiphon.config.settings import Settings
-from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
+from antiphon.model_card import packaged
+from antiphon.model_card.hub import is_hub_id
+from antiphon.model_card.packaged import (
+    MODELS,
+    Wheel,
+    cached_path,
+    ensure_cached,
+    is_cached,
+    is_packaged,
+)
+from antiphon.model_card.served_model import (
+    cache_folder,
+    model_files,
+    served_name,
+    tokenizer_folder,
+)
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 def settings(path: object, **fields: str) -> Settings:
@@ -84,3 +103,228 @@ def test_loading_follows_the_settings(folder: Path) -> None:
     load = replace(said.load, format=LoadFormat.DUMMY, mmap=False, config_overrides='{"a": 1}')
     files = model_files(replace(said, load=load))
     assert (files.format, files.mapped, files.config()) == (LoadFormat.DUMMY, False, b'{"a":1}')
+
+
+CONTENT = b"GGUF" + bytes(1000)
+
+
+def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
+    """A wheel, and its bytes."""
+    file = folder / "some-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("some/model.gguf", CONTENT)
+    content = file.read_bytes()
+    file.unlink()
+    wheel = Wheel(
+        requirement="some==1.0",
+        sha256=hashlib.sha256(content).hexdigest(),
+        size_bytes=len(content),
+        member="some/model.gguf",
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+        member_bytes=len(CONTENT),
+    )
+    return replace(wheel, **other), content
+
+
+class Index:
+    """Counts what is fetched from it."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents, self.asked = contents, 0
+
+    def __call__(self, wheel: Wheel, folder: Path) -> None:
+        assert wheel.requirement == "some==1.0"
+        self.asked += 1
+        for number, content in enumerate(self.contents):
+            (folder / f"some{number}-1.0-py3-none-any.whl").write_bytes(content)
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.relative_to(cache).parts[1] for path in cache.glob("models/*"))
+
+
+def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index, cache = Index(content), tmp_path / "cache"
+    assert not is_cached(wheel, cache)
+    file = ensure_cached(wheel, cache, index)
+    assert file == cached_path(wheel, cache)
+    assert file.read_bytes() == CONTENT
+    assert is_cached(wheel, cache)
+    assert ensure_cached(wheel, cache, index) == file
+    assert index.asked == 1
+    assert left(cache) == [wheel.member_sha256[:16]]
+
+
+def test_a_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    ensure_cached(wheel, tmp_path, index).write_bytes(CONTENT[:10])
+    assert not is_cached(wheel, tmp_path)
+    assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert index.asked == 2
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files count as written long ago, so that their state is recorded."""
+    monkeypatch.setattr(packaged, "SETTLED_NS", -1)
+
+
+def altered(file: Path) -> None:
+    """Change one byte, and nothing that a listing of the folder shows."""
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock ticks
+        with file.open("r+b") as stream:
+            stream.seek(500)
+            stream.write(b"x")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+
+
+def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    file = ensure_cached(wheel, tmp_path, Index(content))
+    assert is_cached(wheel, tmp_path)
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.usefixtures("settled")
+def test_altered_file_is_noticed_and_fetched_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    file = ensure_cached(wheel, tmp_path, index)
+    assert is_cached(wheel, tmp_path)
+    altered(file)
+    assert not is_cached(wheel, tmp_path)
+    assert not is_cached(wheel, tmp_path), "found by the record of the first look"
+    assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert index.asked == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel, content = made(tmp_path)
+    file = ensure_cached(wheel, tmp_path, Index(content))
+    hashed: list[Path] = []
+    monkeypatch.setattr(Path, "open", counting(Path.open, hashed))
+    assert all(is_cached(wheel, tmp_path) for _ in range(3))
+    assert hashed.count(file) == 1
+    os.utime(file)
+    assert all(is_cached(wheel, tmp_path) for _ in range(3))
+    assert hashed.count(file) == 2
+
+
+def counting(opens: Callable[..., Any], opened: list[Path]) -> Callable[..., Any]:
+    def counted(path: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(path)
+        return opens(path, *arguments, **options)
+
+    return counted
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
+def test_broken_record_is_written_anew(tmp_path: Path, content: bytes) -> None:
+    wheel, packed = made(tmp_path)
+    record = ensure_cached(wheel, tmp_path, Index(packed)).parent / "verified.json"
+    assert is_cached(wheel, tmp_path)
+    written = record.read_bytes()
+    record.write_bytes(content)
+    assert is_cached(wheel, tmp_path)
+    assert record.read_bytes() == written
+
+
+@pytest.mark.usefixtures("settled")
+def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
+    wheel, packed = made(tmp_path)
+    ensure_cached(wheel, tmp_path, Index(packed))
+    assert is_cached(wheel, tmp_path)
+    other = replace(wheel, member_sha256=wheel.member_sha256[:16] + "0" * 48)
+    assert cached_path(other, tmp_path) == cached_path(wheel, tmp_path)
+    assert not is_cached(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"sha256": "0" * 64}, r"some==1\.0: SHA-256 \w{64}, expected 0{64}"),
+        ({"member_sha256": "0" * 64}, r"some/model\.gguf: SHA-256 \w{64}, expected 0{64}"),
+        ({"member": "some/other.gguf"}, r"no item named 'some/other\.gguf'"),
+    ],
+)
+def test_file_with_a_wrong_checksum_is_never_cached(
+    tmp_path: Path, other: dict[str, str], message: str
+) -> None:
+    wheel, content = made(tmp_path, **other)
+    with pytest.raises(ConfigError, match=message):
+        ensure_cached(wheel, tmp_path / "cache", Index(content))
+    assert not is_cached(wheel, tmp_path / "cache")
+    assert left(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_index_that_gives_other_than_one_wheel_is_refused(tmp_path: Path, count: int) -> None:
+    wheel, content = made(tmp_path)
+    with pytest.raises(ConfigError, match=f"gave {count} wheels"):
+        ensure_cached(wheel, tmp_path, Index(*[content] * count))
+
+
+def test_a_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    wheel, _ = made(tmp_path, sha256=hashlib.sha256(b"x").hexdigest())
+    with pytest.raises(ConfigError, match=r"some==1\.0: File is not a zip file"):
+        ensure_cached(wheel, tmp_path, Index(b"x"))
+
+
+def test_a_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    with pytest.raises(ConfigError, match="GiB free in"):
+        ensure_cached(replace(wheel, member_bytes=1 << 60), tmp_path, index)
+    assert index.asked == 0
+
+
+def cached_settings(path: str, cache: Path) -> Settings:
+    base = Settings()
+    return replace(
+        base,
+        model=replace(base.model, path=path),
+        load=replace(base.load, download_folder=str(cache)),
+    )
+
+
+def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_packaged("smollm2")
+    assert not is_hub_id("smollm2")
+    assert not is_packaged("gpt2")
+    assert is_hub_id("gpt2")
+    with pytest.raises(
+        ConfigError, match=r"smollm2 is missing from .*; `antiphon serve --model-path"
+    ):
+        model_files(cached_settings("smollm2", tmp_path / "cache"))
+    (tmp_path / "smollm2").touch()
+    assert is_packaged("smollm2"), "a file of that name is no folder"
+    (tmp_path / "smollm2").unlink()
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    assert not is_packaged("smollm2")
+    assert model_files(cached_settings("smollm2", tmp_path / "cache")).folder == Path("smollm2")
+    assert served_name(cached_settings("smollm2", tmp_path)) == "smollm2"
+
+
+def test_files_are_kept_where_the_settings_say() -> None:
+    assert cache_folder(Settings()) == Path.home() / ".cache/antiphon"
+    assert cache_folder(cached_settings("smollm2", Path("/data"))) == Path("/data")
+
+
+def test_every_short_name_has_a_description() -> None:
+    for name, model in MODELS.items():
+        assert model.title
+        assert model.license
+        assert model.source
+        if model.wheel is not None:
+            assert len(model.wheel.sha256) == len(model.wheel.member_sha256) == 64, name
+            assert model.wheel.member.endswith(".gguf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,21 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.tokenizer.requests import asks
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import TEMPLATES, CompletionTemplate
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, is_heavy
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, decode, is_heavy
+from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace
 from antiphon.wire.errors import Internal, InvalidRequest, RequestTooLarge, Unsupported
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.tokenize import (
+    ChatMessage,
+    DecodeRequest,
+    EncodeRequest,
+    MessageToolCall,
+    TemplateParams,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from antiphon.wire.tokenize import EncodeRequest
 
 ROOT = namespace("model", "")
 HELLO = (ChatMessage(role="user", content="Hello"),)
@@ -33,12 +41,7 @@ HELLO = (ChatMessage(role="user", content="Hello"),)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer of words that adds `<s>` to plain text, and no chat template."""
-    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1, "a": 2, "b": 3}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path)
     return tmp_path
 
 
@@ -272,3 +275,182 @@ def test_short_conversation_with_calls_is_not_heavy() -> None:
     call = MessageToolCall(id="call_1", name="f", arguments='{"a": 1}')
     turn = msgspec.structs.replace(TURN, name="f", tool_call_id="call_1", tool_calls=(call,))
     assert not is_heavy(asks((turn,) * 8, None))
+
+
+GAP = asks(None, "a", suffix="b")
+FILE = {
+    "name": "mine",
+    "fim_begin_token": "[PRE]",
+    "fim_middle_token": "[MID]",
+    "fim_end_token": "[SUF]",
+}
+
+
+def write(folder: Path, *marks: str, special: bool = False) -> None:
+    """A tokenizer of two words that adds `<s>`, and whose marks have the ids from 4 on."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1, "a": 2, "b": 3}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def encode_gap(
+    folder: Path, text: EncodeRequest = GAP, said: str = "", bytes_max: int = 1000
+) -> list[int]:
+    words = vocabulary.read_model_tokenizer(folder, completion_template=said)
+    (result,) = TextEncoder(words, namespace("model", ""), bytes_max).encode([text])
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, EncodedPrompt)
+    return list(unpack_ids(result.token_ids))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_a_form_is_known_by_its_marks(
+    tmp_path: Path, template: CompletionTemplate, special: bool
+) -> None:
+    write(tmp_path, *template.marks, special=special)
+    assert encode_gap(tmp_path) == [0, 4, 2, 5, 3, 6]
+    assert encode_gap(tmp_path, said=template.name) == [0, 4, 2, 5, 3, 6]
+    assert encode_gap(tmp_path, asks(None, "", suffix="b")) == [0, 4, 5, 3, 6]
+    assert encode_gap(tmp_path, asks(None, "a")) == [0, 2]
+
+
+def test_the_forms_are_those_the_models_were_trained_on() -> None:
+    assert [template.write("P", "S") for template in TEMPLATES] == [
+        "<｜fim▁begin｜>P<｜fim▁hole｜>S<｜fim▁end｜>",  # noqa: RUF001
+        "<fim_prefix>P<fim_suffix>S<fim_middle>",
+        "<|fim_prefix|>P<|fim_suffix|>S<|fim_middle|>",
+    ]
+
+
+def test_marks_of_no_form_or_of_two_show_none_for_certain(tmp_path: Path) -> None:
+    star, qwen = (template.marks for template in TEMPLATES[1:])
+    for marks in ((), star[:2], (*star, *qwen)):
+        write(tmp_path, *marks)
+        with pytest.raises(Unsupported, match="--completion-template") as refused:
+            encode_gap(tmp_path)
+        assert refused.value.param == "suffix"
+    assert encode_gap(tmp_path, said="qwen_coder") == [0, 7, 2, 8, 3, 9]
+
+
+def test_a_mark_that_is_no_token_is_named_at_the_start(tmp_path: Path) -> None:
+    write(tmp_path, *TEMPLATES[1].marks[:2])
+    with pytest.raises(ConfigError, match=r"star_coder: the tokenizer has no token <fim_middle>$"):
+        vocabulary.read_model_tokenizer(tmp_path, completion_template="star_coder")
+
+
+@pytest.mark.parametrize(
+    ("position", "ids"), [("MIDDLE", [0, 4, 2, 5, 3, 6]), ("END", [0, 4, 2, 6, 3, 5])]
+)
+def test_file_sets_the_position_of_the_middle_marker(
+    tmp_path: Path, position: str, ids: list[int]
+) -> None:
+    write(tmp_path, "[PRE]", "[MID]", "[SUF]")
+    file = tmp_path / "form.json"
+    file.write_text(json.dumps(FILE | {"fim_position": position}))
+    assert encode_gap(tmp_path, said=str(file)) == ids
+
+
+@pytest.mark.parametrize("text", ["{", "{}", json.dumps(FILE | {"fim_position": "BEGIN"}), None])
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, text: str | None) -> None:
+    write(tmp_path)
+    file = tmp_path / "form.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"model\.completion_template: .*form\.json"):
+        vocabulary.read_model_tokenizer(tmp_path, completion_template=str(file))
+
+
+def test_both_sides_of_the_gap_count_for_its_size(tmp_path: Path) -> None:
+    write(tmp_path, *TEMPLATES[1].marks)
+    with pytest.raises(RequestTooLarge):
+        encode_gap(tmp_path, asks(None, "a" * 10, suffix="b" * 10), bytes_max=50)
+
+
+def test_a_conversation_has_no_gap(tmp_path: Path) -> None:
+    write(tmp_path, *TEMPLATES[1].marks)
+    turns = (ChatMessage(role="user", content="a"),)
+    with pytest.raises(InvalidRequest):
+        encode_gap(tmp_path, asks(turns, None, suffix="b"))
+
+
+WORDS = vocabulary.read_model_tokenizer(embedded.path())
+USER = (ChatMessage(role="user", content="hi"),)
+
+
+def request(*rows: list[int], skip: bool = True) -> DecodeRequest:
+    return DecodeRequest(
+        request_id=RequestId("r"),
+        model=ModelName("m"),
+        token_ids=tuple(map(pack_ids, rows)),
+        skip_special_tokens=skip,
+        deadline_unix_ms=0,
+    )
+
+
+def encoded(text: EncodeRequest) -> EncodedPrompt:
+    (encoded,) = TextEncoder(WORDS, namespace("m", ""), 1000).encode([text])
+    assert isinstance(encoded, EncodedPrompt)
+    return encoded
+
+
+def test_each_row_becomes_a_text():
+    ids = list(unpack_ids(encoded(asks(None, "one two")).token_ids))
+    assert decode(WORDS, request(ids, [], [2, *ids])) == ("one two", "", "one two")
+    assert decode(WORDS, request([2, *ids], skip=False)) == ("<|end|>one two",)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused():
+    with pytest.raises(InvalidRequest, match="no token 5000"):
+        decode(WORDS, request([1, 5000]))
+
+
+def test_end_of_a_rendered_prompt_is_returned():
+    assert encoded(asks(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
+    assert encoded(asks(None, "hi")).text_end == ""
+
+
+def test_a_template_sees_tools_calls_and_variables():
+    source = (
+        "{% set turn = messages[0] %}{{ tools[0].function.name }} {{ style }} "
+        "{{ turn.tool_calls[0].function.arguments.at }} {{ turn.reasoning_content }} "
+        "{{ add_generation_prompt }}"
+    )
+    called = ChatMessage(
+        role="assistant",
+        content="",
+        reasoning_content="hm",
+        tool_calls=(MessageToolCall(id="c", name="look", arguments='{"at": "Rome"}'),),
+    )
+    params = TemplateParams(
+        generation_prompt=False,
+        tools='[{"type": "function", "function": {"name": "look"}}]',
+        options='{"style": "short", "messages": "mine"}',
+    )
+    text = ChatTemplate(source, {}).render((called,), params, continue_final=False)
+    assert text == "look short Rome hm False"
+
+
+@pytest.mark.parametrize(
+    ("params", "arguments", "param"),
+    [
+        (TemplateParams(tools="{}"), "{}", "tools"),
+        (TemplateParams(tools="["), "{}", "tools"),
+        (TemplateParams(options="[]"), "{}", "chat_template_kwargs"),
+        (TemplateParams(), "{", "messages"),
+    ],
+)
+def test_what_is_not_json_is_refused(params: TemplateParams, arguments: str, param: str):
+    turn = ChatMessage(
+        role="assistant",
+        content="",
+        tool_calls=(MessageToolCall(id="", name="f", arguments=arguments),),
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate("x", {}).render((turn,), params, continue_final=False)
+    assert refused.value.param == param
