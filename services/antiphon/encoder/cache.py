@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,19 +69,14 @@ class _EmbedJob:
     waiting: int = 0
 
 
+@dataclass(eq=False)
 class Embedder:
     """Embeds images in a thread, one by one; concurrent calls for one image share a job."""
 
-    def __init__(
-        self,
-        embed: Callable[[bytes | bytearray], CachedEmbedding],
-        cache: EmbeddingCache,
-        thread: Executor,
-    ) -> None:
-        self._embed = embed
-        self._cache = cache
-        self._thread = thread
-        self._jobs: dict[bytes, _EmbedJob] = {}
+    compute: Callable[[bytes | bytearray], CachedEmbedding]
+    cache: EmbeddingCache
+    thread: Executor
+    _jobs: dict[bytes, _EmbedJob] = field(default_factory=dict[bytes, _EmbedJob], init=False)
 
     async def embed(self, digest: bytes, image: bytes | bytearray) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`.
@@ -90,9 +85,9 @@ class Embedder:
         waiting call is dropped; a started one is finished and cached.
 
         Raises:
-            EngineError: Raised by `embed`.
+            EngineError: Raised by `compute`.
         """
-        found = self._cache.get(digest)
+        found = self.cache.get(digest)
         if found is not None:
             return found
         job = self._jobs.get(digest) or self._begin(digest, image)
@@ -105,7 +100,7 @@ class Embedder:
                 self._forget(digest, job)
 
     def _begin(self, digest: bytes, image: bytes | bytearray) -> _EmbedJob:
-        work = self._thread.submit(self._embed, image)
+        work = self.thread.submit(self.compute, image)
         job = _EmbedJob(work, asyncio.wrap_future(work))
         self._jobs[digest] = job
 
@@ -113,7 +108,7 @@ class Embedder:
             self._forget(digest, job)
             # `exception()` marks it as retrieved, in case no call waits for it any more.
             if not result.cancelled() and result.exception() is None:
-                self._cache.put(digest, result.result())
+                self.cache.put(digest, result.result())
 
         job.result.add_done_callback(done)
         return job

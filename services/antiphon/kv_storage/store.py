@@ -202,6 +202,7 @@ def _digest_of(name: str) -> bytes | None:
         return None
 
 
+@dataclass(frozen=True, eq=False)
 class PageStore:
     """Both tiers as one store: evicted pages go to disk, pages that are read come back.
 
@@ -209,13 +210,12 @@ class PageStore:
     run in `thread`, a single one, which serializes them.
     """
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None, thread: Executor) -> None:
-        self._memory = memory
-        self._disk = disk
-        self._thread = thread
+    memory: MemoryTier
+    disk: DiskTier | None
+    thread: Executor
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._memory or (self._disk is not None and digest in self._disk)
+        return digest in self.memory or (self.disk is not None and digest in self.disk)
 
     def prefix_length(self, chain: Sequence[bytes]) -> int:
         """Length of the longest stored prefix of the chain."""
@@ -224,7 +224,7 @@ class PageStore:
     async def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
         """Store a page; False if it does not fit in any tier beside `protected`."""
         # A page that is evicted to disk is still stored.
-        leaving = self._memory.put(page, protected if self._disk is None else ())
+        leaving = self.memory.put(page, protected if self.disk is None else ())
         if leaving is None:
             return await self._to_disk([page], protected)
         await self._to_disk(leaving, protected)
@@ -237,32 +237,30 @@ class PageStore:
         """
         backwards = list(reversed(chain))
         for digest in backwards:
-            self._memory.touch(digest)
-        if self._disk is not None and backwards:
+            self.memory.touch(digest)
+        if self.disk is not None and backwards:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._disk.touch, backwards)
+            await loop.run_in_executor(self.thread, self.disk.touch, backwards)
 
     async def load(self, digest: bytes) -> Page | None:
         """Load a page into memory and return it; None if it is lost or does not fit."""
-        page = self._memory.get(digest)
-        if page is not None or self._disk is None:
+        page = self.memory.get(digest)
+        if page is not None or self.disk is None:
             return page
-        page = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._disk.get, digest
-        )
+        page = await asyncio.get_running_loop().run_in_executor(self.thread, self.disk.get, digest)
         if page is None:
             return None
-        leaving = self._memory.put(page)
+        leaving = self.memory.put(page)
         if leaving is None:
             return None
         await self._to_disk(leaving)
-        return self._memory.get(digest)
+        return self.memory.get(digest)
 
     async def _to_disk(self, pages: Sequence[Page], keep: Container[bytes] = ()) -> bool:
-        if self._disk is None:
+        if self.disk is None:
             return not pages
         loop = asyncio.get_running_loop()
-        written = [await loop.run_in_executor(self._thread, self._disk.put, p, keep) for p in pages]
+        written = [await loop.run_in_executor(self.thread, self.disk.put, p, keep) for p in pages]
         return all(written)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.request_table import RequestCost, WorkerCapacity, pages_needed
@@ -56,6 +56,7 @@ class Candidate:
     account: WorkerCapacity
 
 
+@dataclass(eq=False)
 class Placement:
     """Chooses the worker with the lowest cost for a request, of those with free capacity.
 
@@ -67,20 +68,14 @@ class Placement:
     Each worker uses one detokenizer, so that the output of a step is one message.
     """
 
-    def __init__(
-        self,
-        model: ModelName,
-        peers: PeerTable,
-        rules: LeaderConfig,
-        caches: WorkerCaches,
-        ledger: RequestTable,
-    ) -> None:
-        self._model = model
-        self._peers = peers
-        self._rules = rules
-        self._caches = caches
-        self._ledger = ledger
-        self._detokenizers: dict[InstanceId, InstanceId] = {}
+    model: ModelName
+    peers: PeerTable
+    rules: LeaderConfig
+    caches: WorkerCaches
+    ledger: RequestTable
+    _detokenizers: dict[InstanceId, InstanceId] = field(
+        default_factory=dict["InstanceId", "InstanceId"], init=False
+    )
 
     def check(self, submit: SubmitRequest) -> None:
         """Reject a request that no live worker could ever take.
@@ -108,7 +103,7 @@ class Placement:
         candidates = [
             one
             for one in able
-            if one.account.fits(one.load, self._rules, request_cost(submit, one.load))
+            if one.account.fits(one.load, self.rules, request_cost(submit, one.load))
         ]
         return self._best(
             submit, [one for one in candidates if one.worker not in avoid] or candidates
@@ -116,15 +111,15 @@ class Placement:
 
     def choose_preempting(self, submit: SubmitRequest) -> PlacementTarget | None:
         """Choose a worker without a free slot that runs requests which this one preempts."""
-        precedence = self._rules.precedence
+        precedence = self.rules.precedence
         if not precedence.priority:
             return None
         rank = precedence.rank(submit.priority)
         candidates: list[Candidate] = []
         for one in self._able(submit):
-            yielding = self._ledger.preempted(one.worker, rank, precedence)
+            yielding = self.ledger.preempted(one.worker, rank, precedence)
             charge = request_cost(submit, one.load)
-            if yielding and one.account.fits(one.load, self._rules, charge, yielding):
+            if yielding and one.account.fits(one.load, self.rules, charge, yielding):
                 candidates.append(one)
         return self._best(submit, candidates)
 
@@ -135,7 +130,7 @@ class Placement:
     def has_free_slots_outside(self, kept: Container[Process]) -> bool:
         """Whether a worker outside `kept` has a free slot."""
         return any(
-            not one.account.suspended and one.account.free_slots(one.load, self._rules.look_ahead)
+            not one.account.suspended and one.account.free_slots(one.load, self.rules.look_ahead)
             for one in self._healthy()
             if one.worker not in kept
         )
@@ -143,22 +138,22 @@ class Placement:
     def queued(self) -> int:
         """Count the bound requests that wait at their workers for a slot."""
         return sum(
-            self._ledger.capacity(peer.process).queued(peer.heartbeat.worker)
-            for peer in self._peers.with_role(Role.WORKER)
-            if peer.heartbeat.model == self._model and peer.heartbeat.worker is not None
+            self.ledger.capacity(peer.process).queued(peer.heartbeat.worker)
+            for peer in self.peers.with_role(Role.WORKER)
+            if peer.heartbeat.model == self.model and peer.heartbeat.worker is not None
         )
 
     def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> PlacementTarget | None:
         if not candidates:
             return None
-        cached = self._caches.overlaps(submit.block_digests)
+        cached = self.caches.overlaps(submit.block_digests)
         blocks = len(submit.block_digests) // DIGEST_BYTES
         running_most = max(one.load.running_max for one in candidates)
         # Ties go by name, so that a simulation is reproducible.
         best = min(
             candidates,
             key=lambda one: placement_cost(
-                blocks - cached.get(one.worker, 0), one.account, one.load, running_most, self._rules
+                blocks - cached.get(one.worker, 0), one.account, one.load, running_most, self.rules
             ),
         )
         detokenizer = self._detokenizer_of(best.worker.instance)
@@ -184,15 +179,15 @@ class Placement:
     def _healthy(self) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
             load = peer.heartbeat.worker
-            if load is not None and not load.paused and not stalled(load, self._rules.stall_s):
-                yield Candidate(peer.process, load, self._ledger.capacity(peer.process))
+            if load is not None and not load.paused and not stalled(load, self.rules.stall_s):
+                yield Candidate(peer.process, load, self.ledger.capacity(peer.process))
 
     def _tokens_max(self) -> int | None:
         """The longest context of all live workers; None while that of some is unknown."""
         beats = [
             peer.heartbeat
-            for peer in self._peers.with_role(Role.WORKER)
-            if peer.heartbeat.model == self._model
+            for peer in self.peers.with_role(Role.WORKER)
+            if peer.heartbeat.model == self.model
             and peer.heartbeat.state is not ProcessState.DRAINING
         ]
         loads = [beat.worker for beat in beats if beat.worker is not None]
@@ -215,12 +210,12 @@ class Placement:
         return chosen
 
     def _reads_steps(self, detokenizer: InstanceId) -> bool:
-        peer = self._peers.find(detokenizer)
+        peer = self.peers.find(detokenizer)
         return peer is not None and TokenStep.__name__ in peer.heartbeat.reads
 
     def _working(self, role: Role) -> list[Peer]:
         return [
-            peer for peer in self._peers.accepting_work(role) if peer.heartbeat.model == self._model
+            peer for peer in self.peers.accepting_work(role) if peer.heartbeat.model == self.model
         ]
 
 
@@ -264,16 +259,14 @@ class QueueExit:
     error: EngineError | None = None
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Finds the next request that can leave the queue. Changes neither queue nor table."""
 
-    def __init__(
-        self, queue: SchedulerQueue, ledger: RequestTable, placement: Placement, clock: Clock
-    ) -> None:
-        self._queue = queue
-        self._ledger = ledger
-        self._placement = placement
-        self._clock = clock
+    queue: SchedulerQueue
+    ledger: RequestTable
+    placement: Placement
+    clock: Clock
 
     def next(self) -> QueueExit | None:
         """Find the next request; None while all of them must wait.
@@ -283,36 +276,36 @@ class Dispatcher:
         worker where it preempts others.
         """
         reserved: set[Process] = set()
-        for request_id in itertools.islice(self._queue.in_order(self._clock.now()), QUEUE_SCAN_MAX):
+        for request_id in itertools.islice(self.queue.in_order(self.clock.now()), QUEUE_SCAN_MAX):
             match = self._match(request_id, reserved)
             if match is not None:
                 return match
-            reserved |= self._placement.able(self._waiting(request_id)[1])
-            if not self._placement.has_free_slots_outside(reserved):
+            reserved |= self.placement.able(self._waiting(request_id)[1])
+            if not self.placement.has_free_slots_outside(reserved):
                 break
         return self._match_over()
 
     def _match(self, request_id: RequestId, reserved: set[Process]) -> QueueExit | None:
         entry, submit = self._waiting(request_id)
-        if entry.deadline_unix_ms <= self._clock.unix_ms():
+        if entry.deadline_unix_ms <= self.clock.unix_ms():
             return QueueExit(entry, submit)
         try:
-            self._placement.check(submit)
+            self.placement.check(submit)
         except PromptTooLong as error:
             return QueueExit(entry, submit, error=error)
-        place = self._placement.choose(submit, avoid=entry.requeued_by, kept=reserved)
+        place = self.placement.choose(submit, avoid=entry.requeued_by, kept=reserved)
         return None if place is None else QueueExit(entry, submit, place)
 
     def _match_over(self) -> QueueExit | None:
-        request_id = self._queue.highest()
+        request_id = self.queue.highest()
         if request_id is None:
             return None
         entry, submit = self._waiting(request_id)
-        place = self._placement.choose_preempting(submit)
+        place = self.placement.choose_preempting(submit)
         return None if place is None else QueueExit(entry, submit, place)
 
     def _waiting(self, request_id: RequestId) -> tuple[RequestEntry, SubmitRequest]:
-        entry = self._ledger.find(request_id)
+        entry = self.ledger.find(request_id)
         assert entry is not None, "a queued request is not in the request table"
         assert entry.submit is not None, "a queued request has no submit"
         return entry, entry.submit

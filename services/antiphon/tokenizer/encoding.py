@@ -77,20 +77,14 @@ class EncodedPrompt:
     untruncated_tokens: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
 class TextEncoder:
     """Encodes batches of texts. Called in threads; has no mutable state."""
 
-    def __init__(
-        self,
-        vocabulary: ModelTokenizer,
-        root: bytes,
-        text_bytes_max: int,
-        context_tokens: int | None = None,
-    ) -> None:
-        self.vocabulary = vocabulary
-        self._root = root
-        self._text_bytes_max = text_bytes_max
-        self._context_tokens = context_tokens
+    vocabulary: ModelTokenizer
+    root: bytes
+    text_bytes_max: int
+    context_tokens: int | None = None
 
     def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | Exception]:
         """Encode each text; an error in one is its result and does not affect the others."""
@@ -110,8 +104,8 @@ class TextEncoder:
     def _encoded(self, text: EncodeRequest) -> EncodedPrompt:
         rendered = self._render(text)
         size = len(rendered.encode()) + len((text.pair or "").encode())
-        if size > self._text_bytes_max:
-            raise RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
+        if size > self.text_bytes_max:
+            raise RequestTooLarge.of(size_bytes=size, bytes_max=self.text_bytes_max)
         self.check_length(text, len(rendered) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
@@ -122,13 +116,13 @@ class TextEncoder:
         second_from = None
         if text.pair is not None and 1 in encoding.type_ids:
             second_from = encoding.type_ids.index(1)
-        digests = block_digests(salted(self._root, text.cache_salt), token_ids)
+        digests = block_digests(salted(self.root, text.cache_salt), token_ids)
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
-        most = self._context_tokens
+        most = self.context_tokens
         if not text.truncate or most is None or len(encoding.ids) <= most:
             return None
         if text.pair is not None and 1 not in encoding.sequence_ids[:most]:
@@ -142,7 +136,7 @@ class TextEncoder:
             PromptTooLong: The text has more characters than a context of the longest tokens; if it
                 may be truncated, more than the limit for truncated texts as well.
         """
-        tokens, each = self._context_tokens, self.vocabulary.token_characters
+        tokens, each = self.context_tokens, self.vocabulary.token_characters
         if tokens is None:
             return
         most = characters_max(tokens, each, truncate=text.truncate)

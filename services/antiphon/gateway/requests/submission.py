@@ -98,6 +98,15 @@ class Submission:
         """Open a request. The caller then reads its stream, or releases it.
 
         The token output `budget` is shared by all prompts of a body.
+
+        Raises:
+            UnknownModel: The model is not served.
+            Forbidden: The tenant may not use the model.
+            RateLimited: The tenant has reached one of its limits.
+            DuplicateRequest: A running request of this tenant and gateway has the same id.
+            Overloaded: The limit of open requests is reached.
+            Unavailable: This process is draining, or no tokenizer is available.
+            EngineError: The request is invalid, or its prompt does not fit.
         """
         with self._metrics.count_rejections(gen_request.tenant):
             if gen_request.model is not None and gen_request.model not in self._served:
