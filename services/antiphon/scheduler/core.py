@@ -217,7 +217,7 @@ class SchedulerCore:
         assert term is not None
         log.info("scheduler leads", extra={"term": term.number})
         self._leader_term = LeaderTerm(
-            term,
+            term=term,
             model=self._model,
             rules=self._rules,
             clock=self._clock,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
@@ -53,37 +54,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class LeaderTerm:
     """Accepts, binds, aborts and fails requests. Actions collect until `take_actions`."""
 
-    def __init__(
-        self,
-        term: Term,
-        *,
-        model: ModelName,
-        rules: LeaderConfig,
-        clock: Clock,
-        peers: PeerTable,
-        assignments: WorkerAssignments,
-        caches: WorkerCaches,
-    ) -> None:
-        self.term = term
-        self._policy = QueuePolicy(rules.policy, caches.overlaps)
-        self.queue = SchedulerQueue(rules.precedence.max_overtake_s, self._policy)
+    term: Term
+    model: ModelName
+    rules: LeaderConfig
+    clock: Clock
+    peers: PeerTable
+    assignments: WorkerAssignments
+    caches: WorkerCaches
+
+    def __post_init__(self) -> None:
+        self._policy = QueuePolicy(self.rules.policy, self.caches.overlaps)
+        self.queue = SchedulerQueue(self.rules.precedence.max_overtake_s, self._policy)
         self.ledger = RequestTable()
         self.tombstones = SchedulerTombstones()
         self.failed: dict[RequestId, FailedRequest] = {}
         self.ready = False
         """Whether all processes have had time to report; nothing is bound or aborted before."""
-        self.rules = rules
-        self.clock = clock
-        self.peers = peers
-        self.assignments = assignments
-        self._caches = caches
-        self._placement = Placement(model, peers, rules, caches, self.ledger)
-        self._matching = Dispatcher(self.queue, self.ledger, self._placement, clock)
+        self._placement = Placement(self.model, self.peers, self.rules, self.caches, self.ledger)
+        self._matching = Dispatcher(self.queue, self.ledger, self._placement, self.clock)
         self._rate = DrainRate()
-        self.outbox = CommandOutbox(term, clock, rules)
+        self.outbox = CommandOutbox(self.term, self.clock, self.rules)
         self._numbers = itertools.count(1)
 
     def clear_ready(self) -> None:
@@ -308,7 +302,7 @@ class LeaderTerm:
         attempt = Attempt(term=self.term, n=next(self._numbers))
         binding = Binding(attempt, place.worker, place.detokenizer, now, steps=place.steps)
         self.ledger.bind(entry, binding, place.charge)
-        self._caches.expect(place.worker, submit.block_digests, now)
+        self.caches.expect(place.worker, submit.block_digests, now)
         entry.seen_at = now
         entry.disputed_at = None
         self._rate.record(now)

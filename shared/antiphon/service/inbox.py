@@ -145,6 +145,7 @@ class RequestInbox:
         send_error(delivery, error, self._counts)
 
 
+@dataclass(eq=False)
 class StreamInbox:
     """Applies one message at a time, in order, without replies.
 
@@ -153,19 +154,13 @@ class StreamInbox:
     group `calls`, and with it the process.
     """
 
-    def __init__(
-        self,
-        route: str,
-        apply: Callable[[Delivery], None],
-        *,
-        calls: asyncio.TaskGroup,
-        counts: RouteMetrics,
-    ) -> None:
-        self._route = route
-        self._apply = apply
-        self._calls = calls
-        self._counts = counts
-        self._refusals = DroppedMessages(route, counts)
+    route: str
+    apply: Callable[[Delivery], None]
+    calls: asyncio.TaskGroup
+    counts: RouteMetrics
+
+    def __post_init__(self) -> None:
+        self._refusals = DroppedMessages(self.route, self.counts)
 
     @property
     def empty(self) -> bool:
@@ -175,15 +170,15 @@ class StreamInbox:
         """Apply the message. One that cannot be decoded or applied is dropped."""
         since_s = time.monotonic()
         try:
-            self._apply(delivery)
+            self.apply(delivery)
         except SharedStateBroken as error:
-            self._counts.dropped(time.monotonic() - since_s, Internal.code)
-            log.exception("shared state is broken", extra={"route": self._route})
-            self._calls.create_task(_fail(error), name=self._route)
+            self.counts.dropped(time.monotonic() - since_s, Internal.code)
+            log.exception("shared state is broken", extra={"route": self.route})
+            self.calls.create_task(_fail(error), name=self.route)
         except Exception as error:  # noqa: BLE001  # logged there, with its traceback
-            self._counts.dropped(time.monotonic() - since_s, self._refusals.record(error))
+            self.counts.dropped(time.monotonic() - since_s, self._refusals.record(error))
         else:
-            self._counts.applied(time.monotonic() - since_s)
+            self.counts.applied(time.monotonic() - since_s)
 
     # A feed has no callers.
 
