@@ -45,8 +45,6 @@ COMMITTED = Path(__file__).parents[2] / "compose" / "nats.conf"
 
 @dataclass
 class Member:
-    """One party on the bus, with its own user."""
-
     party: Party
     bus: Bus
     transport: NatsTransport

@@ -43,7 +43,6 @@ class Mailbox:
         self.packets.append(packet)
 
     def receive_sync(self, packet: Packet) -> None:
-        """The same as a plain function."""
         self.packets.append(packet)
 
     async def wait(self, count: int) -> list[bytes]:

@@ -13,12 +13,7 @@ from antiphon.bus.transport import BusDown
 from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.outbox import (
-    Action,
-    RequestBound,
-    RequestRemoved,
-    RequestRequeued,
-)
+from antiphon.scheduler.outbox import Action, RequestBound, RequestRemoved, RequestRequeued
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime

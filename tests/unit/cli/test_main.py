@@ -256,7 +256,6 @@ def test_kernels_that_cannot_be_compiled_do_not_stop_the_setup(
 
 
 def report_of(*needs: str) -> str:
-    """What pip says that it would install."""
     return json.dumps({"install": [{"metadata": {"name": "torch", "requires_dist": list(needs)}}]})
 
 

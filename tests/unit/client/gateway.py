@@ -49,8 +49,6 @@ class Mischief:
 
 @dataclass
 class Request:
-    """What the gateway knows of one request."""
-
     id: RequestId
     request: GenerateRequest
     delivery: Delivery
@@ -209,7 +207,6 @@ async def gateway(
     script: tuple[str, ...] | None = None,
     mischief: Mischief | None = None,
 ) -> AsyncGenerator[FakeGateway]:
-    """A gateway on a link of its own."""
     transport = MemoryTransport(broker) if isinstance(broker, MemoryBroker) else broker
     process = Process(instance=InstanceId(name), incarnation=Incarnation("1"))
     async with Bus(transport, CLUSTER, process, party=Role.GATEWAY) as bus:

@@ -55,7 +55,6 @@ def broker() -> MemoryBroker:
 
 @pytest.fixture
 def link(broker: MemoryBroker) -> MemoryTransport:
-    """The client's."""
     return MemoryTransport(broker)
 
 

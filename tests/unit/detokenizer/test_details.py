@@ -65,7 +65,6 @@ class Bench:
         return self.answer[at] if at >= 0 else PROMPT_ID
 
     def push(self, start: int, stop: int, finish: FinishReason | None = None) -> list[TextRow]:
-        """Push the tokens [start, stop)."""
         self.seq += 1
         row = TokenRow(
             request_id=REQUEST,

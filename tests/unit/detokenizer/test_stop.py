@@ -206,7 +206,6 @@ class Tokens:
 def counts(
     pieces: Sequence[str], marks: ThinkingMarks = MARKS, strings: tuple[str, ...] = ()
 ) -> list[int]:
-    """The count after each token, and after the end."""
     stop = StopStrings(strings=strings, thinking=marks)
     choice = ChoiceState(Tokens(pieces).decode, stop)
     told: list[int] = []

@@ -32,8 +32,6 @@ def digest(image: bytes) -> bytes:
 
 
 class SlowModel:
-    """Embeds when let, and counts."""
-
     def __init__(self) -> None:
         self.let = threading.Event()
         self.begun: Counter[bytes] = Counter()

@@ -62,8 +62,6 @@ COUNTED = (
 
 
 class World:
-    """An encoder and a client."""
-
     def __init__(self, bus: Bus, encoder: Running[Service]) -> None:
         self.bus = bus
         self.encoder = encoder
@@ -86,7 +84,6 @@ class World:
         return caught.value
 
     def embedded(self) -> float:
-        """How many images have been embedded."""
         return self.counted("request_e2e_latency_seconds_count") or 0.0
 
     def counted(self, name: str) -> float | None:

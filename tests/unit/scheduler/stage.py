@@ -61,7 +61,6 @@ class Actor:
         self._stage = stage
 
     def runs(self, *held: RunningRequest) -> None:
-        """Hold exactly these from now on."""
         self.set_load(running=held)
 
     def reports(self, *held: RunningRequest) -> None:
@@ -244,7 +243,6 @@ class Stage:
 
 
 def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor]:
-    """A stage, and its gateway, worker and detokenizer."""
     stage = Stage(rules)
     return stage, *stage.usual()
 

@@ -208,8 +208,6 @@ def test_a_prompt_costs_its_blocks_however_many_workers_hold_them(blocks: int) -
 
 
 class CountedDict(dict[bytes, int]):
-    """Counts how often it is asked."""
-
     looks = 0
 
     def get(self, key: bytes, default: int = 0) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]

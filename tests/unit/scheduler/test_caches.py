@@ -259,7 +259,6 @@ class World:
                 self.caches.apply_replay(worker, self.workers[worker][0].replay(ask))
 
     def check(self) -> None:
-        """What is known is what is there."""
         there = 0
         for worker, (_, chains) in self.workers.items():
             for chain in chains:

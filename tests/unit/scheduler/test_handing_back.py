@@ -78,7 +78,6 @@ def test_requeueing_worker_gets_nothing_before_its_next_report() -> None:
 
 
 def refuses(worker: Actor, stage: Stage, *, refuses: bool = True) -> None:
-    """Say that the leader's commands are refused, or are not any more."""
     assert stage.leader.term is not None
     refused = RefusedCommands(leader=stage.leader.term, seq=1, reason=RefusalReason.LATE)
     worker.set_load(refused=refused if refuses else None)

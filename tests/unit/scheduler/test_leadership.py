@@ -12,7 +12,6 @@ def mine(number: int) -> Term:
 
 
 def lead(stage: Stage, number: int, instance: str = "scheduler-1") -> Actor:
-    """Another scheduler that claims a term."""
     other = stage.enter(Role.SCHEDULER, instance)
     other.claim(number)
     return other

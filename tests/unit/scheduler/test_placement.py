@@ -30,7 +30,6 @@ def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]
 
 
 def holds(stage: Stage, worker: Actor, digests: bytes, seq: int = 1) -> None:
-    """A worker reports blocks."""
     events = (BlocksStored(parent=b"root", digests=digests),)
     stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=seq, events=events))
 
@@ -57,7 +56,6 @@ def ask(stage: Stage, name: str = "r", prompt: bytes = LONG) -> None:
 
 
 def went_to(stage: Stage) -> str:
-    """Where the only admit since the last clearing went."""
     (batch,) = stage.batches()
     stage.actions.clear()
     return batch.worker.instance
@@ -168,7 +166,6 @@ def test_admit_names_what_the_detokenizer_reads(reads: tuple[str, ...]) -> None:
 
 
 def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
-    """Workers of 100 and of 400 tokens."""
     stage, _, small, _ = usual(rules)
     large = stage.enter(Role.WORKER, "worker-1")
     for worker, tokens in ((small, 100), (large, 400)):

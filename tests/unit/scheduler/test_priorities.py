@@ -33,14 +33,12 @@ def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
 
 
 def names(stage: Stage) -> list[str]:
-    """What was bound since the last call, in order."""
     bound = [admit.request_id for admit in stage.admits()]
     stage.actions.clear()
     return [str(name) for name in bound]
 
 
 def ends(stage: Stage, worker: Actor, name: str) -> None:
-    """One of those that the worker runs comes to its end."""
     gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
     worker.runs(*(line for line in worker.load.running if line.request_id != name))
     gateway.closes(next(line for line in gateway.open if line == name))

@@ -204,7 +204,6 @@ def prompt_of(text: bytes) -> bytes:
 
 
 def holds(stage: Stage, *texts: bytes) -> None:
-    """The worker reports these prefixes as cached."""
     events = tuple(
         BlocksStored(parent=b"root", digests=block_digests(b"root", prompt_of(text)))
         for text in texts

@@ -44,8 +44,6 @@ TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
 
 class Peer:
-    """A service that does nothing but live."""
-
     role = Role.DETOKENIZER
 
     @asynccontextmanager
@@ -114,8 +112,6 @@ class FakeWorker(Peer):
 
 
 class FakeGateway(Peer):
-    """Submits, and lists what it has submitted."""
-
     role = Role.GATEWAY
 
     def __init__(self) -> None:
@@ -329,7 +325,6 @@ def known(cluster: Cluster, scheduler: int) -> float | None:
 
 
 def failing(scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each of its terms fail."""
     leader = scheduler._core
     real = leader.tick
 

@@ -64,7 +64,6 @@ class Reader:
         self.model.take(report)
 
     def series(self) -> dict[str, int]:
-        """How many series of each metric are known."""
         return {each.family.name: len(each.series) for each in self.model.totals()}
 
 

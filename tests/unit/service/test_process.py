@@ -53,8 +53,6 @@ async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
 
 
 class Echo:
-    """A process of `tests.support.echo`."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.health_port = 0
@@ -75,20 +73,17 @@ class Echo:
         self.health_port = beat.health_port
 
     async def open_calls(self, count: int) -> None:
-        """Wait until so many calls are taken."""
         line = f'antiphon_calls_open{{route="tokenizer.encode"}} {float(count)}\n'
         async with asyncio.timeout(5):
             while line not in await self.metrics():
                 pass
 
     async def metrics(self) -> str:
-        """What it counts."""
         url = f"http://127.0.0.1:{self.health_port}/metrics"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             return await response.text()
 
     async def ended(self, timeout_s: float = 10) -> int:
-        """Wait until it has left; gives the exit code."""
         async with asyncio.timeout(timeout_s):
             _, log = await self.process.communicate()
         self.log = log.decode()

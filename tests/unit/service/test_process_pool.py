@@ -350,7 +350,6 @@ async def _leave(made: ProcessPool, job: bytes, owner: str = "") -> None:
 
 
 async def _turn_of_the_loop() -> None:
-    """Let everything run that can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -361,7 +360,6 @@ async def _soon(job: asyncio.Task[bytes]) -> bytes:
 
 
 def _put_forward(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-    """Let the loop's clock jump."""
     now = loop.time
     loop.time = lambda: now() + seconds
 

@@ -59,8 +59,6 @@ def with_service(**changes: float) -> Settings:
 
 
 class Callers:
-    """Calls under way at one service."""
-
     def __init__(self, group: asyncio.TaskGroup, bus: Bus) -> None:
         self._group = group
         self._bus = bus
@@ -188,8 +186,6 @@ def answered(run: Running[Service], code: str) -> float | None:
 
 
 class BigReply(EchoService):
-    """Answers with more than the broker takes."""
-
     async def encode(self, request: EncodeRequest, _: Delivery) -> EncodeReply:
         reply = await super().encode(request, _)
         return msgspec.structs.replace(reply, token_ids=bytes(2_000_000))
@@ -220,8 +216,6 @@ async def test_a_crash_in_the_background_ends_the_process_and_answers_what_was_t
 
 
 class Wrong(EchoService):
-    """Follows a feed that it cannot apply."""
-
     wrong: Exception = SharedStateBroken("wrong, on purpose")
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -270,8 +264,6 @@ def an_open_list(bus: Bus) -> OpenList:
 
 
 class SlowStart(EchoService):
-    """Loads for ever."""
-
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime
@@ -296,7 +288,6 @@ async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
 
 @asynccontextmanager
 async def listening(bus: Bus) -> AsyncGenerator[asyncio.Queue[Heartbeat]]:
-    """Each heartbeat from now on."""
     received: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
     async def receive(delivery: Delivery) -> None:
@@ -393,8 +384,6 @@ async def test_draining_service_keeps_the_feeds_of_its_running_requests() -> Non
 
 
 class Clinging(EchoService):
-    """Does not leave."""
-
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
         self.runtime = runtime

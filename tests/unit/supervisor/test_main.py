@@ -101,7 +101,6 @@ async def beat(settings: Settings) -> None:
 
 
 async def refused(tmp_path: Path, *arguments: str) -> str:
-    """Why a stack does not start with these arguments."""
     settings = settings_of("--port", "0", *arguments)
     machine = HostDevice(kind="cpu", cores=4, memory_bytes=1 << 40)
     stack = ServiceStack(settings, tmp_path, Console(), machine)

@@ -41,8 +41,6 @@ NOT_SAMPLED = PARENT[:-1] + "0"
 
 
 class Collector:
-    """Gives the finished spans by name."""
-
     def __init__(self, ratio: float = 1.0) -> None:
         self._exporter = InMemorySpanExporter()
         self._provider = export.start_with(

@@ -100,7 +100,6 @@ TEMPLATES = {
 
 
 def messages(turns: list[dict[str, object]]) -> tuple[ChatMessage, ...]:
-    """The turns as a gateway sends them."""
     made: list[ChatMessage] = []
     for turn in turns:
         calls = cast("list[dict[str, dict[str, object]]]", turn.get("tool_calls", []))
