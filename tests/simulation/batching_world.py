@@ -15,7 +15,7 @@ from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
     EngineLimits,

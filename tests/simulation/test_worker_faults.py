@@ -11,9 +11,8 @@ from tests.simulation.test_worker_overlap import CURSE, Stage, both, harmless, s
 from tests.support.worker import error_of
 
 from antiphon.model_worker.batching import engine_core, loop, running_batch
-from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.engine_core import EngineCore, OutcomeProcessor
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.outcome_processor import OutcomeProcessor
 from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import RunningBatch

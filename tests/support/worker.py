@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
+from antiphon.model_worker.batching.running_batch import Capacity
 from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Process, Term

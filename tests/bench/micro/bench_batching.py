@@ -35,7 +35,7 @@ from tests.support.worker import limits, page_group, state
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.batching.steady import SteadyRows

@@ -20,7 +20,7 @@ from antiphon.wire.ids import RequestId
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.queue import QueueRules
+    from antiphon.model_worker.batching.planner import QueueRules
     from antiphon.model_worker.batching.request import BatchRow
 
 LIMITS = limits()

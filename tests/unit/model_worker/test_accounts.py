@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.support import worker
 
-from antiphon.model_worker.batching.page_budget import PoolUse
+from antiphon.model_worker.batching.running_batch import PoolUse
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import REPORTS_MAX, StepAccounting

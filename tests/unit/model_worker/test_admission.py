@@ -15,9 +15,8 @@ from tests.support.worker import error_of, state
 from tests.unit.model_worker.steps import LIMITS, Steps
 
 from antiphon.model_worker.batching.admission import check, outputs_max
-from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
 from antiphon.model_worker.batching.plan import future
-from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.running_batch import NewTokenRatio, build_plan, fits_exactly
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported

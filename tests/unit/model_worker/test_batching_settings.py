@@ -10,7 +10,7 @@ from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.startup.engine import open_engine_core
 from antiphon.resolve.resolved_config import resolve

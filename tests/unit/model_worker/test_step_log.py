@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support import worker
 
-from antiphon.model_worker.batching.queue import Backlog
+from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepLog
 

@@ -15,11 +15,10 @@ import msgspec
 
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING
-from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.plan import OverlapRunner, StepOutcome
-from antiphon.model_worker.batching.queue import Backlog
+from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.request import BatchRow
-from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.running_batch import Capacity, build_plan
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord

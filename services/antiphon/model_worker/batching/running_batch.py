@@ -1,36 +1,48 @@
-"""The running batch: requests with slots and pages, shared prefixes, and the plan of their rows."""
+"""The running batch: requests with slots and pages, the page budget, and the plan of their rows."""
 
 from __future__ import annotations
 
-from itertools import count
+import math
+from operator import le
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.logprobs import pooling_request, token_types
-from antiphon.model_worker.batching.page_budget import PageBudget
 from antiphon.model_worker.batching.plan import StepPlan
-from antiphon.model_worker.batching.request import PendingPrefix
+from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
 from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.cache.groups import STATES_RUNNING, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey, request_namespace
-from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.plan import Ints, Longs
     from antiphon.model_worker.batching.request import BatchRow, Request
-    from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits
+    from antiphon.model_worker.batching.state import EngineLimits
+    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.hashing import Namespace
     from antiphon.model_worker.cache.radix import Prefix, RadixIndex
     from antiphon.model_worker.cache.table import CachePools
 
+ANSWER_TOKENS_MAX = 4096
+"""Maximum number of further output tokens for which pages are reserved, as in SGLang."""
 
-WORTH_TOKENS = 32
-"""Minimum prefix worth waiting for, or worth a checkpoint. A shorter one is prefilled again."""
+HORIZON_STEPS = 32
+"""How far ahead the release of pages is predicted: about as long as a request takes from its
+placement to its start, and so near that few requests finish unpredicted in between."""
+
+ScheduledRow = tuple["Request", int]
+"""A running request, and the end of its next row in tokens of the request."""
+
+_RATIO_START = 0.7
+_RATIO_LEAST = 0.14  # of the start
+_DECAY_STEPS = 600
+_GRACE_TOKENS = 20
 
 
 class RunningBatch:
@@ -45,6 +57,7 @@ class RunningBatch:
         indexed = index.enabled
         self.pools = pools
         self.index = index
+        self.steps = 0  # scheduled since start, those of the decode fast path included
         self._namespace = namespace
         self.running: dict[int, Request] = {}
         self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
@@ -114,6 +127,21 @@ class RunningBatch:
             self.index.insert(self._named(request, tokens), request.table)
         self.slots.update(request)
 
+    def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
+        """Allocate the pages of the next rows, unless a request would have to be retracted."""
+        if not self.page_budget.ensure_free(pages_needed(scheduled)):
+            return False
+        for request, end in scheduled:
+            assert request.table is not None, "a running request has no pages"
+            request.table.allocate(end)
+            self.slots.update(request)
+        return True
+
+    def count_decode_steps(self, steps: int) -> None:
+        self.steps += steps
+        for _ in range(steps):
+            self.page_budget.ratio.decay()
+
     def release(self, request: Request) -> None:
         assert request.table is not None, "a running request has no pages"
         self.prefix_sharing.unregister(request)
@@ -133,144 +161,231 @@ class RunningBatch:
         return CacheKey(namespace=namespace, token_ids=token_ids)
 
 
-class PrefixSharing:
-    """The prefilling requests, by their first page.
+class PageBudget:
+    """Decides by the pages of each group whether a request may start.
 
-    Without a prefix cache only the choices of one request share: the common prefix is forked from
-    the page table of the first one. With a prefix cache it is found there, whichever request
-    computed it. A table with recurrent states cannot be forked: what is shared ends at a
-    checkpoint, in the prefix cache. A prefill that other weights began, of another `namespace`, is
-    not shared.
+    A request is expected to generate a share of its remaining output tokens, or all of them if it
+    sets `ignore_eos`: see `NewTokenRatio`. The pages for these are reserved, but not allocated.
+    `before_eviction` is called before the prefix cache evicts pages.
     """
 
     def __init__(
         self,
-        page_tokens: int,
-        namespace: bytes,
+        limits: EngineLimits,
+        pools: CachePools,
+        index: RadixIndex,
+        slots: Slots,
         *,
         indexed: bool,
-        forks: bool = True,
-        checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        self.namespace = namespace
-        self._page_tokens = page_tokens
-        self._indexed = indexed
-        self._forks = forks
-        self._checkpoints = checkpoints
-        self._leaders: dict[bytes, list[tuple[int, Request]]] = {}
-        self._led: dict[ChoiceKey, tuple[bytes, int]] = {}
-        self._numbers = count(1)
+        self.ratio = NewTokenRatio(limits.conservativeness)
+        self._pools = pools
+        self._index = index
+        self._slots = slots
+        self.before_eviction: Callable[[], None] = lambda: None
+        # A finished request frees its pages for certain only where no prefix cache holds on to
+        # them, and only full groups need every page until then.
+        self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
+        self._growth_max = [_growth_max(group, limits) for group in pools.groups]
 
-    def register(self, request: Request) -> None:
-        """Let other requests wait for the prefix of one that has started."""
-        if request.length > self._page_tokens:
-            first_page, number = self._first_page(request), next(self._numbers)
-            self._led[request.key] = first_page, number
-            self._leaders.setdefault(first_page, []).append((number, request))
+    def available(self) -> list[int]:
+        """Available pages by group: free, pending free, or evictable."""
+        return [
+            pool.total - pool.used_count + loose
+            for pool, loose in zip(self._pools.pools, self._index.evictable(), strict=True)
+        ]
 
-    def unregister(self, request: Request) -> None:
-        led = self._led.pop(request.key, None)
-        if led is not None:
-            first_page, number = led
-            leaders = self._leaders[first_page]
-            leaders.remove((number, request))
-            if not leaders:
-                del self._leaders[first_page]
-
-    def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
-        """Whether a waiting request should wait until another one has prefilled their prefix."""
-        if request.following is not None and request.following.computing:
+    def ensure_free(self, needs: Sequence[int]) -> bool:
+        """Evict what must be evicted; whether so many pages by group are free now."""
+        free = self._pools.free()
+        if all(map(le, needs, free)):
             return True
-        leaders = self._leaders.get(self._first_page(request))
-        if not leaders:
+        self.before_eviction()
+        self._index.evict([max(0, need - have) for need, have in zip(needs, free, strict=True)])
+        return all(map(le, needs, self._pools.free()))
+
+    def pending_free(self, needs: Sequence[int]) -> bool:
+        """Whether so many pages are free once the launched plans have finished."""
+        return all(
+            need <= pool.total - pool.used_count
+            for need, pool in zip(needs, self._pools.pools, strict=True)
+        )
+
+    def growth(self) -> list[Longs]:
+        """Pages by group that the request in each slot is still expected to need."""
+        slots = self._slots
+        left = np.minimum(slots.tokens_max - slots.length, ANSWER_TOKENS_MAX)
+        share = np.where(slots.exact, 1.0, self.ratio.value)
+        tokens = slots.length + np.ceil(left * share).astype(np.int64)
+        return [
+            np.clip(_table_len(group, tokens) - entries, 0, np.maximum(most - held, 0))
+            for group, entries, held, most in zip(
+                self._pools.groups, slots.entries, slots.pages_held, self._growth_max, strict=True
+            )
+        ]
+
+    def reserved(self) -> list[int]:
+        return [int(growth.sum()) for growth in self.growth()]
+
+    def reclaimable(self) -> Callable[[Request], list[int]]:
+        """A function: pages by group that retracting a request frees, reserved ones included."""
+        slots = self._slots
+        left = [
+            (growth + held).tolist()
+            for growth, held in zip(self.growth(), slots.pages_held, strict=True)
+        ]
+        holes = [
+            (entries - held).tolist()
+            for entries, held in zip(slots.entries, slots.pages_held, strict=True)
+        ]
+
+        def of(request: Request) -> list[int]:
+            # What was cached when the request started may be shared with others, but for what a
+            # window has left behind, and a state from its first row on.
+            cached, slot = request.found_tokens, request.slot
+            return [
+                left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
+                if index not in self._pools.states
+                else left[index][slot]
+                for index, group in enumerate(self._pools.groups)
+            ]
+
+        return of
+
+    def needed(self, request: Request, cached_tokens: int) -> list[int]:
+        """Pages by group that a request needs, expected growth included, if it starts now."""
+        left = min(request.tokens_max - request.length, ANSWER_TOKENS_MAX)
+        share = 1.0 if request.exact else self.ratio.value
+        tokens = request.length + math.ceil(left * share)
+        return [
+            min(max(0, group.table_len(tokens) - group.shared_len(cached_tokens)), most)
+            for group, most in zip(self._pools.groups, self._growth_max, strict=True)
+        ]
+
+    def fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
+        available, needed = self.available(), self.needed(request, cached_tokens)
+        sums = zip(needed, reserved, available, strict=True)
+        return all(need + taken <= most for need, taken, most in sums) or (
+            self._fits_known_lengths(request, available)
+        )
+
+    def allocate(self, table: PageTable, tokens: int) -> bool:
+        """Allocate a table's pages for `tokens` tokens, if they are free or can be freed now."""
+        if not table.covers(tokens):
+            if not self.ensure_free(table.need(tokens)):
+                return False
+            table.allocate(tokens)
+        return True
+
+    def capacity(self) -> Capacity:
+        """The capacity now. A few array operations over the slots, whatever the load."""
+        pools, slots = self._pools, self._slots
+        left = slots.tokens_max - slots.length
+        ending = (slots.length > 0) & (left <= HORIZON_STEPS)
+        sequence_tokens = int(slots.length.sum())
+        free, evictable, reserved = pools.free(), self._index.evictable(), self.reserved()
+        window, states = self._scarcest(pools.windows), self._scarcest(pools.states)
+        return min(
+            (
+                Capacity(
+                    pages_free=free[group],
+                    pages_evictable=evictable[group],
+                    pages_promised=reserved[group],
+                    pages_returning=int(np.sum(slots.pages_held[group], where=ending)),
+                    slots_free=slots.free_count,
+                    sequence_tokens=sequence_tokens,
+                    window=window,
+                    states=states,
+                )
+                for group in pools.measured
+            ),
+            key=lambda one: one.pages_available,
+        )
+
+    def _scarcest(self, groups: Sequence[int]) -> PoolUse | None:
+        if not groups:
+            return None
+        free, evictable = self._pools.free(), self._index.evictable()
+        group = min(groups, key=lambda each: free[each] + evictable[each])
+        total = self._pools.groups[group].pages_total
+        return PoolUse(total=total, free=free[group], evictable=evictable[group])
+
+    def _fits_known_lengths(self, request: Request, available: Sequence[int]) -> bool:
+        """Whether a request certainly fits beside the running ones, all lengths being known."""
+        slots = self._slots
+        running = slots.length > 0
+        if not (self._countable and request.exact and slots.exact[running].all()):
             return False
-        cached = cached_tokens(request)
-        # A leader that shares too little always will, unless less of the request is cached: a long
-        # prompt is compared with each leader once, not in each step in which it is next.
-        passed, least = request.passed_leaders
-        passed = passed if cached >= least else 0
-        for number, leader in leaders:
-            if number <= passed:
-                continue
-            following = self._follow(request, leader, cached)
-            if following is not None:
-                request.following = following
-                return True
-        request.passed_leaders = leaders[-1][0], cached
-        return False
-
-    def shared_tokens(self, request: Request) -> int:
-        """Length of the prefix that `fork` shares: 0 where the leader's window has moved on."""
-        following = request.following
-        if following is None or not following.ready or not self._forks:
-            return 0
-        if following.leader.namespace is not self.namespace:
-            return 0
-        return following.table.shareable_tokens(following.tokens)
-
-    def fork(self, request: Request, cached_tokens: int) -> PageTable | None:
-        """A table that shares the pending prefix, if it is longer than the cached one."""
-        following, tokens = request.following, self.shared_tokens(request)
-        if following is None or tokens <= cached_tokens:
-            return None
-        return following.table.fork(tokens)
-
-    def _first_page(self, request: Request) -> bytes:
-        """Key of requests that may share a prefix: salt and first tokens."""
-        return request.state.cache_salt + request.token_bytes(self._page_tokens)
-
-    def _follow(
-        self, request: Request, leader: Request, cached_tokens: int
-    ) -> PendingPrefix | None:
-        siblings = leader.state.request_id == request.state.request_id
-        if (
-            not ((siblings and self._forks) or self._indexed)
-            or leader.namespace is not self.namespace
-        ):
-            return None
-        # At least one token is computed by the request itself, to sample the next one from it.
-        longest = min(leader.length, request.shared_max, request.length) - 1
-        common = _common_length(leader, request, longest) // self._page_tokens * self._page_tokens
-        if self._checkpoints is not None:
-            common = self._checkpoints.last(common, leader.length)
-        worth = self._page_tokens if siblings else max(self._page_tokens, WORTH_TOKENS)
-        if common - cached_tokens < worth or leader.table is None:
-            return None
-        following = PendingPrefix(leader, leader.table, common)
-        return following if following.computing else None
+        lengths = np.append(slots.length[running], request.length)
+        left = np.append(slots.tokens_max[running], request.tokens_max) - lengths
+        return all(
+            fits_exactly(lengths, left, np.append(held[running], 0), group.page_tokens, pages)
+            for group, held, pages in zip(
+                self._pools.groups, slots.pages_held, available, strict=True
+            )
+        )
 
 
-class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoints at multiples of `every` tokens, and at the last page border of a prompt.
+class NewTokenRatio:
+    """The share of its remaining output tokens that admission reserves for each running request.
 
-    A state belongs to one position only, unlike pages: a prefix matches at a checkpoint and nowhere
-    between two of them. Each costs a state's memory, and a prefill chunk that ends there.
+    Outputs end early: to reserve all of it would leave most of the pool idle, and to reserve none
+    would admit requests only to retract them. The share decays from step to step, and jumps to what
+    proved to be needed when a request had to be retracted. The numbers are SGLang's (0.5.23,
+    `new_token_ratio`).
     """
 
-    every: int  # tokens; whole pages
-    page_tokens: int
+    def __init__(self, conservativeness: float) -> None:
+        self._start = min(_RATIO_START * conservativeness, 1.0)
+        self._least = _RATIO_LEAST * self._start
+        self.value = self._start
 
-    def due(self, tokens: int) -> bool:
-        """Whether the state after so many tokens is cached while decoding."""
-        return tokens % self.every == 0
+    def decay(self) -> None:
+        self.value = max(self._least, self.value - (self._start - self._least) / _DECAY_STEPS)
 
-    def stop(self, start: int, end: int) -> int:
-        """The latest end of a prefill chunk at `start`, of a prompt that ends at `end`."""
-        following = (start // self.every + 1) * self.every
-        border = self._border(end)
-        if following > border > start:
-            following = border
-        return min(following, end)
+    def retracted(self, running: Collection[Request]) -> None:
+        """Jump to what the remaining requests have generated."""
+        generated = sum(request.outputs for request in running)
+        longest = sum(request.tokens_max - request.prompt_tokens for request in running)
+        self.value = min(1.0, (generated + _GRACE_TOKENS * len(running)) / (longest + 1))
 
-    def last(self, agreed: int, end: int) -> int:
-        """The last checkpoint within the first `agreed` tokens of a prompt that ends at `end`."""
-        border = self._border(end)
-        return border if 0 < border <= agreed else agreed // self.every * self.every
+    def reset(self) -> None:
+        self.value = self._start
 
-    def _border(self, end: int) -> int:
-        """The last page border of a prompt; 0 if a checkpoint there is not worth it."""
-        border = end // self.page_tokens * self.page_tokens
-        return border if border % self.every >= WORTH_TOKENS else 0
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Pages of the group with the fewest available, recurrent states aside: slots count those.
+
+    Attributes:
+        pages_returning: Pages that are certainly freed within `HORIZON_STEPS` decode steps, because
+            their requests reach their maximum length. Others are freed by unpredictable finishes.
+    """
+
+    pages_free: int
+    pages_evictable: int
+    pages_promised: int  # of these two kinds, those reserved for running requests
+    pages_returning: int
+    slots_free: int
+    sequence_tokens: int = 0
+    window: PoolUse | None = None  # of the sliding-window group with the fewest available
+    states: PoolUse | None = None  # likewise
+
+    @property
+    def pages_available(self) -> int:
+        """Pages available to a new request; negative if more are reserved than there are."""
+        return self.pages_free + self.pages_evictable - self.pages_promised
+
+
+class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Pages of one group: all, the free ones, and those that only the prefix cache holds."""
+
+    total: int
+    free: int
+    evictable: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free - self.evictable
 
 
 def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
@@ -349,8 +464,43 @@ def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | 
     return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)
 
 
-def _common_length(a: Request, b: Request, longest: int) -> int:
-    if longest <= 0:
-        return 0
-    different = np.flatnonzero(a.ids[:longest] != b.ids[:longest])
-    return int(different[0]) if len(different) else longest
+def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
+    """Pages by group that all of these rows still need."""
+    each = [request.table.need(end) for request, end in scheduled if request.table is not None]
+    return [sum(needs) for needs in zip(*each, strict=True)]
+
+
+def fits_exactly(
+    lengths: Longs, left: Longs, held: Longs, page_tokens: int, available: int
+) -> bool:
+    """Whether requests of known length can run together without running out of pages.
+
+    They finish at different times, and each then frees its pages: the sum of what all of them need
+    at their end is more than is ever needed at once. Looks at the moment before each one finishes,
+    with every request's last page counted as full; O(n log n).
+
+    A request of `lengths` tokens, in `held` pages, generates `left` more, one a step. Further pages
+    are `available`.
+    """
+    order = np.argsort(left, kind="stable")
+    lengths, left, held = lengths[order], left[order], held[order]
+    count = np.arange(len(left), 0, -1)  # requests that still run, before each one finishes
+    tokens = np.cumsum(lengths[::-1])[::-1] + count * left
+    pages = (tokens + count * (page_tokens - 1)) / page_tokens
+    return bool((pages <= available + held.sum()).all())
+
+
+def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
+    """Maximum number of pages of a group that a request ever holds: a window frees the rest."""
+    longest = limits.context_tokens
+    if group.window is not None:
+        chunk = limits.context_tokens if limits.chunk_tokens is None else limits.chunk_tokens
+        longest = min(longest, group.window + chunk + group.page_tokens)
+    return group.table_len(longest)
+
+
+def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
+    """`CacheGroup.table_len` for many lengths."""
+    if group.kind is GroupKind.STATE:
+        return np.minimum(tokens, 1) * STATES_RUNNING
+    return -(-tokens // group.page_tokens)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.page_budget import PageBudget as StepPlanner
     from antiphon.model_worker.batching.plan import Ints, StepOutcome
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import RunningBatch as StepPlanner
     from antiphon.model_worker.batching.slots import Slots
     from antiphon.model_worker.batching.state import ChoiceKey
 

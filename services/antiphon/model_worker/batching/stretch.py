@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.page_budget import PageBudget as StepPlanner
     from antiphon.model_worker.batching.plan import StepOutcome
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.running_batch import RunningBatch as StepPlanner
     from antiphon.model_worker.batching.state import EngineLimits
 
 

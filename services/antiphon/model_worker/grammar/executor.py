@@ -14,9 +14,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from antiphon.model_worker.batching.state import Phase
+from antiphon.wire.errors import Overloaded
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.model_worker.batching.plan import StepOutcome
+    from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.batching.state import Finish
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
@@ -25,6 +30,7 @@ PATIENCE_S = 0.005
 STUCK_MAX = 4
 """Cancelled tasks that may still run, beside the two lanes: each takes a part of a core."""
 _NICE = 10
+_RETRY_AFTER_S = 5.0
 
 
 class MatcherTask:
@@ -168,3 +174,61 @@ class _MatcherThread:
     waiting: deque[MatcherTask] = field(default_factory=deque["MatcherTask"])
     current: MatcherTask | None = None
     thread: threading.Thread | None = None
+
+
+@dataclass(slots=True)
+class PendingGrammarRow:
+    """A row that waits until the matcher task has accepted its tokens, and its outcome."""
+
+    row: BatchRow
+    outcome: StepOutcome
+    index: int
+    task: MatcherTask
+    since: float | None = None  # when the wait was first noticed
+
+
+class PendingGrammarRows:
+    """The rows that wait for their grammar matchers; other requests do not wait for them.
+
+    A row that waits too long ends as overloaded, not as invalid: the time depends on the load of
+    the machine.
+    """
+
+    def __init__(self, executor: MatcherExecutor, timeout_s: float) -> None:
+        self.executor = executor
+        self._timeout_s = timeout_s
+        self._rows: list[PendingGrammarRow] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, late: PendingGrammarRow) -> None:
+        late.row.request.late = True
+        self._rows.append(late)
+
+    def take_done(self) -> Iterator[PendingGrammarRow]:
+        """The rows whose matcher tasks are done, each once. Ended requests are forgotten."""
+        rows, self._rows = self._rows, []
+        for late in rows:
+            request = late.row.request
+            if request.phase is Phase.ENDED:
+                self.executor.cancel(late.task)
+            elif late.task.done:
+                request.late = False
+                yield late
+            else:
+                self._rows.append(late)
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next row has waited too long; None if `overdue` has seen none yet."""
+        since = (late.since for late in self._rows if late.since is not None)
+        first = min(since, default=None)
+        return None if first is None else first + self._timeout_s
+
+    def overdue(self, now: float) -> Iterator[tuple[Request, Overloaded]]:
+        for late in self._rows:
+            late.since = now if late.since is None else late.since
+            if now - late.since > self._timeout_s:
+                message = f"grammar: matching a token takes longer than {self._timeout_s:g} s"
+                yield late.row.request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)

@@ -17,7 +17,7 @@ from antiphon.model_card.served_model import model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.queue import QueueRules
+from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
