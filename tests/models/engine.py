@@ -96,19 +96,16 @@ class Engine:
     def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Ran:
         """Answer all prompts, which arrive at once; afterwards every page is free or cached."""
         self._ran = Ran([[] for _ in prompts])
-        runs = tuple(
-            (
-                ChoiceKey(index),
-                RequestState(
-                    request_id=RequestId(str(index)),
-                    choice=0,
-                    prompt_ids=pack_ids(prompt),
-                    sampling=sampling,
-                    deadline_unix_ms=2**52,
-                ),
+        runs = {
+            ChoiceKey(index): RequestState(
+                request_id=RequestId(str(index)),
+                choice=0,
+                prompt_ids=pack_ids(prompt),
+                sampling=sampling,
+                deadline_unix_ms=2**52,
             )
             for index, prompt in enumerate(prompts)
-        )
+        }
         self._hear(self._loop.turn(Mail(runs=runs)))
         for _ in range(TURNS_MAX):
             if self._batching.idle:

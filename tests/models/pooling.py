@@ -13,7 +13,7 @@ from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids
@@ -89,19 +89,16 @@ class PoolingEngine:
         sampling = sampling or SamplingParams(max_new_tokens=0, pool=params or PoolParams())
         keys = list(range(self._keys, self._keys + len(prompts)))
         self._keys += len(prompts)
-        runs = tuple(
-            (
-                ChoiceKey(key),
-                RequestState(
-                    request_id=RequestId(str(key)),
-                    choice=0,
-                    prompt_ids=pack_ids(prompt),
-                    sampling=sampling,
-                    deadline_unix_ms=2**52,
-                ),
+        runs = {
+            key: RequestState(
+                request_id=RequestId(str(key)),
+                choice=0,
+                prompt_ids=pack_ids(prompt),
+                sampling=sampling,
+                deadline_unix_ms=2**52,
             )
             for key, prompt in zip(keys, prompts, strict=True)
-        )
+        }
         self._hear(self._loop.turn(Mail(runs=runs)))
         for _ in range(TURNS_MAX):
             if self._batching.idle:

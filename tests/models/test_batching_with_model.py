@@ -40,7 +40,7 @@ def state(index: int) -> RequestState:
 
 
 def mail(*runs: tuple[ChoiceKey, RequestState]) -> Mail:
-    return Mail(runs=runs)
+    return Mail(runs=dict(runs))
 
 
 def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]], StepReport]:

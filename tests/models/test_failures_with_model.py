@@ -81,7 +81,7 @@ def run(
             ends[news.key] = news.finish
 
     loop = BatchingLoop(batching, runner, Mailbox(1), hear, overlap=overlap)
-    hear(loop.turn(Mail(runs=tuple((ChoiceKey(i), s) for i, s in enumerate(states)))))
+    hear(loop.turn(Mail(runs={ChoiceKey(i): s for i, s in enumerate(states)})))
     while not batching.idle:
         hear(loop.turn(Mail()))
     hear(loop.turn(Mail()))  # reads what is still in flight

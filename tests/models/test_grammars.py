@@ -106,7 +106,7 @@ class Worker:
 
         guides = zip(said, self.guides(states), strict=True)
         mail = Mail(
-            runs=tuple(zip(said, states, strict=True)),
+            runs=dict(zip(said, states, strict=True)),
             matchers={key: guide for key, guide in guides if guide is not None},
         )
         while not self.engine.core.idle or mail.runs:

@@ -151,7 +151,7 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
         )
         for number in range(20)
     ]
-    loop.turn(Mail(runs=tuple((ChoiceKey(i), state) for i, state in enumerate(states))))
+    loop.turn(Mail(runs={ChoiceKey(i): state for i, state in enumerate(states)}))
     while not engine.core.idle:
         loop.turn(Mail())
     again = replay(loop.recorder.records(), engine.core.pools.groups, open_engine(settings).runner)

@@ -119,7 +119,7 @@ class World:
         keys: list[ChoiceKey] = []
         for one in states:
             keys.append(ChoiceKey(next(self.numbers)))
-            self.hear(self.loop.turn(Mail(runs=((keys[-1], one),))))
+            self.hear(self.loop.turn(Mail(runs={keys[-1]: one})))
         for turn in range(3000):
             if self.batching.idle:
                 return [self.heard[key] for key in keys]

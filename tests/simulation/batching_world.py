@@ -255,8 +255,8 @@ class World:
         orders = (FlushCache(),) if self.random.random() < 0.01 else ()
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
-        returns = tuple(keys for keys in asked if drops.keys().isdisjoint(keys))
-        self.turn(Mail(runs=tuple(runs), drops=drops, requeues=returns, commands=orders))
+        returns = dict.fromkeys(keys for keys in asked if drops.keys().isdisjoint(keys))
+        self.turn(Mail(runs=dict(runs), drops=drops, requeues=returns, commands=list(orders)))
 
     def turn(self, mail: Mail | None = None) -> StepReport:
         before = set(self.batching.running.values())

@@ -452,9 +452,9 @@ class WorkerNode(Node):
             step=self.step,
             step_age_s=0.0,
             context_tokens=4096,
-            term=self.output.term,
-            commands_seq=self.output.commands_seq,
-            refused=self.output.refused,
+            term=self.output.commands.term,
+            commands_seq=self.output.commands.seq,
+            refused=self.output.commands.refused,
             paused=self.paused,
         )
         return Report(load=len(self.running), worker=load, streams=self.seqs.streams())

@@ -205,10 +205,12 @@ class World:
 
     def send(self, states: Sequence[RequestState]) -> list[ChoiceKey]:
         keys = [ChoiceKey(len(self.states) + index) for index in range(len(states))]
-        runs = tuple(zip(keys, states, strict=True))
-        self.states |= dict(runs)
-        self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs}
-        guides = {key: guide for key, state in runs if (guide := guide_of(state)) is not None}
+        runs = dict(zip(keys, states, strict=True))
+        self.states |= runs
+        self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs.items()}
+        guides = {
+            key: guide for key, state in runs.items() if (guide := guide_of(state)) is not None
+        }
         self.hear(self.loop.turn(Mail(runs=runs, matchers=guides)))
         return keys
 
@@ -245,7 +247,7 @@ def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bo
         if turn % 9 == 5:
             mode = world.random.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
             orders = (PauseWorker(mode=mode), ContinueWorker())
-            world.hear(world.loop.turn(Mail(commands=orders)))
+            world.hear(world.loop.turn(Mail(commands=list(orders))))
     world.drain()
     for key in world.states:
         world.verify(key)

@@ -89,7 +89,7 @@ def test_a_thousand_worlds(overlap: bool) -> None:
 def test_no_policy_starves_anybody_in_a_crowd(policy: Policy) -> None:
     world = World(1, policy=policy, max_overtake_s=20.0, queue_max=256, queue_timeout_s=None)
     for _ in range(60):
-        world.turn(Mail(runs=tuple(world.new_choices())))
+        world.turn(Mail(runs=dict(world.new_choices())))
     live(world, 100)
     check_empty(world)
 
@@ -162,7 +162,7 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
         )
         moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
         world.told[key] = Told(moved, ids=whole[:moved_at])
-        world.turn(Mail(runs=((key, moved),)))
+        world.turn(Mail(runs={key: moved}))
         world.drain()
         assert world.told[key].ids == whole
 
@@ -173,7 +173,7 @@ def test_the_state_of_a_running_request_is_all_that_it_takes() -> None:
     state = worker.state([1, 2, 3], max_new_tokens=9, ignore_eos=True, **fields)
     key = ChoiceKey(0)
     world.told[key] = Told(state)
-    world.turn(Mail(runs=((key, state),)))
+    world.turn(Mail(runs={key: state}))
     (request,) = world.batching.running.values()
     while not world.told[key].ids:
         world.turn()

@@ -103,7 +103,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 def run_eight(stage: Stage) -> None:
     prompts = [harmless(5 + salt, salt) for salt in range(8)]
-    stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+    stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
     stage.drain()
 
 
@@ -187,7 +187,7 @@ def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
 ) -> None:
     with staged(overlap=overlap, curse=-1) as stage:
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
-        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
         for _ in range(5):
             stage.turn()
         fault = Fault(monkeypatch, Request, name)
@@ -214,9 +214,9 @@ def test_request_that_cannot_be_handed_back_ends_alone(
     with staged(overlap=overlap, curse=-1) as stage:
         monkeypatch.setattr(EngineCore, "requeue", fail)
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
-        runs = tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))
+        runs = dict(stage.request(p, seed=i) for i, p in enumerate(prompts))
         returned = ChoiceKey(4)
-        stage.turn(Mail(runs=runs, requeues=((AT_FAULT,), (returned,))))
+        stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
         assert stage.reports[-1].returned == (returned,)
         del stage.told[returned]
         stage.drain()
@@ -231,7 +231,7 @@ def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fa
         fault = Fault(monkeypatch, Request, "progress", after=1)  # it is asked when it is added
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
         prompts[AT_FAULT][-1] = CURSE
-        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
         stage.drain()
         assert fault.raised
         verify_others(stage)
@@ -244,7 +244,7 @@ def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_th
 ) -> None:
     with staged(overlap=overlap, curse=-1) as stage:
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
-        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
         for _ in range(5):
             stage.turn()
         fault = Fault(monkeypatch, Request, "go_on")
@@ -349,6 +349,6 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
         at = [key for key, _ in requests].index(AT_FAULT)
         salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")
         requests[at] = (AT_FAULT, salted)
-        stage.turn(Mail(runs=tuple(requests)))
+        stage.turn(Mail(runs=dict(requests)))
         stage.drain()
         verify_others(stage)

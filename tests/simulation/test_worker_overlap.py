@@ -85,7 +85,7 @@ class Stage:
 
     def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Told:
         key, state = self.request(prompt, tokens_max, seed)
-        self.turn(Mail(runs=((key, state),)))
+        self.turn(Mail(runs={key: state}))
         return self.told[key]
 
     def request(
@@ -107,7 +107,7 @@ class Stage:
 
     def order(self, *orders: ControlCommand) -> list[ControlDone]:
         self.done.clear()
-        self.turn(Mail(commands=orders))
+        self.turn(Mail(commands=list(orders)))
         return self.done
 
     def turn(self, mail: Mail | None = None) -> None:
@@ -187,7 +187,7 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
     with staged(overlap=overlap) as stage:
         prompts = [harmless(5, salt) for salt in range(7)]
         prompts[position] = [*prompts[position][:4], CURSE]
-        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
         stage.drain()
         stage.verify()
         culprit = stage.told[ChoiceKey(position)]
@@ -198,7 +198,7 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
 def test_several_culprits_in_one_step_are_all_found(overlap: bool) -> None:
     with staged(overlap=overlap) as stage:
         prompts = [[*harmless(4, salt), CURSE if salt % 3 == 0 else 9] for salt in range(8)]
-        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
         stage.drain()
         stage.verify()
         assert stage.cursed.raised > 1
@@ -206,7 +206,7 @@ def test_several_culprits_in_one_step_are_all_found(overlap: bool) -> None:
 
 def test_when_every_request_fails_every_request_ends() -> None:
     with staged(overlap=False) as stage:
-        stage.turn(Mail(runs=tuple(stage.request([CURSE, i + 4]) for i in range(8))))
+        stage.turn(Mail(runs=dict(stage.request([CURSE, i + 4]) for i in range(8))))
         stage.drain()
         stage.verify()
         assert stage.cursed.raised == 15  # a binary tree over eight
@@ -245,7 +245,7 @@ def test_who_must_know_its_last_token_first_waits_for_it_and_nobody_else_does() 
     with staged(curse=-1) as stage:
         budget = ThinkingBudget(tokens_max=1000, begin_id=1, closing_ids=(2,))
         key, state = stage.request(harmless(6, 1), 9, 1, (budget,))
-        stage.turn(Mail(runs=((key, state),)))
+        stage.turn(Mail(runs={key: state}))
         free = stage.run(harmless(6, 2), tokens_max=9, seed=2)
         stage.drain()
         stage.verify()
@@ -258,7 +258,7 @@ def test_a_budget_counts_the_same_tokens_with_steps_launched_ahead_and_without()
         with staged(curse=-1, overlap=overlap) as stage:
             budget = ThinkingBudget(tokens_max=4, begin_id=1, closing_ids=(2,))
             key, state = stage.request([*harmless(6, 1), 1], 9, 1, (budget,))
-            stage.turn(Mail(runs=((key, state),)))
+            stage.turn(Mail(runs={key: state}))
             stage.drain()
             plans = [record.plan for record in stage.loop.recorder.records()]
             made = [plan.token_masks for plan in plans if plan.token_masks is not None]
@@ -313,7 +313,7 @@ def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
             for key in drops:
                 stage.told[key].dropped = True
             orders = tuple(_orders(chance))
-            stage.turn(Mail(runs=tuple(runs), drops=dict.fromkeys(drops), commands=orders))
+            stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=list(orders)))
         stage.order(ContinueWorker())
         stage.drain()
         stage.verify()
@@ -341,7 +341,7 @@ def _orders(chance: random.Random) -> Iterator[ControlCommand]:
 def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
     with staged(pages=31) as stage:
         prompts = [harmless(20, salt) for salt in range(8)]
-        stage.turn(Mail(runs=tuple(stage.request(p, 90, i) for i, p in enumerate(prompts))))
+        stage.turn(Mail(runs=dict(stage.request(p, 90, i) for i, p in enumerate(prompts))))
         stage.drain()
         stage.verify()
         assert stage.batching.planner.retractions > 0

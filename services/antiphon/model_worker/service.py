@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.base import Term
     from antiphon.wire.command import CommandBatch
+    from antiphon.wire.heartbeat import RefusedCommands
     from antiphon.wire.ids import ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
     from antiphon.wire.submit import OpenList
@@ -238,9 +239,9 @@ class ModelWorker:
                 pages_returning=last.credit.pages_returning,
                 kv_seq=self._kv_events.seq if self._publishes_events() else None,
                 context_tokens=limits.context_tokens,
-                term=output.term,
-                commands_seq=output.commands_seq,
-                refused=output.refused,
+                term=output.commands.term,
+                commands_seq=output.commands.seq,
+                refused=output.commands.refused,
                 figures=self._accounting.load_stats(
                     last, grammars=len(self._grammar_queue), now=self._runtime.clock.now()
                 ),
@@ -264,8 +265,8 @@ class ModelWorker:
             log.info("ids left behind", extra={"requests": self._output.held_count})
 
     def _on_command(self, batch: CommandBatch) -> None:
-        requeued, refused = self._output.requeued_count, self._output.refused
-        unelected = self._output.unelected_count
+        commands, requeued = self._output.commands, self._output.requeued_count
+        refused, unelected = commands.refused, commands.unelected_count
         if not self._busy:
             # The age of a step shows a stall: idle time before it must not count.
             self._stepped_at = self._runtime.clock.now()
@@ -273,18 +274,17 @@ class ModelWorker:
             now_ms = self._runtime.clock.unix_ms()
             offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
             self._act(self._output.command(batch, now_ms, offset_ms))
-        if self._output.refused is not refused:
-            self._note_refused(batch, offset_ms, first=refused is None)
-        if self._output.unelected_count > unelected:
+        if commands.refused is not None and commands.refused is not refused:
+            self._note_refused(commands.refused, batch, offset_ms, first=refused is None)
+        if commands.unelected_count > unelected:
             self._note_unelected(batch.leader)
         if self._output.requeued_count > requeued:
             self._runtime.health.changed()
 
-    def _note_refused(self, batch: CommandBatch, offset_ms: int | None, *, first: bool) -> None:
+    def _note_refused(
+        self, refused: RefusedCommands, batch: CommandBatch, offset_ms: int | None, *, first: bool
+    ) -> None:
         """Report refused commands: in the log once, to the leader at once."""
-        refused = self._output.refused
-        if refused is None:
-            return
         self._accounting.metrics.refused.labels(refused.reason).inc()
         self._runtime.health.changed()
         if not first:

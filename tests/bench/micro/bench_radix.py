@@ -116,7 +116,7 @@ def cost(
 
 
 def insert_again(world: Loaded) -> Callable[[], object]:
-    table = world.index.match(world.longer()).table
+    table = world.index.match(world.longer())
     assert table is not None
     return lambda: world.index.insert(world.key, table)
 
@@ -150,7 +150,7 @@ def test_match(benchmark: BenchmarkFixture, tokens: int, expected_us: float) -> 
     found: list[PageTable] = []
 
     def match() -> None:
-        table = world.index.match(key).table
+        table = world.index.match(key)
         assert table is not None
         found.append(table)
 

@@ -300,7 +300,7 @@ def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
     """Tokens of each request, and why it ended: a reason, or the code of an error."""
     reports: list[StepReport] = []
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
-    runs = tuple((ChoiceKey(n), request(prompt, n)) for n, prompt in enumerate(prompts))
+    runs = {ChoiceKey(n): request(prompt, n) for n, prompt in enumerate(prompts)}
     reports.append(loop.turn(Mail(runs=runs)))
     while not engine.core.idle:
         reports.append(loop.turn(Mail()))
@@ -340,7 +340,7 @@ async def test_max_thinking_tokens_is_enforced() -> None:
         reports: list[StepReport] = []
         loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
         state = request([5, 6, begin], processors=(budget,))
-        reports.append(loop.turn(Mail(runs=((ChoiceKey(0), state),))))
+        reports.append(loop.turn(Mail(runs={ChoiceKey(0): state})))
         while not engine.core.idle:
             reports.append(loop.turn(Mail()))
         progress = (news for report in reports for news in report.progress)

@@ -20,7 +20,9 @@ def test_mail_is_taken_once_and_in_order() -> None:
     box = Mailbox(4)
     box.run(B, STATE)
     box.run(A, STATE)
-    assert box.take(wait=True) == Mail(runs=((B, STATE), (A, STATE)))
+    mail = box.take(wait=True)
+    assert mail == Mail(runs={B: STATE, A: STATE})
+    assert list(mail.runs) == [B, A]
     assert box.take(wait=False) == Mail()
 
 
@@ -29,7 +31,7 @@ def test_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
     box.run(A, STATE)
     box.drop(A)
     box.run(B, STATE)
-    assert box.take(wait=True) == Mail(runs=((B, STATE),))
+    assert box.take(wait=True) == Mail(runs={B: STATE})
 
 
 def test_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
@@ -53,7 +55,7 @@ def test_commands_are_taken_once_and_in_order() -> None:
     orders = (PauseWorker(), FlushCache(), ContinueWorker(), FlushCache())
     for order in orders:
         box.submit_command(order)
-    assert box.take(wait=True) == Mail(commands=orders)
+    assert box.take(wait=True) == Mail(commands=list(orders))
     assert box.take(wait=False) == Mail()
 
 
@@ -69,7 +71,7 @@ def test_mailbox_take_returns_after_its_timeout() -> None:
     box = Mailbox(1)
     assert box.take(wait=True, timeout_s=0.0) == Mail()
     box.run(A, STATE)
-    assert box.take(wait=True, timeout_s=0.0) == Mail(runs=((A, STATE),))
+    assert box.take(wait=True, timeout_s=0.0) == Mail(runs={A: STATE})
 
 
 def test_mailbox_take_wakes_for_mail_and_close() -> None:

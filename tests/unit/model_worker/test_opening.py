@@ -34,10 +34,10 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     reports: list[StepReport] = []
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
     sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    runs = tuple(
-        (ChoiceKey(n), worker.state(prompt, request_id=RequestId(f"r{n}"), **sampling))
+    runs = {
+        ChoiceKey(n): worker.state(prompt, request_id=RequestId(f"r{n}"), **sampling)
         for n, prompt in enumerate(prompts)
-    )
+    }
     reports.append(loop.turn(Mail(runs=runs)))
     while not engine.core.idle:
         reports.append(loop.turn(Mail()))
@@ -64,7 +64,7 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
 
     free = []
     for number in range(3):
-        report = loop.turn(Mail(runs=((ChoiceKey(number), start(number)),)))
+        report = loop.turn(Mail(runs={ChoiceKey(number): start(number)}))
         assert report.prefill_rows == 1
         free.append(report.credit.pages_free + report.credit.pages_evictable)
     # 40 tokens and the next one are in three pages of 16.

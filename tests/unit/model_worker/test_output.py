@@ -23,6 +23,7 @@ from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.lanes import LANE_ROWS_MAX
+from antiphon.model_worker.protocol.commands import AttemptTombstones
 from antiphon.model_worker.protocol.held_request import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import BATCH_BYTES_MAX
 from antiphon.model_worker.protocol.worker_output import (
@@ -31,7 +32,6 @@ from antiphon.model_worker.protocol.worker_output import (
     OPEN_GRACE_MS,
     TOMBSTONE_MS,
     Action,
-    AttemptTombstones,
     DropChoice,
     RunChoice,
     WorkerOutput,
@@ -195,7 +195,7 @@ def test_a_batch_that_is_not_for_us_or_not_for_now_is_ignored(
     bench.seq = 1
     batch = msgspec.structs.replace(bench.batch(admit()), **change)
     assert bench.output.command(batch, now_ms) == []
-    assert bench.output.term is None
+    assert bench.output.commands.term is None
 
 
 def test_a_lower_term_is_not_obeyed_and_a_higher_one_counts_its_batches_anew() -> None:
@@ -207,7 +207,7 @@ def test_a_lower_term_is_not_obeyed_and_a_higher_one_counts_its_batches_anew() -
     assert len(bench.output.command(bench.batch(admit(), leader=USURPER), 0)) == 0
     bench.seq = 2
     assert len(bench.command(admit(), leader=USURPER)) == 1
-    assert (bench.output.term, bench.output.commands_seq) == (USURPER, 3)
+    assert (bench.output.commands.term, bench.output.commands.seq) == (USURPER, 3)
 
 
 @pytest.mark.parametrize("number", [2**32 + 1, 2**50, 2**62])
@@ -215,7 +215,7 @@ def test_a_new_worker_obeys_a_leader_whatever_its_number(number: int) -> None:
     bench = Bench()
     high = Term(number=number, scheduler=process("s"))
     assert len(bench.command(admit(), leader=high)) == 1
-    assert bench.output.term == high
+    assert bench.output.commands.term == high
 
 
 def test_commands_of_a_term_that_no_election_gives_are_refused_and_counted() -> None:
@@ -223,8 +223,8 @@ def test_commands_of_a_term_that_no_election_gives_are_refused_and_counted() -> 
     bench.command()
     forged = Term(number=2**32 + 2, scheduler=process("s"))
     assert bench.command(admit(), leader=forged) == []
-    assert bench.output.term == LEADER
-    assert bench.output.unelected_count == 1
+    assert bench.output.commands.term == LEADER
+    assert bench.output.commands.unelected_count == 1
     assert len(bench.command(admit())) == 1
 
 
@@ -232,7 +232,7 @@ def test_a_worker_without_a_term_refuses_a_term_far_above_the_claimed_one() -> N
     bench = Bench(leading=LEADER)
     forged = Term(number=2**40, scheduler=process("s"))
     assert bench.command(admit(), leader=forged) == []
-    assert bench.output.unelected_count == 1
+    assert bench.output.commands.unelected_count == 1
     assert len(bench.command(admit())) == 1
 
 
@@ -243,7 +243,7 @@ def test_a_forged_term_is_forgotten_once_a_scheduler_claims_another(number: int)
     bench.command(leader=Term(number=number, scheduler=process("s")))
     bench.leading = LEADER
     assert len(bench.command(admit())) == 1
-    assert bench.output.term == LEADER
+    assert bench.output.commands.term == LEADER
 
 
 def test_a_forged_term_is_reported_no_longer_than_to_the_next_tick() -> None:
@@ -251,7 +251,7 @@ def test_a_forged_term_is_reported_no_longer_than_to_the_next_tick() -> None:
     bench.command(leader=Term(number=2**62, scheduler=process("s")))
     bench.leading = LEADER
     bench.output.tick(0)
-    assert bench.output.term is None
+    assert bench.output.commands.term is None
 
 
 def test_a_term_that_an_election_may_give_is_kept_until_it_is_surpassed() -> None:
@@ -260,7 +260,7 @@ def test_a_term_that_an_election_may_give_is_kept_until_it_is_surpassed() -> Non
     bench.leading = LEADER
     bench.output.tick(0)
     assert bench.command(admit()) == []
-    assert bench.output.term == USURPER
+    assert bench.output.commands.term == USURPER
 
 
 def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:

@@ -10,8 +10,6 @@ from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker, SetWe
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from antiphon.model_worker.batching.state import ChoiceKey, RequestState
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
@@ -22,7 +20,7 @@ COMMANDS_MAX = 64
 """Maximum number of pending commands: the loop takes all of them before each step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Mail:
     """Everything that was posted since the loop last looked.
 
@@ -30,13 +28,18 @@ class Mail:
     `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
-    runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
-    matchers: Mapping[ChoiceKey, GrammarMatcher] = field(
+    runs: dict[ChoiceKey, RequestState] = field(default_factory=dict["ChoiceKey", "RequestState"])
+    matchers: dict[ChoiceKey, GrammarMatcher] = field(
         default_factory=dict["ChoiceKey", "GrammarMatcher"]
     )
-    drops: Mapping[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
-    requeues: tuple[tuple[ChoiceKey, ...], ...] = ()
-    commands: tuple[ControlCommand, ...] = ()
+    drops: dict[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
+    requeues: dict[tuple[ChoiceKey, ...], None] = field(
+        default_factory=dict["tuple[ChoiceKey, ...]", None]
+    )
+    commands: list[ControlCommand] = field(default_factory=list["ControlCommand"])
+
+    def __bool__(self) -> bool:
+        return bool(self.runs or self.drops or self.requeues or self.commands)
 
 
 class Mailbox:
@@ -49,30 +52,26 @@ class Mailbox:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._news = threading.Condition()
-        self._runs: dict[ChoiceKey, RequestState] = {}
-        self._matchers: dict[ChoiceKey, GrammarMatcher] = {}
-        self._drops: dict[ChoiceKey, int | None] = {}
-        self._requeues: dict[tuple[ChoiceKey, ...], None] = {}
-        self._commands: list[ControlCommand] = []
+        self._mail = Mail()
         self._closed = False
 
     def run(
         self, key: ChoiceKey, state: RequestState, matcher: GrammarMatcher | None = None
     ) -> None:
         with self._news:
-            if len(self._runs) >= self._capacity:
+            if len(self._mail.runs) >= self._capacity:
                 raise Overloaded("the worker accepts no more requests now", retry_after_s=1.0)
-            self._runs[key] = state
+            self._mail.runs[key] = state
             if matcher is not None:
-                self._matchers[key] = matcher
+                self._mail.matchers[key] = matcher
             self._news.notify()
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
         """Drop a choice in whatever state it is; its response ends after `kept` outputs."""
         with self._news:
-            self._matchers.pop(key, None)
-            if self._runs.pop(key, None) is None:
-                self._drops[key] = kept
+            self._mail.matchers.pop(key, None)
+            if self._mail.runs.pop(key, None) is None:
+                self._mail.drops[key] = kept
                 self._news.notify()
 
     def requeue(self, keys: tuple[ChoiceKey, ...]) -> None:
@@ -81,15 +80,15 @@ class Mailbox:
         Posting it again before the loop has looked has no effect.
         """
         with self._news:
-            self._requeues[keys] = None
+            self._mail.requeues[keys] = None
             self._news.notify()
 
     def submit_command(self, command: ControlCommand) -> None:
         with self._news:
-            if len(self._commands) >= COMMANDS_MAX:
+            if len(self._mail.commands) >= COMMANDS_MAX:
                 text = "too many pending control commands; retry later"
                 raise Overloaded(text, retry_after_s=1.0)
-            self._commands.append(command)
+            self._mail.commands.append(command)
             self._news.notify()
 
     def close(self) -> None:
@@ -99,31 +98,17 @@ class Mailbox:
 
     def take(self, *, wait: bool, timeout_s: float | None = None) -> Mail | None:
         """Take everything out, if `wait` after a sleep until there is something. None: closed."""
-        if not (wait or self._closed or self._filled()):
+        if not (wait or self._closed or self._mail):
             return NOTHING  # without the lock: mail that arrives now is taken the next time
         with self._news:
             if wait:
-                self._news.wait_for(lambda: self._closed or self._filled(), timeout_s)
+                self._news.wait_for(lambda: self._closed or bool(self._mail), timeout_s)
             if self._closed:
                 return None
-            if not self._filled():
+            if not self._mail:
                 return NOTHING
-            mail = Mail(
-                runs=tuple(self._runs.items()),
-                matchers=self._matchers,
-                drops=self._drops,
-                requeues=tuple(self._requeues),
-                commands=tuple(self._commands),
-            )
-            self._runs.clear()
-            self._matchers = {}
-            self._drops = {}
-            self._requeues.clear()
-            self._commands.clear()
+            mail, self._mail = self._mail, Mail()
             return mail
-
-    def _filled(self) -> bool:
-        return bool(self._runs or self._drops or self._requeues or self._commands)
 
 
 NOTHING = Mail()

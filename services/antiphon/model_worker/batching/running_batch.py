@@ -98,11 +98,12 @@ class RunningBatch:
 
     def cached_table(self, request: Request) -> PageTable:
         """A table with the longest cached or shared prefix of a waiting request."""
-        match = self.index.match(self._key(request))
-        fork = self.prefix_sharing.fork(request, match.length)
-        if fork is not None and match.table is not None:
-            match.table.release()
-        return fork or match.table or PageTable(self.pools)
+        cached = self.index.match(self._key(request)) or PageTable(self.pools)
+        fork = self.prefix_sharing.fork(request, cached.committed)
+        if fork is None:
+            return cached
+        cached.release()
+        return fork
 
     def start(self, request: Request, table: PageTable, now: float) -> None:
         """Start a request with this table, in one of the free slots, of which there must be one."""

@@ -36,14 +36,6 @@ class Prefix:
     node: RadixNode | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixMatch:
-    """The longest prefix that every group holds, and a table that shares its pages."""
-
-    length: int
-    table: PageTable | None
-
-
 class RadixIndex:
     """Finds the pages of a prefix that some request computed before.
 
@@ -101,19 +93,18 @@ class RadixIndex:
         path, length = self._longest(key)
         self._touch([node for node in path if node.start < length])
 
-    def match(self, key: CacheKey) -> PrefixMatch:
-        """Find the longest cached prefix that leaves at least one token to compute.
+    def match(self, key: CacheKey) -> PageTable | None:
+        """A table with the longest cached prefix that leaves at least one token to compute.
 
         This marks nothing as used: the first waiting request is matched in each step, and its table
         may be released again. See `use`.
         """
         path, length = self._longest(key)
         if not length:
-            return PrefixMatch(length=0, table=None)
+            return None
         path = self._settle(path, length)
-        tokens = length * self._page_tokens
         pages = [_joined(path, group) for group in range(len(self._pools.groups))]
-        return PrefixMatch(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
+        return PageTable.sharing(self._pools, length * self._page_tokens, pages)
 
     def use(self, key: CacheKey, tokens: int) -> None:
         """Count a hit: a request has started with `tokens` cached tokens, in whole pages."""

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.lanes import Lanes
+from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import TokenOutbox
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
-from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
+from antiphon.wire.heartbeat import RunningRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from antiphon.service.sequence import SeqSender
-    from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews
@@ -38,8 +39,6 @@ FORGOTTEN_AFTER_MS = 10_000
 """Time past its deadline after which no process can request a request's ids any more."""
 TOMBSTONE_MS = 10_000
 """Far longer than an admit can be in flight: a command carries the time until which it is valid."""
-REFUSED_MS = 5_000
-"""How long a leader is informed that its commands were refused. Then it may try again."""
 OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
 
@@ -70,7 +69,7 @@ class WorkerOutput:
     """All requests that this worker has accepted and not forgotten.
 
     `our_time_ms` converts a time of another process to our clock; `leading` is the leader's term by
-    the heartbeats of schedulers. Commands of lower terms than `term` are ignored.
+    the heartbeats of schedulers.
     """
 
     def __init__(
@@ -84,17 +83,11 @@ class WorkerOutput:
     ) -> None:
         self.process = process
         self.live_max = live_max  # choices in the batching loop
-        self.term: Term | None = None  # the highest of an applied command
-        self.commands_seq = 0  # the last batch of that term
+        self.commands = CommandFilter(leading)
         self.draining = False  # a new request is requeued at once
         self.overrun_tokens = 0  # sampled beyond a stop string, and discarded
         self.requeued_count = 0
-        self.refused: RefusedCommands | None = None  # until one is applied, or for some time
-        self.refused_count = 0
-        self.unelected_count = 0  # batches whose term is too high to be an elected one
-        self._refused_ms = 0
         self._our_time_ms = our_time_ms
-        self._leading = leading
         self._outbox = TokenOutbox(process, seqs)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
@@ -131,30 +124,10 @@ class WorkerOutput:
         )
 
     def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
-        """Apply a leader's commands, unless its term is old or the batch is late or a repeat.
-
-        `offset_ms` is that of our clock to the leader's; None if it is unknown.
-        """
-        if batch.worker != self.process:
-            return []  # for a previous process of this worker
-        leading = self._leading()
-        self._forget_unelected(leading)
-        if self.term is not None and batch.leader < self.term:
+        """Apply a leader's commands, unless they are refused; see `CommandFilter.accepts`."""
+        # Another worker's are those for a previous process of this one.
+        if batch.worker != self.process or not self.commands.accepts(batch, now_ms, offset_ms):
             return []
-        known = max((term.number for term in (self.term, leading) if term), default=None)
-        if not batch.leader.may_follow(known):
-            self.unelected_count += 1
-            return []
-        if batch.leader == self.term and batch.seq <= self.commands_seq:
-            return []
-        if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
-            reason = RefusalReason.CLOCK if offset_ms is None else RefusalReason.LATE
-            self.refused = RefusedCommands(leader=batch.leader, seq=batch.seq, reason=reason)
-            self.refused_count += 1
-            self._refused_ms = now_ms
-            return []
-        self.refused = None
-        self.term, self.commands_seq = batch.leader, batch.seq
         actions: list[Action] = []
         for command in batch.commands:
             try:
@@ -343,7 +316,7 @@ class WorkerOutput:
 
     def tick(self, now_ms: int) -> list[Action]:
         """Free, and later forget, requests past their deadline; called several times a second."""
-        self._forget_unelected(self._leading())
+        self.commands.tick(now_ms)
         actions: list[Action] = []
         for held in list(self._held.values()):
             if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
@@ -351,8 +324,6 @@ class WorkerOutput:
             elif now_ms >= held.due_ms + FREED_AFTER_MS:
                 actions += self._stop(held, [choice for choice in held.choices if choice.live])
         self._tombstones.expire(now_ms)
-        if now_ms >= self._refused_ms + REFUSED_MS:
-            self.refused = None
         self._lists = {
             owner: (version, received_ms)
             for owner, (version, received_ms) in self._lists.items()
@@ -363,13 +334,6 @@ class WorkerOutput:
     def take(self) -> list[tuple[InstanceId, TokenNews]]:
         """All unsent tokens, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
-
-    def _forget_unelected(self, leading: Term | None) -> None:
-        """Forget a term that was accepted without a leader, and is too high for the leader's."""
-        if self.term is None or leading is None or self.term.may_follow(leading.number):
-            return
-        log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
-        self.term, self.commands_seq = None, 0
 
     def _admit(self, admit: Admit, now_ms: int, actions: list[Action]) -> None:
         """Hold a request. Its actions are appended at once, whatever fails after it."""
@@ -471,34 +435,6 @@ class WorkerOutput:
     def _new_key(self) -> ChoiceKey:
         self._keys += 1
         return ChoiceKey(self._keys)
-
-
-class AttemptTombstones:
-    """Attempts that must not start again while an admit of them may be in flight.
-
-    Keeps each for `kept_ms` at least and twice that at most, so expiry needs no search.
-    """
-
-    def __init__(self, kept_ms: int) -> None:
-        self._kept_ms = kept_ms
-        self._young: dict[RequestId, Attempt] = {}
-        self._old: dict[RequestId, Attempt] = {}
-        self._aged_at_ms = 0
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
-    def add(self, request_id: RequestId, attempt: Attempt) -> None:
-        self._young[request_id] = max(attempt, self._young.get(request_id, attempt))
-
-    def covers(self, request_id: RequestId, attempt: Attempt) -> bool:
-        attempts = (table.get(request_id) for table in (self._young, self._old))
-        return any(last is not None and attempt <= last for last in attempts)
-
-    def expire(self, now_ms: int) -> None:
-        if now_ms - self._aged_at_ms >= self._kept_ms:
-            self._young, self._old = {}, self._young
-            self._aged_at_ms = now_ms
 
 
 def _runs(admit: Admit, held: HeldRequest) -> list[Action]:

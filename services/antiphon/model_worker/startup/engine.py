@@ -223,7 +223,7 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
         deadline_unix_ms=0,
     )
     # `WorkerOutput` counts its keys from 1.
-    mail = Mail(runs=((ChoiceKey(0), state),))
+    mail = Mail(runs={ChoiceKey(0): state})
     while True:
         report = loop.turn(mail)
         for news in report.progress:
