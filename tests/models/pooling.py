@@ -69,7 +69,7 @@ class PoolingEngine:
             vocab_size=model.spec.vocabulary,
             end_ids=frozenset(),
             weights_digest="",
-            pool_width=pooling.width,
+            pool_width=pooling.card.width,
         )
         index = RadixIndex(pools) if pooling.mode is PoolMode.LAST and card.causal else None
         self._batching = EngineCore(limits, pools, index)

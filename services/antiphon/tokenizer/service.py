@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
-from antiphon.model_card.tasks import Task
 from antiphon.service.clock import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
@@ -36,7 +35,6 @@ from antiphon.wire.tokenize import (
     DecodeRequest,
     EncodeReply,
     EncodeRequest,
-    PoolingCard,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class TokenizerService:
         self._model = served_name(runtime.settings)
         self._card = card
         self._context_tokens = runtime.settings.model.context_tokens or card.context_tokens
-        self._pooling = None if pooling is None else _pooling(pooling)
+        self._pooling = None if pooling is None else pooling.card
         self._encoder = encoder
         self._vocabulary = encoder.vocabulary
         self._processes = processes
@@ -216,15 +214,3 @@ class TokenizerService:
         finally:
             self._in_flight -= 1
         return DecodeReply(request_id=request.request_id, texts=texts)
-
-
-def _pooling(pooling: Pooling) -> PoolingCard:
-    return PoolingCard(
-        scores=pooling.task is Task.SCORE,
-        width=pooling.width,
-        matryoshka=pooling.matryoshka,
-        cuts=pooling.cuts,
-        labels=pooling.labels,
-        several=pooling.several,
-        plain_score=pooling.plain_score,
-    )

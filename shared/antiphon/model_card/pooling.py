@@ -15,6 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.files import ModelLocation, files_at, find_files
 from antiphon.model_card.json_file import parse_json, read_json
 from antiphon.model_card.tasks import Task, is_bidirectional
+from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,17 +59,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[Dense, ...] = ()
     normalize: bool
     """Whether the vector is then normalized to length 1."""
-    width: int
-    """Dimensions of the vector, or number of labels."""
-    matryoshka: bool = False
-    """Whether prefixes of the vector are usable embeddings."""
-    cuts: tuple[int, ...] = ()
-    """Allowed lengths of such a prefix; empty: any."""
-    labels: tuple[str, ...] = ()
-    several: bool = False
-    """Whether the classifier is multi-label: each label has its own sigmoid."""
-    plain_score: bool = False
-    """Whether the score of a single label is returned without a sigmoid."""
+    card: PoolingCard
+    """The output, as gateways see it."""
 
     def __str__(self) -> str:
         parts = [str(self.mode), *(f"dense {dense.outputs}" for dense in self.dense)]
@@ -90,19 +82,20 @@ def read_pooling(
             task=task,
             mode=config.classifier_pooling or habit,
             normalize=False,
-            width=len(card.labels),
-            labels=card.labels,
-            several=config.problem_type == "multi_label_classification",
-            plain_score=config.scores_plainly,
+            card=PoolingCard(
+                scores=True,
+                width=len(card.labels),
+                labels=card.labels,
+                several=config.problem_type == "multi_label_classification",
+                plain_score=config.scores_plainly,
+            ),
         )
-    pooling = Pooling(
-        task=task,
-        mode=habit,
-        normalize=True,
+    output = PoolingCard(
         width=card.hidden_size,
         matryoshka=config.is_matryoshka or bool(config.matryoshka_dimensions),
         cuts=tuple(sorted(config.matryoshka_dimensions or ())),
     )
+    pooling = Pooling(task=task, mode=habit, normalize=True, card=output)
     listing = files.folder / "modules.json"
     if not listing.exists():
         return pooling
@@ -197,9 +190,10 @@ def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -
             case "Pooling":
                 pooling = msgspec.structs.replace(pooling, mode=_mode(file))
             case "Dense":
-                dense = _dense(module.path, file, pooling.width)
+                dense = _dense(module.path, file, pooling.card.width)
+                output = msgspec.structs.replace(pooling.card, width=dense.outputs)
                 pooling = msgspec.structs.replace(
-                    pooling, dense=(*pooling.dense, dense), width=dense.outputs
+                    pooling, dense=(*pooling.dense, dense), card=output
                 )
             case "Normalize":
                 pooling = msgspec.structs.replace(pooling, normalize=True)

@@ -48,10 +48,6 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 def check_ids(packed: bytes) -> None:
-    """Reject packed token ids of an invalid length. Messages with ids call it when decoded.
-
-    Raises:
-        ValueError: The length is not a multiple of four.
-    """
+    """Raise `ValueError` for an invalid length. Messages with ids call it when decoded."""
     if len(packed) % 4:
         raise ValueError(f"token ids have {len(packed)} bytes, not a multiple of 4")

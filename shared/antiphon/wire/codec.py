@@ -88,11 +88,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> Sequence[int]:
-    """Unpack token ids packed by `pack_ids`.
-
-    Raises:
-        InvalidRequest: The length is not a multiple of four.
-    """
+    """Unpack token ids packed by `pack_ids`; `InvalidRequest` if the length is not one of ids."""
     if len(packed) % ID_BYTES:
         raise InvalidRequest(f"token ids have {len(packed)} bytes, not a multiple of 4")
     ids = array("i", packed)

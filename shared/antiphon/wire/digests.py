@@ -53,14 +53,9 @@ def salted(root: bytes, salt: bytes) -> bytes:
 
 
 def block_digests(root: bytes, token_ids: bytes) -> bytes:
-    """Hash the full blocks of a prompt.
+    """Hash the full blocks of a prompt to 32 bytes each; a partial last block is not hashed.
 
-    Args:
-        root: The namespace's digest.
-        token_ids: As packed on the wire; ids are never negative, so int32 and uint32 are equal.
-
-    Returns:
-        32 bytes per full block; a partial last block is not hashed.
+    `root` is the namespace's digest. Packed ids are never negative, so int32 and uint32 are equal.
     """
     step = BLOCK_TOKENS * TOKEN_BYTES
     digest, chain = root, bytearray()

@@ -90,7 +90,6 @@ class PromptTooLong(InvalidRequest, code="prompt_too_long"):
 
     @classmethod
     def of(cls, *, prompt_tokens: int, tokens_max: int, param: str | None = None) -> PromptTooLong:
-        """Create the error from the prompt's length and the limit, in tokens."""
         return cls(
             f"The input ({prompt_tokens} tokens) is longer than the model's context length "
             f"({tokens_max} tokens).",
@@ -108,10 +107,9 @@ class PromptTooLong(InvalidRequest, code="prompt_too_long"):
         truncated_max: int | None = None,
         param: str | None = None,
     ) -> PromptTooLong:
-        """Create the error from the text's length in characters, without encoding the text.
+        """The error of a text that exceeds the context even with the longest tokens.
 
-        Even with the longest tokens of the vocabulary it would exceed the context. With
-        `truncated_max`, it exceeds the longest text that is encoded for truncation.
+        With `truncated_max`, it exceeds the longest text that is encoded for truncation.
         """
         most = context_tokens * token_characters
         limit = f"({context_tokens} tokens of at most {token_characters} characters: {most})."
@@ -135,7 +133,6 @@ class UnknownModel(InvalidRequest, code="model_not_found", status=404):
 
     @classmethod
     def of(cls, model: str, served: Sequence[str]) -> UnknownModel:
-        """Create the error for a requested model, naming the served ones."""
         known = f"; this server serves {', '.join(served)}" if served else ""
         return cls(f"The model '{model}' does not exist{known}.", param="model")
 
@@ -145,7 +142,6 @@ class UnknownResponse(InvalidRequest, code="response_not_found", status=404):
 
     @classmethod
     def of(cls, response_id: str) -> UnknownResponse:
-        """Create the error for a response id."""
         return cls(f"response with id '{response_id}' not found.", param="id")
 
 
@@ -154,7 +150,6 @@ class RequestTooLarge(InvalidRequest, code="request_too_large", status=413):
 
     @classmethod
     def of(cls, *, size_bytes: int, bytes_max: int) -> RequestTooLarge:
-        """Create the error from the size and the limit."""
         return cls(
             f"The request has {size_bytes} bytes; the limit is {bytes_max} bytes.",
             details={"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)},
@@ -190,7 +185,6 @@ class Overloaded(EngineError, code="overloaded", status=503):
 
     @classmethod
     def late(cls, *, timeout_s: float, retry_after_s: float) -> Overloaded:
-        """Create the error of a request that was not started within its queue timeout."""
         message = f"queue timeout: no place for it within {timeout_s:g} s"
         return cls(message, retry_after_s=retry_after_s)
 

@@ -51,9 +51,6 @@ class WorkerStats(Value):
     """Throughput and memory of a worker, for display. Routing does not use it.
 
     Attributes:
-        device: Device that the model runs on.
-        weight_bytes: Memory of the weights.
-        cache_bytes: Memory of the KV cache pages.
         output_tokens_s: Output tokens per second, over the last ten seconds.
         prompt_tokens: Prompt tokens of the choices started in the last minute.
         cached_tokens: How many of those were found in the prefix cache.
@@ -85,13 +82,7 @@ class RefusalReason(StrEnum):
 
 
 class RefusedCommands(Value):
-    """A command batch that a worker refused recently; it gets no new requests for a while.
-
-    Attributes:
-        leader: Term of the sender.
-        seq: Sequence number of the batch.
-        reason: Why it was refused.
-    """
+    """A command batch that a worker refused recently; it gets no new requests for a while."""
 
     leader: Term
     seq: Number
@@ -110,12 +101,9 @@ class WorkerLoad(Value):
         context_tokens: Maximum tokens of prompt and output together.
         commands_seq: The last command batch applied, of the leader `term`.
         paused: It runs no steps until it is continued; it gets no new work and is not stalled.
-        weight_version: Name of its weights.
         bits: Numerics digest of a deterministic worker: everything that the bits of its output
             depend on. Workers of one model must agree in it; a differing one exits.
         kv_seq: Number of the newest prefix cache event; None if it publishes none.
-        figures: Statistics for display.
-        refused: The last command batch that it refused, for a few seconds.
     """
 
     pages_free: Count

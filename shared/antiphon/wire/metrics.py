@@ -56,11 +56,9 @@ class MetricsReport(Message):
     report too large for one message is split; a metric may be in several parts.
 
     Attributes:
-        model: The model that the process serves, if any.
         metrics_port: Port of its own `/metrics` endpoint.
         number: Number of the report, the same in all of its parts.
         part: Index of this part, from 0.
-        parts: Number of parts.
     """
 
     role: Role

@@ -65,9 +65,7 @@ def inbox(party: Party, tenant: TenantId = DEFAULT_TENANT) -> str:
 class Route(Generic[Q]):
     """A subject whose messages have no replies.
 
-    Attributes:
-        carries: The messages that it carries.
-        ordered: The consumer applies them in order and requests a replay on a gap.
+    If it is `ordered`, the consumer applies the messages in order and requests a replay on a gap.
     """
 
     name: str
@@ -361,12 +359,7 @@ API = "$JS.API.STREAM"
 
 @dataclass(frozen=True)
 class KeyValueBucket:
-    """A bucket and the only role that reads and writes it.
-
-    Attributes:
-        keys: The parts of a key, for the docs.
-        holds: The value of a key, for the docs.
-    """
+    """A bucket and the only role that reads and writes it; `keys` and `holds` are for the docs."""
 
     name: str
     owner: Role
@@ -374,7 +367,6 @@ class KeyValueBucket:
     holds: str
 
     def stream(self, cluster: ClusterName) -> str:
-        """Name of the stream that holds this bucket in one cluster."""
         return f"KV_{escape(cluster)}_{self.name}"
 
     def subject(self, cluster: ClusterName, *key: str) -> str:
@@ -382,7 +374,6 @@ class KeyValueBucket:
         return ".".join((f"$KV.{escape(cluster)}_{self.name}", *map(escape, key)))
 
     def publish_subjects(self, cluster: ClusterName) -> Iterator[str]:
-        """Subjects that the owner publishes to."""
         stream = self.stream(cluster)
         yield f"{self.subject(cluster)}.>"
         for verb in ("CREATE", "UPDATE", "PURGE", "MSG.GET"):

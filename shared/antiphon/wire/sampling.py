@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from msgspec import Meta
 
 from antiphon.wire.base import Value
-from antiphon.wire.bounds import INT64_MAX, Count, Positive, Signed
+from antiphon.wire.bounds import INT64_MAX, Count, Positive, Signed, TokenCount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = TokenCount
 TokenSet = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)]
 
 
@@ -44,15 +44,14 @@ class ThinkingBudget(Value, tag="thinking_budget"):
     tokens count from the later of `begin_id` and the start of the output.
     """
 
-    tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    tokens_max: TokenCount
     begin_id: TokenId
     closing_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
 
 LogitProcessor = DisallowTokens | AllowTokens | AllowRange | ThinkingBudget
 REGISTERED: Mapping[str, type[LogitProcessor]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (DisallowTokens, AllowTokens, AllowRange, ThinkingBudget)
+    str(kind.__struct_config__.tag): kind for kind in get_args(LogitProcessor)
 }
 """Processors by name."""
 LogitProcessors = Annotated[tuple[LogitProcessor, ...], Meta(max_length=8)]
@@ -104,7 +103,6 @@ class Grammar(Value):
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-TokensMax = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 StopPattern = Annotated[str, Meta(min_length=1, max_length=256)]
 STOPS_MAX = 32
@@ -218,7 +216,7 @@ class SamplingParams(Value):
     that a later attempt samples with the same random numbers.
     """
 
-    max_new_tokens: TokensMax
+    max_new_tokens: Count
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: Count = 0
@@ -226,7 +224,7 @@ class SamplingParams(Value):
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
-    min_new_tokens: TokensMax = 0
+    min_new_tokens: Count = 0
     logit_bias: LogitBias | None = None
     processors: LogitProcessors = ()
     grammar: Grammar | None = None
@@ -265,8 +263,6 @@ class ThinkingMarks(Value):
     Reasoning tokens are those from the first mark to the last, both included.
 
     Attributes:
-        begin: The mark before reasoning.
-        end: The mark after reasoning.
         cuts: Other marks that end reasoning without being part of it.
         inside: The output begins as reasoning: its first mark is in the prompt.
         again: Reasoning may occur anywhere and repeatedly; else only at the start of the output.
@@ -295,5 +291,4 @@ class StopStrings(Value):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All stop strings and patterns."""
         return self.strings + self.patterns

@@ -117,7 +117,6 @@ class NoticeBatch(Message):
     the next message repairs a loss.
 
     Attributes:
-        requests: Lost requests.
         lacking: In the gateway's open list but unknown to the leader. Those whose submission is
             still in flight need no action; those that the leader had accepted are submitted again.
     """

@@ -22,7 +22,6 @@ class Origin(Value):
 
     Attributes:
         start: Index of the first of these tokens in the choice's output.
-        worker: The worker that sampled them.
         weights: Weight version that it had then.
         retractions: How often the choice had been retracted there before.
     """
@@ -37,7 +36,6 @@ class TextRow(Value):
     """More text of one choice.
 
     Attributes:
-        attempt: The attempt that generated it.
         continues: The sealed attempt that this one continues, if any.
         text_offset: Start of `text`, in UTF-8 bytes of the choice's text.
         details: Token outputs of roughly the tokens of this text, if the request asked for them.

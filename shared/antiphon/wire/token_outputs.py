@@ -50,7 +50,6 @@ class TokenOutputs(Value):
 
     @property
     def columns(self) -> tuple[bytes, ...]:
-        """All columns, in the order of `from_columns`."""
         return msgspec.structs.astuple(self)[1:]
 
     @classmethod
@@ -60,11 +59,9 @@ class TokenOutputs(Value):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all columns."""
         return sum(map(len, self.columns))
 
     def drop_first(self, start: int) -> TokenOutputs:
-        """All but the first `start` tokens."""
         if start == 0:
             return self
         assert start <= self.count, "there are not so many tokens"
@@ -72,7 +69,6 @@ class TokenOutputs(Value):
         return TokenOutputs.from_columns(self.count - start, rest)
 
     def iter_tokens(self) -> Iterator[TokenOutput]:
-        """The tokens one by one."""
         logprobs = unpack_floats(self.logprobs)
         columns = zip(
             unpack_ids(self.token_ids),
@@ -120,7 +116,6 @@ class TokenOutputsChunk(Value):
 
     @property
     def end(self) -> int:
-        """The offset after the last token."""
         return self.offset + self.details.count
 
     @property
@@ -151,7 +146,6 @@ class TokenOutputsChunk(Value):
     def with_texts(
         self, texts: Mapping[int, str], written: Mapping[int, bytes]
     ) -> TokenOutputsChunk:
-        """A copy with the texts of its own tokens."""
         ids = sorted(self.details.ids())
         return TokenOutputsChunk(
             offset=self.offset,
@@ -178,7 +172,6 @@ class TokenOutputsBuffer:
         return sum(map(len, self._columns)) // len(self) if len(self) else 0
 
     def append(self, details: TokenOutputs) -> None:
-        """Append the outputs of the next tokens."""
         if not self._columns:
             self._columns = tuple(map(bytearray, details.columns))
         else:

@@ -24,12 +24,9 @@ about half a second of work, in a child process."""
 
 
 def characters_max(context_tokens: int, token_characters: int, *, truncate: bool) -> int:
-    """Return the maximum length of a text; longer ones are rejected without encoding.
+    """Maximum length of a text; longer ones are rejected without encoding.
 
-    Args:
-        context_tokens: Length of the context.
-        token_characters: Characters of the longest token.
-        truncate: Whether the end of the prompt may be truncated.
+    `token_characters` has the longest token; with `truncate` the end of the prompt may be cut off.
     """
     most = context_tokens * token_characters
     return max(most, TRUNCATED_CHARACTERS_MAX) if truncate else most
@@ -69,7 +66,6 @@ class TemplateParams(Value):
     """Variables of a chat template beside the messages.
 
     Attributes:
-        generation_prompt: Whether to add the generation prompt after the messages.
         tools: JSON list of tools, in the form that templates expect.
         options: JSON object of more template variables (`chat_template_kwargs`).
     """
@@ -137,14 +133,11 @@ class EncodeReply(Message):
         text_end: The last characters of the rendered template; the output may begin in reasoning.
         vocabulary_size: Token ids of a request must be less than it.
         context_tokens: Maximum tokens of prompt and output together.
-        hidden_size: Length of a hidden state.
         architecture: Architecture of the model in its `config.json`.
-        model_type: Transformers' `model_type` of the model.
         tool_parser: Parser of its tool calls, if the chat template identifies it.
         reasoning_parser: Parser of its reasoning, if the chat template identifies it.
         reranks: Whether its chat template asks if a document answers a query, yes or no.
         second_from: Token index of the second text of a pair, if the model has token type ids.
-        pooling: Output of a model that does not generate.
         token_characters: Characters of the longest token, to reject texts that cannot fit the
             context without encoding them. 0: unknown.
         untruncated_tokens: Length of the whole prompt, if `token_ids` was truncated.

@@ -12,6 +12,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import Dense, Pooling, PoolingActivation, PoolMode, read_pooling
 from antiphon.model_card.tasks import Task
+from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +63,7 @@ def test_a_model_that_answers_pools_nothing_unless_it_is_told_to(folder: Path) -
     assert read_pooling(folder, read_card(folder)) is None
     found = pooling(folder)
     assert (found.task, found.mode, found.normalize) == (Task.EMBED, PoolMode.LAST, True)
-    assert (found.width, found.matryoshka, str(found)) == (48, False, "last, normalised")
+    assert (found.card.width, found.card.matryoshka, str(found)) == (48, False, "last, normalised")
 
 
 def test_modules_say_how_a_text_is_pooled(folder: Path, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_modules_say_how_a_text_is_pooled(folder: Path, tmp_path: Path) -> None:
             ),
         ),
         normalize=True,
-        width=8,
+        card=PoolingCard(width=8),
     )
 
 
@@ -88,20 +89,20 @@ def test_without_a_module_that_normalises_nothing_is_normalised(
 
 def test_a_config_says_where_a_vector_may_be_cut(folder: Path, tmp_path: Path) -> None:
     found = pooling(described(folder, tmp_path, matryoshka_dimensions=[32, 16]))
-    assert (found.matryoshka, found.cuts) == (True, (16, 32))
+    assert (found.card.matryoshka, found.card.cuts) == (True, (16, 32))
 
 
 def test_a_config_says_where_a_vector_may_be_cut_anywhere(folder: Path, tmp_path: Path) -> None:
     found = pooling(described(folder, tmp_path, is_matryoshka=True))
-    assert (found.matryoshka, found.cuts) == (True, ())
+    assert (found.card.matryoshka, found.card.cuts) == (True, ())
 
 
 def test_a_classifier_has_labels(folder: Path, tmp_path: Path) -> None:
     fields = {"architectures": ["LlamaForSequenceClassification"]}
     named = {"id2label": {"0": "bad", "1": "good"}, "problem_type": "multi_label_classification"}
     found = pooling(described(folder, tmp_path, **fields, **named), embedding=False)
-    assert (found.task, found.labels, found.width) == (Task.SCORE, ("bad", "good"), 2)
-    assert (found.mode, found.normalize, found.several) == (PoolMode.LAST, False, True)
+    assert (found.task, found.card.labels, found.card.width) == (Task.SCORE, ("bad", "good"), 2)
+    assert (found.mode, found.normalize, found.card.several) == (PoolMode.LAST, False, True)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_cross_encoder_says_what_its_score_goes_through(
     folder: Path, tmp_path: Path, said: Mapping[str, object], plain: bool
 ) -> None:
     fields = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    assert pooling(described(folder, tmp_path, **fields, **said)).plain_score is plain
+    assert pooling(described(folder, tmp_path, **fields, **said)).card.plain_score is plain
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.wire.sampling import SamplingDefaults
+from antiphon.wire.tokenize import PoolingCard
 
 GIB = 1024**3
 CARD = ModelCard(
@@ -383,7 +384,9 @@ def test_a_prefix_cache_is_what_the_operator_says() -> None:
 
 @pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
 def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
-    pooling = Pooling(task=Task.EMBED, mode=PoolMode(mode), normalize=True, width=64)
+    pooling = Pooling(
+        task=Task.EMBED, mode=PoolMode(mode), normalize=True, card=PoolingCard(width=64)
+    )
     plan = resolve(load(environ={}).settings, CARD, DEVICE, pooling)
     assert plan.prefix.value is cached
     assert plan.pooling.value == pooling

@@ -13,6 +13,7 @@ from antiphon.model_card.pooling import Pooling, PoolingActivation, PoolMode
 from antiphon.model_card.tasks import Task
 from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
 from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
+from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +26,11 @@ Row = tuple[int, int, int]
 """Slot, and where its piece of `STATES` begins and ends."""
 
 
-def pooler(mode: PoolMode, *linears: PoolingLinear, **said: object) -> Pooler:
-    fields: dict[str, object] = {"task": Task.EMBED, "normalize": False, "width": HIDDEN}
-    return Pooler(Pooling(mode=mode, **(fields | said)), linears)  # pyright: ignore
+def pooler(
+    mode: PoolMode, *linears: PoolingLinear, task: Task = Task.EMBED, normalize: bool = False
+) -> Pooler:
+    card = PoolingCard(width=HIDDEN)
+    return Pooler(Pooling(mode=mode, task=task, normalize=normalize, card=card), linears)
 
 
 def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int] = ()) -> StepPlan:
@@ -126,6 +129,6 @@ def test_linears_come_after_the_pooling_and_before_the_length() -> None:
 
 
 def test_a_model_that_scores_is_given_what_stands_for_the_text() -> None:
-    at = pooler(PoolMode.LAST, task=Task.SCORE, width=2)
+    at = pooler(PoolMode.LAST, task=Task.SCORE)
     (scores,) = pool(at, [(0, 0, 8)], [True])
     torch.testing.assert_close(scores, STATES[7, :2] * 2)

@@ -183,7 +183,7 @@ def _limits(
         weight_version=settings.model.weight_version,
         stream_interval=batching.stream_interval,
         hidden_states=batching.hidden_states,
-        pool_width=None if pooling is None else pooling.width,
+        pool_width=None if pooling is None else pooling.card.width,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
         checkpoint_tokens=settings.cache.checkpoint_tokens,
