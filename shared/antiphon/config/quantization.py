@@ -154,9 +154,16 @@ class Pattern(msgspec.Struct, frozen=True):
                 return re.match(whole, name) is not None or name.endswith(self.text)
 
 
+EVERY = Pattern("", "all")
+
+
 class Rule(msgspec.Struct, frozen=True):
     targets: tuple[Pattern, ...]
     scheme: QuantizationScheme
+
+
+def every_linear(scheme: QuantizationScheme) -> tuple[Rule, ...]:
+    return (Rule((EVERY,), scheme),)
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,12 +237,8 @@ def online_quantization(method: QuantizationMethod) -> QuantizationConfig:
     scheme: QuantizationScheme = OnlineFp8() if method is QuantizationMethod.FP8 else TorchaoInt8()
     if method in INT4_GROUPS:
         scheme = TorchaoInt4(group=INT4_GROUPS[method])
-    return QuantizationConfig(
-        method=method,
-        rules=(Rule((Pattern("", "all"),), scheme),),
-        plain=(ROUTERS,),
-        online=True,
-    )
+    rules = every_linear(scheme)
+    return QuantizationConfig(method=method, rules=rules, plain=(ROUTERS,), online=True)
 
 
 def choose_quantization(
@@ -277,7 +280,7 @@ def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:
 
 W8A8_INT8 = QuantizationConfig(
     method=QuantizationMethod.W8A8_INT8,
-    rules=(Rule((Pattern("", "all"),), Int8(scale="channel", rounds=True)),),
+    rules=every_linear(Int8(scale="channel", rounds=True)),
     ignored=(".input_scale",),
 )
 """Int8 weights with per-output scales, and int8 activations with per-token scales."""

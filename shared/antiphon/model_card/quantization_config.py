@@ -8,29 +8,14 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+import antiphon.config.quantization as schemes
 from antiphon.config.errors import ConfigError
-from antiphon.config.quantization import (
-    W8A8_INT8,
-    Awq,
-    BitsAndBytes4,
-    Fp8,
-    Gptq,
-    Int8,
-    LlmInt8,
-    Mxfp4,
-    Packed,
-    Pattern,
-    QuantizationConfig,
-    QuantizationMethod,
-    QuantizationScheme,
-    Rule,
-)
+from antiphon.config.quantization import Pattern, QuantizationConfig, QuantizationMethod, Rule
 from antiphon.model_card.json_file import parse_json
 
 T = TypeVar("T")
 
 _SOURCE = "config.json: quantization_config"
-EVERY = Pattern("", "all")
 CACHE_SCALES = (".q_scale", ".k_zero_point", ".v_zero_point")
 """Suffixes for a quantized KV cache, besides the scales of keys and values."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
@@ -68,26 +53,6 @@ class _Unconverted(msgspec.Struct, kw_only=True):
     modules_to_not_convert: Names = None
 
 
-def _uniform(
-    method: QuantizationMethod,
-    scheme: QuantizationScheme,
-    unconverted: Names,
-    *,
-    ignored: tuple[str, ...] = (),
-    blank: tuple[str, ...] = (),
-    spelled: Mapping[str, str] = {},
-) -> QuantizationConfig:
-    """One scheme for all linear layers but the named ones and the head."""
-    return QuantizationConfig(
-        method=method,
-        rules=(Rule((EVERY,), scheme),),
-        plain=_modules(unconverted),
-        ignored=ignored,
-        blank=blank,
-        spelled=spelled,
-    )
-
-
 class _Fp8(_Unconverted):
     activation_scheme: str = "dynamic"
     weight_block_size: tuple[int, int] | None = None
@@ -96,13 +61,13 @@ class _Fp8(_Unconverted):
 
 def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
     parsed = _decode(raw, _Fp8)
-    scheme = Fp8(scale="tensor")
+    scheme = schemes.Fp8(scale="tensor")
     if parsed.weight_block_size is not None:
-        scheme = Fp8(scale="block", block=parsed.weight_block_size)
-    return _uniform(
-        QuantizationMethod.FP8,
-        scheme,
-        parsed.modules_to_not_convert or parsed.ignored_layers,
+        scheme = schemes.Fp8(scale="block", block=parsed.weight_block_size)
+    return QuantizationConfig(
+        method=QuantizationMethod.FP8,
+        rules=schemes.every_linear(scheme),
+        plain=_modules(parsed.modules_to_not_convert or parsed.ignored_layers),
         ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
         # Multiplied despite its name: the weights were divided by its inverse.
         spelled={".weight_scale_inv": ".weight_scale"},
@@ -116,7 +81,7 @@ class _W8a8(_Unconverted):
 def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
     parsed = _decode(raw, _W8a8)
     plain = _modules(parsed.modules_to_not_convert or parsed.ignore)
-    return msgspec.structs.replace(W8A8_INT8, plain=plain)
+    return msgspec.structs.replace(schemes.W8A8_INT8, plain=plain)
 
 
 class _Awq(_Unconverted):
@@ -132,8 +97,11 @@ def _awq(raw: msgspec.Raw) -> QuantizationConfig:
     _only("bits", parsed.bits, 4)
     if not parsed.zero_point:
         raise _refused("zero_point false is not supported")
-    scheme = Awq(weight=".qweight", count=8, group=_group(parsed.group_size))
-    return _uniform(QuantizationMethod.AWQ, scheme, parsed.modules_to_not_convert)
+    scheme = schemes.Awq(weight=".qweight", count=8, group=_group(parsed.group_size))
+    plain = _modules(parsed.modules_to_not_convert)
+    return QuantizationConfig(
+        method=QuantizationMethod.AWQ, rules=schemes.every_linear(scheme), plain=plain
+    )
 
 
 class _Gptq(_Unconverted):
@@ -150,7 +118,7 @@ def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
     parsed = _decode(raw, _Gptq)
     _only("bits", parsed.bits, 2, 4, 8)
     _only("checkpoint_format", parsed.checkpoint_format or "gptq", "gptq", "gptq_v2")
-    scheme = Gptq(
+    scheme = schemes.Gptq(
         weight=".qweight",
         count=32 // parsed.bits,
         bits=parsed.bits,
@@ -162,7 +130,7 @@ def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
     named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
     return QuantizationConfig(
         method=QuantizationMethod.GPTQ,
-        rules=(Rule(_modules(named, head=True) or (EVERY,), scheme),),
+        rules=(Rule(_modules(named, head=True) or (schemes.EVERY,), scheme),),
         plain=(
             *_modules(parsed.modules_to_not_convert, head=parsed.lm_head),
             *_skipped(parsed.dynamic),
@@ -197,17 +165,22 @@ def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
     _only("bnb_4bit_quant_storage", parsed.bnb_4bit_quant_storage or "uint8", "uint8")
     if parsed.load_in_4bit == parsed.load_in_8bit:
         raise _refused("one of load_in_4bit and load_in_8bit has to be true")
-    scheme: QuantizationScheme = LlmInt8()
+    scheme: schemes.QuantizationScheme = schemes.LlmInt8()
     if parsed.load_in_4bit:
         kind, nested = parsed.bnb_4bit_quant_type, parsed.bnb_4bit_use_double_quant
-        scheme = BitsAndBytes4(count=2, kind=kind, nested=nested)
-    skipped = parsed.llm_int8_skip_modules
-    return _uniform(QuantizationMethod.BITSANDBYTES, scheme, skipped, ignored=(".weight_format",))
+        scheme = schemes.BitsAndBytes4(count=2, kind=kind, nested=nested)
+    return QuantizationConfig(
+        method=QuantizationMethod.BITSANDBYTES,
+        rules=schemes.every_linear(scheme),
+        plain=_modules(parsed.llm_int8_skip_modules),
+        ignored=(".weight_format",),
+    )
 
 
 def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
-    plain = _decode(raw, _Unconverted).modules_to_not_convert
-    return _uniform(QuantizationMethod.MXFP4, Mxfp4(weight="_blocks", count=2), plain)
+    plain = _modules(_decode(raw, _Unconverted).modules_to_not_convert)
+    rules = schemes.every_linear(schemes.Mxfp4(weight="_blocks", count=2))
+    return QuantizationConfig(method=QuantizationMethod.MXFP4, rules=rules, plain=plain)
 
 
 class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
@@ -232,13 +205,13 @@ def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
     if data.granularity is not None:
         _only("quant_type: granularity", data.granularity.type, "PerRow")
     weight = "._weight_qdata"
-    scheme: QuantizationScheme = Int8(weight=weight)
+    scheme: schemes.QuantizationScheme = schemes.Int8(weight=weight)
     if kind.type == "Float8WeightOnlyConfig":
-        scheme = Fp8(scale="channel", weight=weight)
-    return _uniform(
-        QuantizationMethod.TORCHAO,
-        scheme,
-        parsed.modules_to_not_convert,
+        scheme = schemes.Fp8(scale="channel", weight=weight)
+    return QuantizationConfig(
+        method=QuantizationMethod.TORCHAO,
+        rules=schemes.every_linear(scheme),
+        plain=_modules(parsed.modules_to_not_convert),
         spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
         blank=("._weight_zero_point",),
     )
@@ -285,10 +258,8 @@ def _compressed(raw: msgspec.Raw) -> QuantizationConfig:
     if parsed.transform_config:
         raise _refused("transform_config: rotated weights are not supported")
     rules = tuple(
-        Rule(
-            tuple(map(_target, group.targets)), _scheme(name, group, group.format or parsed.format)
-        )
-        for name, group in parsed.config_groups.items()
+        Rule(tuple(map(_target, each.targets)), _scheme(name, each, each.format or parsed.format))
+        for name, each in parsed.config_groups.items()
     )
     if not rules:
         raise _refused("config_groups has no weights")
@@ -305,10 +276,10 @@ def _target(text: str) -> Pattern:
     """The pattern of a target: a regular expression, all linear layers, or a name."""
     if text.startswith("re:"):
         return _pattern(text.removeprefix("re:"), "regex")
-    return EVERY if text == "Linear" else Pattern(text, "whole")
+    return schemes.EVERY if text == "Linear" else Pattern(text, "whole")
 
 
-def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
+def _scheme(name: str, group: _Group, format_: str) -> schemes.QuantizationScheme:
     weights = group.weights
     if weights is None:
         raise _refused(f"config_groups.{name} has no weights")
@@ -326,10 +297,12 @@ def _scheme(name: str, group: _Group, format_: str) -> QuantizationScheme:
     inputs = group.input_activations
     rounds = inputs is not None and inputs.dynamic is True and inputs.num_bits == 8
     group_size = _group(weights.group_size or 0)
-    return Int8(scale=scale, group=group_size, zero_point=not weights.symmetric, rounds=rounds)
+    return schemes.Int8(
+        scale=scale, group=group_size, zero_point=not weights.symmetric, rounds=rounds
+    )
 
 
-def _floats(where: str, weights: _Arguments) -> QuantizationScheme:
+def _floats(where: str, weights: _Arguments) -> schemes.QuantizationScheme:
     _only(f"{where}.num_bits", weights.num_bits, 8)
     scale = weights.strategy or "tensor"
     if scale not in ("tensor", "channel", "block"):
@@ -337,14 +310,14 @@ def _floats(where: str, weights: _Arguments) -> QuantizationScheme:
     block = weights.block_structure or (128, 128)
     if isinstance(block, str):
         block = _decode(f"[{block.replace('x', ',')}]".encode(), tuple[int, int])
-    return Fp8(scale=scale, block=block)
+    return schemes.Fp8(scale=scale, block=block)
 
 
-def _packed(where: str, weights: _Arguments) -> QuantizationScheme:
+def _packed(where: str, weights: _Arguments) -> schemes.QuantizationScheme:
     _only(f"{where}.type", weights.type, "int")
     _only(f"{where}.num_bits", weights.num_bits, 4, 8)
     _only(f"{where}.strategy", weights.strategy or "group", "group", "channel")
-    return Packed(
+    return schemes.Packed(
         weight=".weight_packed",
         count=32 // weights.num_bits,
         bits=weights.num_bits,

@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
+import antiphon.model_card.converted.tokenizer_json as parts
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.converted.tokenizer_json import (
-    BYTE_LEVEL,
-    SPACE,
-    Added,
-    Json,
-    bpe,
-    byte_level_split,
-    merges_by_rank,
-    metaspace,
-    pieces_decoder,
-    replaced_spaces,
-    tokenizer_json,
-)
+from antiphon.model_card.converted.tokenizer_json import Added, Json
 from antiphon.model_card.weight_headers import GgufHeader
 
 if TYPE_CHECKING:
@@ -91,8 +80,8 @@ def _byte_level(words: _GgufVocabulary) -> Json:
         )
     merges = cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
     whole = cut in _WHOLE_WORDS
-    return tokenizer_json(
-        model=bpe(
+    return parts.tokenizer_json(
+        model=parts.bpe(
             {token: index for index, token in enumerate(words.tokens)},
             # A token may contain the separating space, but never as its first character.
             [_pair(merge) for merge in merges],
@@ -100,8 +89,8 @@ def _byte_level(words: _GgufVocabulary) -> Json:
         ),
         added=_added(words, words.tokens),
         normalizer={"type": "NFC"} if cut == "qwen2" else None,
-        pre_tokenizer=byte_level_split(_SPLITS[cut]),
-        decoder=BYTE_LEVEL,
+        pre_tokenizer=parts.byte_level_split(_SPLITS[cut]),
+        decoder=parts.BYTE_LEVEL,
         before=words.adds("bos", otherwise=whole),
         after=words.adds("eos", otherwise=False),
     )
@@ -125,21 +114,21 @@ def _sentence_pieces(words: _GgufVocabulary) -> Json:
         raise words.refuse("its tokenizer has neither merges nor scores")
     if not merges:
         ranks = range(len(tokens)) if by_position else [-score for score in scores]
-        merges = merges_by_rank(ids, lambda token: ranks[ids[token]])
+        merges = parts.merges_by_rank(ids, lambda token: ranks[ids[token]])
     adds_space = words.setting("add_space_prefix")
     adds_space = not by_position if adds_space is None else bool(adds_space)
     unknown = words.named("unknown")
-    return tokenizer_json(
-        model=bpe(
+    return parts.tokenizer_json(
+        model=parts.bpe(
             ids,
             merges,
             unknown=None if unknown is None else unknown.content,
             bytes_for_unknown=True,
         ),
         added=_added(words, tokens),
-        normalizer=None if adds_space else replaced_spaces(),
-        pre_tokenizer=metaspace() if adds_space else None,
-        decoder=pieces_decoder(drops_first_space=adds_space),
+        normalizer=None if adds_space else parts.replaced_spaces(),
+        pre_tokenizer=parts.metaspace() if adds_space else None,
+        decoder=parts.pieces_decoder(drops_first_space=adds_space),
         before=words.adds("bos", otherwise=True),
         after=words.adds("eos", otherwise=False),
     )
@@ -147,7 +136,7 @@ def _sentence_pieces(words: _GgufVocabulary) -> Json:
 
 def _respelled(token: str) -> str:
     """Write tokens that consist of spaces with spaces, and others with SentencePiece's marker."""
-    return token if token.strip(" ") else SPACE * len(token)
+    return token if token.strip(" ") else parts.SPACE * len(token)
 
 
 def _added(words: _GgufVocabulary, tokens: Sequence[str]) -> list[Added]:

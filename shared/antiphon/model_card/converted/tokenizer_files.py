@@ -18,21 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+import antiphon.model_card.converted.tokenizer_json as parts
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.converted.tokenizer_json import (
-    BYTE_LEVEL,
-    Added,
-    Json,
-    bpe,
-    byte_letters,
-    byte_level_split,
-    merges_by_rank,
-    metaspace,
-    pieces_decoder,
-    replaced_spaces,
-    tokenizer_json,
-    unigram,
-)
+from antiphon.model_card.converted.tokenizer_json import Added, Json
 from antiphon.model_card.json_file import read_json
 
 if TYPE_CHECKING:
@@ -78,23 +66,25 @@ def piece_tokenizer(file: Path) -> tuple[Json, Json]:
     if parsed.model == _BPE:
         # User-defined tokens are matched as a whole and take no part in merges.
         whole = {piece.text for piece in parsed.pieces if piece.kind != _NORMAL}
-        model = bpe(
+        model = parts.bpe(
             ids,
-            merges_by_rank(ids, lambda text: -parsed.pieces[ids[text]].score, frozenset(whole)),
+            parts.merges_by_rank(
+                ids, lambda text: -parsed.pieces[ids[text]].score, frozenset(whole)
+            ),
             unknown=texts[parsed.unknown],
             bytes_for_unknown=parsed.byte_fallback,
         )
     elif parsed.model == _UNIGRAM:
         scores = [(piece.text, piece.score) for piece in parsed.pieces]
-        model = unigram(scores, parsed.unknown, bytes_for_unknown=parsed.byte_fallback)
+        model = parts.unigram(scores, parsed.unknown, bytes_for_unknown=parsed.byte_fallback)
     else:
         raise ConfigError(f"{file}: SentencePiece type {parsed.model}; only unigram and BPE")
-    tokenizer = tokenizer_json(
+    tokenizer = parts.tokenizer_json(
         model=model,
         added=_added(parsed),
         normalizer=_normalizer(parsed),
-        pre_tokenizer=metaspace() if parsed.adds_space else None,
-        decoder=pieces_decoder(drops_first_space=parsed.adds_space),
+        pre_tokenizer=parts.metaspace() if parsed.adds_space else None,
+        decoder=parts.pieces_decoder(drops_first_space=parsed.adds_space),
         before=[Added(parsed.begin, texts[parsed.begin], special=True)]
         if parsed.begin >= 0
         else [],
@@ -108,7 +98,7 @@ def _normalizer(parsed: SentencePieceModel) -> Json | None:
         encoded = base64.b64encode(parsed.characters).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": encoded})
     if not parsed.adds_space:
-        steps.append(replaced_spaces())
+        steps.append(parts.replaced_spaces())
     return {"type": "Sequence", "normalizers": steps} if steps else None
 
 
@@ -268,12 +258,12 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
     ranks = {text: rank for rank, text in enumerate(plain)}
     tokens = special | {text: first + rank for text, rank in ranks.items()}
     begin = [Added(special[_BEGIN], _BEGIN, special=True)] if _BEGIN in special else []
-    tokenizer = tokenizer_json(
-        model=bpe(tokens, merges_by_rank(ranks, ranks.__getitem__), whole_words=True),
+    tokenizer = parts.tokenizer_json(
+        model=parts.bpe(tokens, parts.merges_by_rank(ranks, ranks.__getitem__), whole_words=True),
         added=[Added(index, text, special=True) for text, index in special.items()],
         normalizer=None,
-        pre_tokenizer=byte_level_split([parsed.config.pattern]),
-        decoder=BYTE_LEVEL,
+        pre_tokenizer=parts.byte_level_split([parsed.config.pattern]),
+        decoder=parts.BYTE_LEVEL,
         before=begin,
     )
     names = {"bos": _BEGIN, "eos": _END, "unk": _UNKNOWN, "pad": _PADDING}
@@ -294,7 +284,7 @@ def _tekken_plain(parsed: _Tekken) -> list[str]:
     """The tokens by rank, with one character per byte."""
     count = parsed.config.default_vocab_size - parsed.config.default_num_special_tokens
     in_order = sorted(parsed.vocab, key=lambda token: token.rank)[:count]
-    letters = byte_letters()
+    letters = parts.byte_letters()
     return [
         "".join(letters[byte] for byte in base64.b64decode(token.token_bytes, validate=True))
         for token in in_order
