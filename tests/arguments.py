@@ -29,17 +29,18 @@ def settings_of(*arguments: str) -> Settings:
 
 
 def compare(
-    *arguments: str, observe: Callable[[Settings], T], base: Sequence[str] = ()
+    *arguments: str | None, observe: Callable[[Settings], T], base: Sequence[str] = ()
 ) -> tuple[T, T]:
     """Observe a start with the arguments and one without; they must differ.
 
     Args:
-        arguments: What is shown.
+        arguments: What is shown; None is the value of a switch.
         observe: What the settings do to production code.
         base: Arguments of both starts.
     """
-    given, without = observe(settings_of(*base, *arguments)), observe(settings_of(*base))
-    assert given != without, f"{' '.join(arguments)} changes nothing: {given}"
+    typed = [argument for argument in arguments if argument is not None]
+    given, without = observe(settings_of(*base, *typed)), observe(settings_of(*base))
+    assert given != without, f"{' '.join(typed)} changes nothing: {given}"
     return given, without
 
 

@@ -5,6 +5,19 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 
 from __future__ import annotations
 
+from antiphon.wire import (
+    claim,
+    command,
+    generate,
+    heartbeat,
+    kv_events,
+    metrics,
+    sampling,
+    submit,
+    text,
+    tokenize,
+    tokens,
+)
 from antiphon.wire.base import (
     Attempt,
     FinishReason,
@@ -15,64 +28,8 @@ from antiphon.wire.base import (
     Term,
     Usage,
 )
-from antiphon.wire.claim import (
-    Claim,
-    EncodeImage,
-    GetPages,
-    ImageEmbedding,
-    LeaseReleased,
-    LookupPages,
-    PageOffer,
-    PagesFound,
-    PagesLeased,
-    PagesStored,
-    PutPages,
-    ReleaseLease,
-)
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.command import (
-    Abort,
-    Admit,
-    ChoiceOutput,
-    CommandBatch,
-    ContinueWorker,
-    ControlDone,
-    DrainWorker,
-    DumpPlans,
-    FlushCache,
-    PauseMode,
-    PauseWorker,
-    ResendTokens,
-    SetWeightVersion,
-    StopChoice,
-    TokenCursor,
-)
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.generate import (
-    ChoiceEnd,
-    EmbedReply,
-    EmbedRequest,
-    GenerateAccepted,
-    GenerateCancel,
-    GenerateDone,
-    GenerateEnd,
-    GenerateRequest,
-    GenerateResume,
-    GenerateText,
-    TextCursor,
-)
-from antiphon.wire.heartbeat import (
-    ClaimName,
-    Discover,
-    Heartbeat,
-    NameTaken,
-    RefusalReason,
-    RefusedCommands,
-    RunningRequest,
-    StreamSeq,
-    WorkerLoad,
-    WorkerStats,
-)
 from antiphon.wire.ids import (
     ClientKey,
     Incarnation,
@@ -81,55 +38,7 @@ from antiphon.wire.ids import (
     RequestId,
     TenantId,
 )
-from antiphon.wire.kv_events import (
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    KvEvents,
-    KvReplayed,
-    ReplayKv,
-)
-from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
-from antiphon.wire.sampling import (
-    AllowRange,
-    AllowTokens,
-    DisallowTokens,
-    Grammar,
-    GrammarKind,
-    LogitBias,
-    PoolParams,
-    SamplingParams,
-    StopStrings,
-    ThinkingBudget,
-    ThinkingMarks,
-    TokenOutputParams,
-)
-from antiphon.wire.submit import (
-    AbortRequests,
-    CancelAccepted,
-    CancelRequest,
-    LostRequest,
-    NoticeBatch,
-    OpenList,
-    OpenRequest,
-    SubmitAccepted,
-    SubmitRequest,
-)
-from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextResumed, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
-from antiphon.wire.tokenize import (
-    CancelEncode,
-    ChatMessage,
-    DecodeReply,
-    DecodeRequest,
-    EncodeReply,
-    EncodeRequest,
-    MessageToolCall,
-    PoolingCard,
-    SamplingDefaults,
-    TemplateParams,
-)
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 MODEL = ModelName("antiphon-small")
 REQUEST = RequestId("0123456789abcdef0123456789abcdef")
@@ -146,24 +55,24 @@ DETOKENIZER = Process(
 TERM = Term(number=7, scheduler=SCHEDULER)
 FIRST = Attempt(term=TERM, n=1)
 SECOND = Attempt(term=TERM, n=2)
-STOP = StopStrings(
+STOP = sampling.StopStrings(
     strings=("\n\n", "END"),
     patterns=("[0-9]{3}",),
     include=True,
     skip_special_tokens=False,
     token_texts=True,
-    thinking=ThinkingMarks(
+    thinking=sampling.ThinkingMarks(
         begin="<think>", end="</think>", cuts=("<tool_call>",), inside=True, again=True
     ),
 )
 PROCESSORS = (
-    DisallowTokens(token_ids=(5, 6)),
-    AllowTokens(token_ids=(7, 70_000)),
-    AllowRange(first=10, last=20),
-    ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
+    sampling.DisallowTokens(token_ids=(5, 6)),
+    sampling.AllowTokens(token_ids=(7, 70_000)),
+    sampling.AllowRange(first=10, last=20),
+    sampling.ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
 )
-GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
-DETAIL_PARAMS = TokenOutputParams(
+GRAMMAR = sampling.Grammar(kind=sampling.GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
+DETAIL_PARAMS = sampling.TokenOutputParams(
     ids=True, logprobs=True, top=2, named_ids=(4, 5), hidden=True, prompt_start=3
 )
 DETAILS = TokenOutputs(
@@ -182,7 +91,7 @@ PIECE = TokenOutputsChunk(
     texts={7: "Grü", 70_000: "\N{REPLACEMENT CHARACTER}"},
     written={70_000: b"\xc3"},
 )
-SAMPLING = SamplingParams(
+SAMPLING = sampling.SamplingParams(
     max_new_tokens=64,
     temperature=0.7,
     top_p=0.9,
@@ -192,14 +101,16 @@ SAMPLING = SamplingParams(
     presence_penalty=-0.5,
     repetition_penalty=1.125,
     min_new_tokens=4,
-    logit_bias=LogitBias(token_ids=pack_ids((9, 70_000)), values=pack_floats((-1.5, 100.0))),
+    logit_bias=sampling.LogitBias(
+        token_ids=pack_ids((9, 70_000)), values=pack_floats((-1.5, 100.0))
+    ),
     processors=PROCESSORS,
     grammar=GRAMMAR,
     seed=-42,
     stop_token_ids=(2, 3),
     ignore_eos=True,
     details=DETAIL_PARAMS,
-    pool=PoolParams(dimensions=256, second_from=12),
+    pool=sampling.PoolParams(dimensions=256, second_from=12),
 )
 ERROR = ErrorReply(
     code="overloaded",
@@ -209,7 +120,7 @@ ERROR = ErrorReply(
     details={"waiting": "1024"},
 )
 USAGE = Usage(prompt_tokens=11, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
-CLAIM = Claim(
+CLAIM = claim.Claim(
     address="127.0.0.1:40123",
     token="2f1c9d",  # an example
     size_bytes=1_048_576,
@@ -218,19 +129,21 @@ CLAIM = Claim(
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 CHAT = (
-    ChatMessage(
+    tokenize.ChatMessage(
         role="tool",
         content="Grüße, 世界 👋",
         name="Ada",
         reasoning_content="hm",
-        tool_calls=(MessageToolCall(id="call_1", name="look", arguments='{"at": "Rome"}'),),
+        tool_calls=(
+            tokenize.MessageToolCall(id="call_1", name="look", arguments='{"at": "Rome"}'),
+        ),
         tool_call_id="call_1",
         without_content=True,
     ),
 )
 
 EVERY: tuple[Message, ...] = (
-    GenerateRequest(
+    generate.GenerateRequest(
         key=KEY,
         model=MODEL,
         messages=CHAT,
@@ -268,12 +181,16 @@ EVERY: tuple[Message, ...] = (
         traceparent=TRACE,
         api_key="sk-example",
     ),
-    GenerateAccepted(key=KEY, request_id=REQUEST, gateway=GATEWAY.instance, details_from=-8),
-    GenerateText(request_id=REQUEST, choice=1, text_offset=12, text="né 👋", details=PIECE),
-    GenerateEnd(
+    generate.GenerateAccepted(
+        key=KEY, request_id=REQUEST, gateway=GATEWAY.instance, details_from=-8
+    ),
+    generate.GenerateText(
+        request_id=REQUEST, choice=1, text_offset=12, text="né 👋", details=PIECE
+    ),
+    generate.GenerateEnd(
         request_id=REQUEST,
         choices=(
-            ChoiceEnd(
+            generate.ChoiceEnd(
                 choice=1,
                 finish_reason=FinishReason.STOP,
                 text_bytes=17,
@@ -286,12 +203,12 @@ EVERY: tuple[Message, ...] = (
         usage=USAGE,
         error=ERROR,
     ),
-    GenerateResume(
-        request_id=REQUEST, places=(TextCursor(choice=1, text_offset=12, token_offset=-2),)
+    generate.GenerateResume(
+        request_id=REQUEST, places=(generate.TextCursor(choice=1, text_offset=12, token_offset=-2),)
     ),
-    GenerateCancel(request_id=REQUEST),
-    GenerateDone(request_id=REQUEST),
-    EncodeRequest(
+    generate.GenerateCancel(request_id=REQUEST),
+    generate.GenerateDone(request_id=REQUEST),
+    tokenize.EncodeRequest(
         request_id=REQUEST,
         model=MODEL,
         tenant=TenantId("acme"),
@@ -300,7 +217,7 @@ EVERY: tuple[Message, ...] = (
         pair="a time",
         suffix="The end",
         continue_final_message=True,
-        template=TemplateParams(
+        template=tokenize.TemplateParams(
             generation_prompt=False, tools='[{"type": "function"}]', options='{"thinking": false}'
         ),
         special_tokens=False,
@@ -310,8 +227,8 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
-    CancelEncode(request_id=REQUEST),
-    DecodeRequest(
+    tokenize.CancelEncode(request_id=REQUEST),
+    tokenize.DecodeRequest(
         request_id=REQUEST,
         model=MODEL,
         token_ids=(pack_ids((1, 2)), pack_ids((70_000,))),
@@ -320,15 +237,15 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
-    AbortRequests(
+    submit.AbortRequests(
         prefix="my-",
         tenant=TenantId("acme"),
         exact=True,
         sender=GATEWAY,
         not_after_unix_ms=DEADLINE,
     ),
-    DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
-    EmbedRequest(
+    tokenize.DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
+    generate.EmbedRequest(
         model=MODEL,
         texts=("One", "Two"),
         pairs=("1", "2"),
@@ -340,13 +257,13 @@ EVERY: tuple[Message, ...] = (
         traceparent=TRACE,
         api_key="k",
     ),
-    EmbedReply(
+    generate.EmbedReply(
         model=MODEL,
         vectors=(pack_floats((0.5, -1.5)), pack_floats((1.0, 0.0))),
         labels=("bad", "good"),
         usage=USAGE,
     ),
-    EncodeReply(
+    tokenize.EncodeReply(
         request_id=REQUEST,
         token_ids=pack_ids((1, 2, 70_000)),
         block_digests=b"".join(DIGESTS),
@@ -354,7 +271,7 @@ EVERY: tuple[Message, ...] = (
         vocabulary_size=4096,
         context_tokens=2048,
         hidden_size=896,
-        defaults=SamplingDefaults(
+        defaults=tokenize.SamplingDefaults(
             temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
         ),
         architecture="LlamaForCausalLM",
@@ -365,7 +282,7 @@ EVERY: tuple[Message, ...] = (
         reasoning_parser="qwen3",
         reranks=True,
         second_from=2,
-        pooling=PoolingCard(
+        pooling=tokenize.PoolingCard(
             scores=True,
             width=2,
             matryoshka=True,
@@ -375,7 +292,7 @@ EVERY: tuple[Message, ...] = (
             plain_score=True,
         ),
     ),
-    EncodeImage(
+    claim.EncodeImage(
         request_id=REQUEST,
         model=MODEL,
         image=b"\x89PNG",
@@ -384,7 +301,7 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
-    ImageEmbedding(
+    claim.ImageEmbedding(
         request_id=REQUEST,
         content_digest=DIGESTS[0],
         tokens=196,
@@ -393,7 +310,7 @@ EVERY: tuple[Message, ...] = (
         claim=CLAIM,
         cached=True,
     ),
-    SubmitRequest(
+    submit.SubmitRequest(
         request_id=REQUEST,
         owner=GATEWAY,
         tenant=TenantId("acme"),
@@ -411,38 +328,40 @@ EVERY: tuple[Message, ...] = (
         attempt_floor=FIRST,
         traceparent=TRACE,
     ),
-    SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
-    CancelRequest(request_id=REQUEST, owner=GATEWAY, deadline_unix_ms=DEADLINE),
-    CancelAccepted(request_id=REQUEST),
-    OpenList(
+    submit.SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
+    submit.CancelRequest(request_id=REQUEST, owner=GATEWAY, deadline_unix_ms=DEADLINE),
+    submit.CancelAccepted(request_id=REQUEST),
+    submit.OpenList(
         model=MODEL,
         owner=GATEWAY,
         version=9,
         whole=True,
-        opened=(OpenRequest(request_id=REQUEST, deadline_unix_ms=DEADLINE, attempt=FIRST),),
+        opened=(submit.OpenRequest(request_id=REQUEST, deadline_unix_ms=DEADLINE, attempt=FIRST),),
         closed=(OTHER_REQUEST,),
         not_after_unix_ms=DEADLINE,
     ),
-    NoticeBatch(
+    submit.NoticeBatch(
         leader=TERM,
         gateway=GATEWAY,
-        requests=(LostRequest(request_id=REQUEST, attempt=FIRST, error=ERROR),),
+        requests=(submit.LostRequest(request_id=REQUEST, attempt=FIRST, error=ERROR),),
         lacking=(OTHER_REQUEST,),
         not_after_unix_ms=DEADLINE,
     ),
-    CommandBatch(
+    command.CommandBatch(
         leader=TERM,
         worker=WORKER,
         seq=4,
         commands=(
-            Admit(
+            command.Admit(
                 request_id=REQUEST,
                 owner=GATEWAY,
                 attempt=SECOND,
                 continues=FIRST,
                 detokenizer=DETOKENIZER.instance,
                 prompt_ids=pack_ids((1, 2, 3)),
-                choices=(ChoiceOutput(choice=1, output_ids=pack_ids((9, 8)), details=DETAILS),),
+                choices=(
+                    command.ChoiceOutput(choice=1, output_ids=pack_ids((9, 8)), details=DETAILS),
+                ),
                 sampling=SAMPLING,
                 stop=STOP,
                 priority=5,
@@ -453,48 +372,52 @@ EVERY: tuple[Message, ...] = (
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
             ),
-            Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
+            command.Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
         ),
         not_after_unix_ms=DEADLINE,
     ),
-    StopChoice(request_id=REQUEST, attempt=FIRST, detokenizer=DETOKENIZER, choice=1, offset=6),
-    ResendTokens(
+    command.StopChoice(
+        request_id=REQUEST, attempt=FIRST, detokenizer=DETOKENIZER, choice=1, offset=6
+    ),
+    command.ResendTokens(
         worker=WORKER,
         detokenizer=DETOKENIZER,
-        places=(TokenCursor(request_id=REQUEST, choice=1, offset=6),),
+        places=(command.TokenCursor(request_id=REQUEST, choice=1, offset=6),),
     ),
-    DrainWorker(),
-    FlushCache(unless_busy=True),
-    PauseWorker(mode=PauseMode.IN_PLACE),
-    ContinueWorker(),
-    SetWeightVersion(version="step-7", abort_all=False),
-    DumpPlans(),
-    ControlDone(pages_freed=128, requests=2, file="/var/dumps/plans.antiphon"),
-    KvEvents(
+    command.DrainWorker(),
+    command.FlushCache(unless_busy=True),
+    command.PauseWorker(mode=command.PauseMode.IN_PLACE),
+    command.ContinueWorker(),
+    command.SetWeightVersion(version="step-7", abort_all=False),
+    command.DumpPlans(),
+    command.ControlDone(pages_freed=128, requests=2, file="/var/dumps/plans.antiphon"),
+    kv_events.KvEvents(
         worker=WORKER,
         seq=9,
         events=(
-            BlocksStored(parent=DIGESTS[0], digests=DIGESTS[1]),
-            BlocksRemoved(digests=b"".join(DIGESTS)),
-            BlocksCleared(),
+            kv_events.BlocksStored(parent=DIGESTS[0], digests=DIGESTS[1]),
+            kv_events.BlocksRemoved(digests=b"".join(DIGESTS)),
+            kv_events.BlocksCleared(),
         ),
     ),
-    ReplayKv(after=6, snapshot=9, part=1),
-    KvReplayed(worker=WORKER, seq=9, events=(BlocksCleared(),), snapshot=True, part=2),
-    TokenStep(worker=WORKER, seq=13, step=346, token_ids=pack_ids((8,))),
-    TokenBatch(
+    kv_events.ReplayKv(after=6, snapshot=9, part=1),
+    kv_events.KvReplayed(
+        worker=WORKER, seq=9, events=(kv_events.BlocksCleared(),), snapshot=True, part=2
+    ),
+    tokens.TokenStep(worker=WORKER, seq=13, step=346, token_ids=pack_ids((8,))),
+    tokens.TokenBatch(
         worker=WORKER,
         seq=12,
         step=345,
         rows=(
-            TokenRow(
+            tokens.TokenRow(
                 request_id=REQUEST,
                 choice=1,
                 attempt=SECOND,
                 offset=2,
                 token_ids=pack_ids((7, 70_000)),
                 details=DETAILS,
-                stream=TokenStream(
+                stream=tokens.TokenStream(
                     owner=GATEWAY,
                     prompt_tokens=11,
                     details_from=-8,
@@ -513,12 +436,12 @@ EVERY: tuple[Message, ...] = (
             ),
         ),
     ),
-    TextBatch(
+    text.TextBatch(
         detokenizer=DETOKENIZER,
         gateway=GATEWAY,
         seq=12,
         rows=(
-            TextRow(
+            text.TextRow(
                 request_id=REQUEST,
                 choice=1,
                 attempt=SECOND,
@@ -529,30 +452,32 @@ EVERY: tuple[Message, ...] = (
                 finish_reason=FinishReason.STOP,
                 matched_stop=2,
                 usage=USAGE,
-                origins=(Origin(start=3, worker=WORKER.instance, weights="step-7", retractions=1),),
+                origins=(
+                    text.Origin(start=3, worker=WORKER.instance, weights="step-7", retractions=1),
+                ),
                 error=ERROR,
             ),
         ),
     ),
-    ResumeText(
+    text.ResumeText(
         detokenizer=DETOKENIZER,
         gateway=GATEWAY,
-        places=(ChoiceCursor(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
+        places=(text.ChoiceCursor(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
     ),
-    TextResumed(rows=2),
-    PutPages(
-        pages=(PageOffer(digest=DIGESTS[1], parent=DIGESTS[0], claim=CLAIM),),
+    text.TextResumed(rows=2),
+    claim.PutPages(
+        pages=(claim.PageOffer(digest=DIGESTS[1], parent=DIGESTS[0], claim=CLAIM),),
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
     ),
-    PagesStored(stored=DIGESTS),
-    LookupPages(chain=DIGESTS),
-    PagesFound(pages=2),
-    GetPages(request_id=REQUEST, chain=DIGESTS, lease_s=30.0),
-    PagesLeased(lease="lease-1", claims=(CLAIM,)),
-    ReleaseLease(lease="lease-1"),
-    LeaseReleased(),
-    Heartbeat(
+    claim.PagesStored(stored=DIGESTS),
+    claim.LookupPages(chain=DIGESTS),
+    claim.PagesFound(pages=2),
+    claim.GetPages(request_id=REQUEST, chain=DIGESTS, lease_s=30.0),
+    claim.PagesLeased(lease="lease-1", claims=(CLAIM,)),
+    claim.ReleaseLease(lease="lease-1"),
+    claim.LeaseReleased(),
+    heartbeat.Heartbeat(
         role=Role.WORKER,
         process=WORKER,
         state=ProcessState.READY,
@@ -561,12 +486,12 @@ EVERY: tuple[Message, ...] = (
         config_digest="ab" * 32,
         health_port=8081,
         load=3,
-        worker=WorkerLoad(
+        worker=heartbeat.WorkerLoad(
             pages_free=100,
             pages_total=512,
             page_tokens=16,
             running=(
-                RunningRequest(
+                heartbeat.RunningRequest(
                     request_id=REQUEST,
                     attempt=FIRST,
                     tokens=40,
@@ -588,7 +513,7 @@ EVERY: tuple[Message, ...] = (
             pages_promised=30,
             pages_returning=12,
             kv_seq=77,
-            figures=WorkerStats(
+            figures=heartbeat.WorkerStats(
                 device="cpu",
                 weight_bytes=3_000_000_000,
                 cache_bytes=400_000_000,
@@ -600,27 +525,29 @@ EVERY: tuple[Message, ...] = (
                 grammars=1,
                 retracted=2,
             ),
-            refused=RefusedCommands(leader=TERM, seq=5, reason=RefusalReason.LATE),
+            refused=heartbeat.RefusedCommands(
+                leader=TERM, seq=5, reason=heartbeat.RefusalReason.LATE
+            ),
         ),
         leads=TERM,
-        streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),
+        streams=(heartbeat.StreamSeq(receiver=DETOKENIZER.instance, seq=12),),
         reads=("TokenStep",),
         sent_unix_ms=DEADLINE - 2500,
         not_after_unix_ms=DEADLINE,
     ),
-    Discover(asker=GATEWAY),
-    ClaimName(process=GATEWAY, held=True),
-    NameTaken(process=GATEWAY),
-    MetricsReport(
+    heartbeat.Discover(asker=GATEWAY),
+    heartbeat.ClaimName(process=GATEWAY, held=True),
+    heartbeat.NameTaken(process=GATEWAY),
+    metrics.MetricsReport(
         role=Role.WORKER,
         process=WORKER,
         model=MODEL,
         metrics_port=30100,
         families=(
-            MetricFamily(
+            metrics.MetricFamily(
                 name="step_seconds",
                 bounds=(0.01, 0.1),
-                series=(MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
+                series=(metrics.MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
             ),
         ),
         number=7,

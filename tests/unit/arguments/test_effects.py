@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
@@ -61,58 +62,157 @@ def batching(settings: Settings) -> EngineCore:
     return open_engine_core(settings, plan(settings), pools(999), vocab_size=100)
 
 
+Observe = Callable[["Settings"], object]
+
+
+def entry(name: str) -> Observe:
+    return lambda settings: getattr(plan(settings), name).value
+
+
+def limit(name: str) -> Observe:
+    return lambda settings: getattr(batching(settings).limits, name)
+
+
+def rule(name: str) -> Observe:
+    return lambda settings: getattr(batching(settings).rules, name)
+
+
+def of_leader(name: str) -> Observe:
+    return lambda settings: getattr(LeaderConfig.of(settings), name)
+
+
 @pytest.mark.parametrize(
-    ("flag", "value", "entry", "expected"),
+    ("flag", "value", "observe", "expected"),
     [
-        shows("--dtype", "float", "dtype", "float32"),
-        shows("--kv-cache-dtype", "fp8_e4m3", "cache_dtype", "fp8_e4m3"),
-        shows("--max-total-tokens", "4096", "cache_pages", 256),
-        shows("--chunked-prefill-size", "128", "chunk_tokens", 128),
-        shows("--max-prefill-tokens", "1024", "fill_tokens", 1024),
-        shows("--max-running-requests", "3", "running_max", 3),
-        shows("--page-size", "32", "page_tokens", 32),
-        shows("--context-length", "128", "context_tokens", 128),
-        shows("--model-impl", "transformers", "implementation", "transformers"),
-        shows("--enable-deterministic-inference", None, "deterministic", True),
-        shows("--disable-radix-cache", None, "prefix", False),
-        shows("--grammar-backend", "none", "grammar", "none"),
-        shows("--quantization", "fp8", "quantization", "fp8"),
+        shows("--dtype", "float", entry("dtype"), "float32"),
+        shows("--kv-cache-dtype", "fp8_e4m3", entry("cache_dtype"), "fp8_e4m3"),
+        shows("--max-total-tokens", "4096", entry("cache_pages"), 256),
+        shows("--chunked-prefill-size", "128", entry("chunk_tokens"), 128),
+        shows("--max-prefill-tokens", "1024", entry("fill_tokens"), 1024),
+        shows("--max-running-requests", "3", entry("running_max"), 3),
+        shows("--page-size", "32", entry("page_tokens"), 32),
+        shows("--context-length", "128", entry("context_tokens"), 128),
+        shows("--model-impl", "transformers", entry("implementation"), "transformers"),
+        shows("--enable-deterministic-inference", None, entry("deterministic"), True),
+        shows("--disable-radix-cache", None, entry("prefix"), False),
+        shows("--grammar-backend", "none", entry("grammar"), "none"),
+        shows("--quantization", "fp8", entry("quantization"), "fp8"),
+        shows("--prefill-max-requests", "2", limit("prefill_max"), 2),
+        shows("--stream-interval", "4", limit("stream_interval"), 4),
+        shows("--schedule-conservativeness", "0.3", limit("conservativeness"), 0.3),
+        shows("--mamba-track-interval", "64", limit("checkpoint_tokens"), 64),
+        shows("--enable-return-hidden-states", None, limit("hidden_states"), True),
+        shows("--return-hidden-states-mode", "full", limit("hidden_states"), True),
+        shows("--weight-version", "v7", limit("weight_version"), "v7"),
+        shows("--schedule-policy", "lpm", rule("policy"), "lpm"),
+        shows("--enable-priority-scheduling", None, rule("priority"), True),
+        shows("--schedule-low-priority-values-first", None, rule("low_first"), True),
+        shows("--priority-scheduling-preemption-threshold", "3", rule("preempt_threshold"), 3),
+        shows("--abort-on-priority-when-disabled", None, rule("refuse_priority"), True),
+        shows("--max-queued-requests", "5", of_leader("queue_max"), 5),
+        shows("--soft-watchdog-timeout", "3", of_leader("stall_s"), 3.0),
     ],
 )
-def test_argument_decides_the_plan(
-    flag: str, value: str | None, entry: str, expected: object
+def test_argument_decides_a_value(
+    flag: str, value: str | None, observe: Observe, expected: object
 ) -> None:
-    typed = (flag,) if value is None else (flag, value)
-    given, without = compare(*typed, observe=lambda settings: getattr(plan(settings), entry).value)
+    given, without = compare(flag, value, observe=observe)
     assert given == expected != without
 
 
-@pytest.mark.argument("--device")
-def test_device_is_the_given_one() -> None:
-    given, without = compare("--device", "cpu", observe=lambda settings: plan(settings).device)
-    assert (given.value, given.reason) == ("cpu", "model.device")
-    assert (without.value, without.reason) == ("cpu", "the device of this machine")
+def device_and_reason(settings: Settings) -> tuple[str, str]:
+    device = plan(settings).device
+    return device.value, device.reason
 
 
-@pytest.mark.argument("--quantization-param-path")
-def test_quantization_param_path_gives_the_scales_of_an_fp8_cache() -> None:
-    given, without = compare(
-        "--quantization-param-path",
-        "/scales.json",
-        observe=lambda settings: plan(settings).cache_scales.value,
-        base=("--kv-cache-dtype", "fp8_e4m3"),
-    )
-    assert (given, without) == ("/scales.json", "")
+def preempts(settings: Settings) -> bool:
+    """Whether the highest priority preempts the lowest."""
+    precedence = LeaderConfig.of(settings).precedence
+    return precedence.preempts(precedence.rank(2**63 - 1), precedence.rank(-(2**63)))
 
 
-@pytest.mark.argument("--enable-mixed-chunk")
-def test_enable_mixed_chunk_puts_prefills_beside_decodes() -> None:
-    given, without = compare(
-        "--enable-mixed-chunk",
-        observe=lambda settings: batching(settings).limits.mixed,
-        base=("--no-batching-mixed",),
-    )
-    assert (given, without) == (True, False)
+def asks_for_a_key(settings: Settings) -> bool:
+    access = Access(settings.access, Tenants(), lambda: 0.0)
+    try:
+        access.authenticate(None, admin=True)
+    except (Unauthorized, Forbidden):
+        return True
+    return False
+
+
+def pools_texts(settings: Settings) -> bool:
+    files = model_files(settings)
+    card = read_card(files)
+    return read_pooling(files, card, embedding=settings.model.embedding) is not None
+
+
+def draws_the_same_seeds(settings: Settings) -> bool:
+    """Whether two starts draw the same seeds, and requests of one start different ones."""
+    first, second = (Seeds.of(settings, InstanceId("gateway-0")) for _ in range(2))
+    one, two = ([seeds.fill(SamplingOptions()).seed for _ in range(3)] for seeds in (first, second))
+    assert len(set(one)) == 3
+    return one == two
+
+
+def log_level(settings: Settings) -> int:
+    before = logging.getLogger().level
+    try:
+        logs.set_up(level=settings.telemetry.log_level, form="text", instance="test")
+        return logging.getLogger().level
+    finally:
+        logging.getLogger().setLevel(before)
+
+
+FP8_CACHE, PRIORITIES = ("--kv-cache-dtype", "fp8_e4m3"), ("--enable-priority-scheduling",)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "observe", "pair", "base"),
+    [
+        shows(
+            "--device",
+            "cpu",
+            device_and_reason,
+            (("cpu", "model.device"), ("cpu", "the device of this machine")),
+            (),
+        ),
+        shows(
+            "--quantization-param-path",
+            "/scales.json",
+            entry("cache_scales"),
+            ("/scales.json", ""),
+            FP8_CACHE,
+        ),
+        shows(
+            "--enable-mixed-chunk", None, limit("mixed"), (True, False), ("--no-batching-mixed",)
+        ),
+        shows("--disable-priority-preemption", None, preempts, (False, True), PRIORITIES),
+        shows(
+            "--radix-eviction-policy",
+            "lfu",
+            lambda settings: STRATEGIES[settings.cache.eviction],
+            (STRATEGIES["lfu"], STRATEGIES["lru"]),
+            (),
+        ),
+        shows("--api-key", "swordfish", asks_for_a_key, (True, False), ()),
+        shows("--admin-api-key", "swordfish", asks_for_a_key, (True, False), ()),
+        shows("--served-model-name", "gpt-x", served_name, ("gpt-x", embedded.SERVED_NAME), ()),
+        shows(
+            "--weight-loader-disable-mmap",
+            None,
+            lambda settings: model_files(settings).mapped,
+            (False, True),
+            (),
+        ),
+        shows("--is-embedding", None, pools_texts, (True, False), ()),
+        shows("--random-seed", "7", draws_the_same_seeds, (True, False), ()),
+        shows("--log-level", "ERROR", log_level, (logging.ERROR, logging.INFO), ()),
+    ],
+)
+def test_argument_changes_what_holds_without_it(
+    flag: str, value: str | None, observe: Observe, pair: object, base: tuple[str, ...]
+) -> None:
+    assert compare(flag, value, observe=observe, base=base) == pair
 
 
 @pytest.mark.parametrize(
@@ -126,107 +226,6 @@ def test_argument_sizes_the_pool_of_states(flag: str, value: str) -> None:
         observe=lambda settings: resolve(settings, RECURRENT, DEVICE).cache_states.value,
     )
     assert given >= 700
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "limit", "expected"),
-    [
-        shows("--prefill-max-requests", "2", "prefill_max", 2),
-        shows("--stream-interval", "4", "stream_interval", 4),
-        shows("--schedule-conservativeness", "0.3", "conservativeness", 0.3),
-        shows("--mamba-track-interval", "64", "checkpoint_tokens", 64),
-        shows("--enable-return-hidden-states", None, "hidden_states", True),
-        shows("--return-hidden-states-mode", "full", "hidden_states", True),
-        shows("--weight-version", "v7", "weight_version", "v7"),
-    ],
-)
-def test_argument_limits_a_worker(
-    flag: str, value: str | None, limit: str, expected: object
-) -> None:
-    typed = (flag,) if value is None else (flag, value)
-    given, without = compare(
-        *typed, observe=lambda settings: getattr(batching(settings).limits, limit)
-    )
-    assert given == expected != without
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "rule", "expected"),
-    [
-        shows("--schedule-policy", "lpm", "policy", "lpm"),
-        shows("--enable-priority-scheduling", None, "priority", True),
-        shows("--schedule-low-priority-values-first", None, "low_first", True),
-        shows("--priority-scheduling-preemption-threshold", "3", "preempt_threshold", 3),
-        shows("--abort-on-priority-when-disabled", None, "refuse_priority", True),
-    ],
-)
-def test_argument_orders_a_worker(
-    flag: str, value: str | None, rule: str, expected: object
-) -> None:
-    typed = (flag,) if value is None else (flag, value)
-    given, without = compare(
-        *typed, observe=lambda settings: getattr(batching(settings).rules, rule)
-    )
-    assert given == expected != without
-
-
-@pytest.mark.argument("--disable-priority-preemption")
-def test_disable_priority_preemption_keeps_running_requests() -> None:
-    lowest, highest = -(2**63), 2**63 - 1
-
-    def preempts(settings: Settings) -> bool:
-        precedence = LeaderConfig.of(settings).precedence
-        return precedence.preempts(precedence.rank(highest), precedence.rank(lowest))
-
-    given, without = compare(
-        "--disable-priority-preemption", observe=preempts, base=("--enable-priority-scheduling",)
-    )
-    assert (given, without) == (False, True)
-
-
-@pytest.mark.argument("--radix-eviction-policy")
-def test_radix_eviction_policy_chooses_the_strategy() -> None:
-    given, without = compare(
-        "--radix-eviction-policy",
-        "lfu",
-        observe=lambda settings: STRATEGIES[settings.cache.eviction],
-    )
-    assert (given, without) == (STRATEGIES["lfu"], STRATEGIES["lru"])
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "rule", "expected"),
-    [
-        shows("--max-queued-requests", "5", "queue_max", 5),
-        shows("--soft-watchdog-timeout", "3", "stall_s", 3.0),
-    ],
-)
-def test_argument_limits_the_scheduler(flag: str, value: str, rule: str, expected: object) -> None:
-    given, without = compare(
-        flag, value, observe=lambda settings: getattr(LeaderConfig.of(settings), rule)
-    )
-    assert given == expected != without
-
-
-@pytest.mark.parametrize("flag", [shows("--api-key"), shows("--admin-api-key")])
-def test_key_is_asked_for(flag: str) -> None:
-    def refused(settings: Settings) -> bool:
-        access = Access(settings.access, Tenants(), lambda: 0.0)
-        try:
-            access.authenticate(None, admin=True)
-        except (Unauthorized, Forbidden):
-            return True
-        return False
-
-    assert compare(flag, "swordfish", observe=refused) == (True, False)
-
-
-@pytest.mark.argument("--served-model-name")
-def test_served_model_name_is_what_clients_ask_for() -> None:
-    assert compare("--served-model-name", "gpt-x", observe=served_name) == (
-        "gpt-x",
-        embedded.SERVED_NAME,
-    )
 
 
 @pytest.mark.argument("--model-path")
@@ -255,14 +254,6 @@ def test_load_format_dummy_reads_no_weights() -> None:
     assert given == 0 < without
 
 
-@pytest.mark.argument("--weight-loader-disable-mmap")
-def test_weight_loader_disable_mmap_copies_files() -> None:
-    given, without = compare(
-        "--weight-loader-disable-mmap", observe=lambda settings: model_files(settings).mapped
-    )
-    assert (given, without) == (False, True)
-
-
 @pytest.mark.argument("--json-model-override-args")
 def test_json_model_override_args_replace_fields_of_the_config() -> None:
     given, without = compare(
@@ -271,16 +262,6 @@ def test_json_model_override_args_replace_fields_of_the_config() -> None:
         observe=lambda settings: read_card(model_files(settings)).context_tokens,
     )
     assert given == 777 != without
-
-
-@pytest.mark.argument("--is-embedding")
-def test_is_embedding_makes_vectors() -> None:
-    def pooled(settings: Settings) -> bool:
-        files = model_files(settings)
-        card = read_card(files)
-        return read_pooling(files, card, embedding=settings.model.embedding) is not None
-
-    assert compare("--is-embedding", observe=pooled) == (True, False)
 
 
 @pytest.mark.argument("--model-checksum")
@@ -317,47 +298,16 @@ def test_chat_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     assert given == "[hi]" != without
 
 
-@pytest.mark.argument("--random-seed")
-def test_random_seed_repeats_the_seeds_that_are_drawn() -> None:
-    def drawn_alike(settings: Settings) -> bool:
-        """Whether two starts draw the same seeds, and requests of one start different ones."""
-        first, second = (Seeds.of(settings, InstanceId("gateway-0")) for _ in range(2))
-        one, two = (
-            [seeds.fill(SamplingOptions()).seed for _ in range(3)] for seeds in (first, second)
-        )
-        assert len(set(one)) == 3
-        return one == two
-
-    assert compare("--random-seed", "7", observe=drawn_alike) == (True, False)
-
-
-@pytest.mark.argument("--log-level")
-def test_log_level_hides_what_is_below() -> None:
-    def level(settings: Settings) -> int:
-        before = logging.getLogger().level
-        try:
-            logs.set_up(level=settings.telemetry.log_level, form="text", instance="test")
-            return logging.getLogger().level
-        finally:
-            logging.getLogger().setLevel(before)
-
-    assert compare("--log-level", "ERROR", observe=level) == (logging.ERROR, logging.INFO)
-
-
 @pytest.mark.parametrize(
-    ("flag", "values"),
-    [
-        shows("--mem-fraction-static", ("0.4",)),
-        shows("--torchao-config", ("int8wo",)),
-    ],
+    ("flag", "value"), [shows("--mem-fraction-static", "0.4"), shows("--torchao-config", "int8wo")]
 )
-def test_argument_changes_the_memory_of_the_plan(flag: str, values: tuple[str, ...]) -> None:
+def test_argument_changes_the_memory_of_the_plan(flag: str, value: str) -> None:
     def sizes(settings: Settings) -> tuple[int, int]:
         resolved = plan(settings)
         return resolved.weight_bytes.value, resolved.cache_pages.value
 
     base = ("--model-path", str(embedded.path()))
-    given, without = compare(flag, *values, observe=sizes, base=base)
+    given, without = compare(flag, value, observe=sizes, base=base)
     if flag == "--mem-fraction-static":
         # 0.4 of 5 GiB is for weights and pool together.
         page_bytes = 16 * CARD.kv_bytes(CARD.dtype)
@@ -391,8 +341,7 @@ def test_argument_bounds_white_space_of_json(flag: str, value: str | None, most:
         assert state.accept(begin)
         return next(count for count in range(99) if not state.accept(space))
 
-    typed = (flag,) if value is None else (flag, value)
-    given, without = compare(*typed, observe=accepted)
+    given, without = compare(flag, value, observe=accepted)
     assert given <= most < without
 
 
