@@ -77,45 +77,23 @@ In every family:
 """
 
 
-_COUNTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "mamba_n_heads": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "routed_scaling_factor": 1.0,
-    "pad_token_id": 0,
-}
 _SIZES = {
-    "vocab_size": 32,
-    "max_position_embeddings": 256,
-    "hidden_size": 256,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "intermediate_size_mlp": 256,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-    "sliding_window": 64,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "mamba_d_head": 32,
-    "mamba_d_state": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "query_pre_attn_scalar": 64,
+    1: "n_shared_experts first_k_dense_replace",
+    2: "num_experts_per_tok",
+    4: "num_experts num_hidden_layers num_attention_heads num_key_value_heads linear_num_key_heads"
+    " linear_num_value_heads linear_conv_kernel_dim",
+    8: "mamba_n_heads",
+    32: "vocab_size qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_d_head",
+    64: "head_dim sliding_window mamba_d_state linear_key_head_dim linear_value_head_dim"
+    " query_pre_attn_scalar",
+    128: "kv_lora_rank q_lora_rank",
+    256: "max_position_embeddings hidden_size intermediate_size intermediate_size_mlp"
+    " moe_intermediate_size shared_expert_intermediate_size",
 }
 SAMPLE: Mapping[str, object] = {
-    **_COUNTS,
-    **_SIZES,
+    **{name: size for size, names in _SIZES.items() for name in names.split()},
+    "routed_scaling_factor": 1.0,
+    "pad_token_id": 0,
     "norm_topk_prob": False,
     "topk_method": "greedy",
 }
