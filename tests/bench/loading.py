@@ -53,7 +53,6 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def peak(self) -> float:
-        """Of the weights as they are kept, as a share."""
         return self.peak_bytes / self.weight_bytes
 
 

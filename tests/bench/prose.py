@@ -56,7 +56,6 @@ def windows(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def perplexity(logits: Callable[[Sequence[int]], Tensor], texts: Sequence[Sequence[int]]) -> float:
-    """Return that of all tokens of the texts but the first of each; logits are (T, V)."""
     losses = [
         F.cross_entropy(logits(ids)[:-1].double(), torch.tensor(ids[1:]), reduction="none")
         for ids in texts

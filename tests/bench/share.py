@@ -66,11 +66,9 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def step_ms(self) -> float:
-        """Time of a step, and of what lies between two."""
         return 1000 * self.seconds / self.steps
 
     def part_ms(self, *parts: str) -> float:
-        """Processor time of parts in a step."""
         return 1000 * sum(self.parts_s[part] for part in parts) / self.steps
 
     @property

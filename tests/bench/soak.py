@@ -231,7 +231,6 @@ def _resident_kib(pid: int) -> int:
 
 
 def _growth(name: str, points: list[tuple[float, int]]) -> list[Measurement]:
-    """Resident memory of one service over the run."""
     seconds, kib = np.array(points[len(points) // 2 :]).T
     slope = float(np.polyfit(seconds / 60, kib, 1)[0])
     return [

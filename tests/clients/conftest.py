@@ -35,7 +35,6 @@ class ScriptedStack:
         write_script(self.folder, *rules)
 
     def prompts(self) -> list[str]:
-        """Return the prompts since the script was given."""
         return read_prompts(self.folder)
 
 
@@ -74,11 +73,9 @@ def engine() -> Iterator[Stack]:
 
 
 def thinking_call(name: str, arguments: dict[str, object]) -> str:
-    """Write an answer that thinks and then calls a tool."""
     return f"<think>A tool will say.</think>{call(name, arguments)}"
 
 
 def call(name: str, arguments: dict[str, object]) -> str:
-    """Write an answer that calls a tool."""
     written = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{written}\n</tool_call>"

@@ -46,8 +46,6 @@ class Exchange:
 
 
 class Relay:
-    """Answers at `url` as another server does."""
-
     def __init__(self, target: str) -> None:
         self._target = target
         self.url = ""
@@ -88,7 +86,6 @@ class Relay:
 
 @asynccontextmanager
 async def relay_to(target: str) -> AsyncIterator[Relay]:
-    """Run a relay to a server until left."""
     relay = Relay(target)
     app = web.Application(client_max_size=0)
     app.router.add_route("*", "/{path:.*}", relay.pass_on)

@@ -32,12 +32,10 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 def shown(tests: Path = TESTS) -> tuple[Shown, ...]:
-    """All markers below a folder of tests, by file and line."""
     return tuple(found for file in sorted(tests.rglob("test_*.py")) for found in _in_file(file))
 
 
 def table(tests: Path = TESTS) -> str:
-    """The table: one line per argument, with its first test."""
     flags = {flag: row.flags[0] for row in rows() for flag in row.flags}
     first: dict[str, str] = {}
     for found in shown(tests):
@@ -77,7 +75,6 @@ def _name(expression: ast.expr) -> str:
 
 
 def main() -> None:
-    """Write the table to its file in the package."""
     TABLE.write_text(table(), encoding="utf-8")
 
 

@@ -17,16 +17,13 @@ class ManualClock:
         self._numbers = itertools.count()
 
     def now(self) -> float:
-        """Monotonic time in seconds."""
         return self._now
 
     def unix_ms(self) -> int:
-        """Wall clock in milliseconds since 1970."""
         return self._unix_ms_at_zero + round(self._now * 1000)
 
     @property
     def sleepers(self) -> int:
-        """Number of tasks that sleep now."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:

@@ -45,7 +45,6 @@ def isa_flags(unit: Path) -> list[str]:
 
 
 def write() -> Path:
-    """Write `compile_commands.json`; git ignores it."""
     COMMANDS.write_text(json.dumps(compile_commands(), indent=2) + "\n")
     return COMMANDS
 
@@ -78,7 +77,6 @@ def tidy() -> int:
 
 
 def main() -> int:
-    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.cpp")
     parser.add_argument("--tidy", action="store_true", help="run clang-tidy too")
     if parser.parse_args().tidy:

@@ -44,7 +44,6 @@ class EchoService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Store the runtime for the test."""
         self.runtime = runtime
         try:
             yield self
@@ -52,22 +51,18 @@ class EchoService:
             self.left = True
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """One route."""
         return [RequestEndpoint(route=TOKENIZE, handler=self.encode, address={"model": MODEL})]
 
     def model(self) -> ModelName | None:
-        """One model."""
         return MODEL
 
     def report(self) -> Report:
-        """The number of running calls."""
         return Report(load=self.open)
 
     async def drain(self) -> None:
         """Do nothing: there is no state beyond a call."""
 
     async def encode(self, request: EncodeRequest, _: Delivery) -> EncodeReply:
-        """Wait until the deadline, then answer."""
         assert request.prompt is not None
         self.open += 1
         try:

@@ -68,7 +68,6 @@ class _Echo:
 
     @property
     def ended(self) -> bool:
-        """Whether all tokens are sent."""
         return self.offset == len(self.answer.ids)
 
     def row(self) -> TokenRow:
@@ -122,19 +121,16 @@ class EchoWorker:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[Self]:
-        """Nothing to load."""
         self._runtime = runtime
         if self._step_s:
             runtime.group.create_task(self._pace(), name="pace")
         yield self
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Commands."""
         here = {"worker": self._runtime.process.instance}
         return (StreamEndpoint(route=COMMAND, apply=self._on_commands, address=here),)
 
     def model(self) -> ModelName | None:
-        """The served model."""
         return served_name(self._runtime.settings)
 
     def report(self) -> Report:

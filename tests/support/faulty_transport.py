@@ -59,7 +59,6 @@ class FaultyTransport:
 
     @property
     def fault_happened(self) -> bool:
-        """Whether the call `fail_at_call` was made."""
         return self._fail_at_call is not None and self.calls > self._fail_at_call
 
     any_thread = False  # delayed messages are sent by a task of the event loop

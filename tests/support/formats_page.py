@@ -23,7 +23,6 @@ _MARK = "## Tool call formats\n"
 
 
 def page() -> str:
-    """The page: its text before the tables, and the tables."""
     tools = table(
         ("names", "example", "constrained in its own format", "call IDs"), map(_tool, TOOL_FORMATS)
     )

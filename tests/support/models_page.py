@@ -123,7 +123,6 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 
 def page() -> str:
-    """The whole page."""
     models: list[tuple[str, ...]] = []
     stored: list[tuple[str, ...]] = []
     reasons: dict[str, int] = {}

@@ -75,14 +75,12 @@ class NatsServer:
                 await process.wait()
 
     async def pause(self) -> None:
-        """Freeze it: connections stay open without traffic. Returns once all threads stopped."""
         self.running.process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(STOP_TIMEOUT_S):
             while not _is_stopped(self.running.process.pid):  # noqa: ASYNC110  # there is no event
                 await asyncio.sleep(POLL_S)
 
     def resume(self) -> None:
-        """Resume a frozen server."""
         self.running.process.send_signal(signal.SIGCONT)
 
     def _leave(self) -> None:

@@ -36,7 +36,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 
 def packages() -> list[str]:
-    """Every package of the three source roots."""
     roots = (ROOT / root / "antiphon" for root in ("services", "shared", "kernels"))
     return sorted(p.parent.name for root in roots for p in root.glob("*/__init__.py"))
 

@@ -49,7 +49,6 @@ class Running(Generic[S_co]):
 
     @property
     def service(self) -> S_co:
-        """The service, once it has started."""
         assert self._service is not None
         return self._service
 
@@ -64,21 +63,17 @@ class Running(Generic[S_co]):
 
     @property
     def health(self) -> ProcessHealth:
-        """The state of the process."""
         return self.around.health
 
     @property
     def metrics(self) -> Metrics:
-        """Its metrics."""
         return self.around.metrics
 
     @property
     def process(self) -> Process:
-        """Its identity."""
         return self.around.bus.process
 
     async def live(self) -> None:
-        """Serve until stopped; a failure is stored for `ended`."""
         try:
             await serve(self, self.around, self.stop)
         except Exception as error:  # noqa: BLE001  # as main does

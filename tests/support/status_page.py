@@ -142,7 +142,6 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
 
 
 def page() -> str:
-    """The full page."""
     return "\n".join(
         [
             _HEAD,

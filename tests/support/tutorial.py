@@ -27,15 +27,12 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "bench", "golden", "results", "
 
 
 class Block(NamedTuple):
-    """A code block of a page."""
-
     language: str
     file: str
     text: str
 
 
 def blocks(page: Path) -> list[Block]:
-    """The code blocks of a page, in order."""
     return [Block(*groups) for groups in BLOCK.findall(page.read_text())]
 
 
@@ -70,7 +67,6 @@ def edited(text: str, diff: str) -> str:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each run of pytest that a page names."""
     for block in blocks(page):
         for line in block.text.splitlines():
             if block.language == "sh" and line.startswith(PYTEST):
@@ -78,7 +74,6 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def run(module: str, *arguments: str | Path, folder: Path) -> str:
-    """Run a module of Python in a copy of the repository; return what it printed."""
     sources = [folder / name for name in ("services", "shared", "kernels")]
     path = f"PYTHONPATH={os.pathsep.join(map(str, sources))}"
     result = subprocess.run(

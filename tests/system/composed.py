@@ -69,8 +69,6 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Composed:
-    """The services of compose.yaml as processes on this machine."""
-
     services: Mapping[str, dict]
     folder: Path
     nats_url: str = ""
@@ -80,11 +78,9 @@ class Composed:
 
     @property
     def url(self) -> str:
-        """The gateway's."""
         return f"http://127.0.0.1:{self.gateway_port}"
 
     def log(self, name: str) -> str:
-        """Return what a service has said."""
         return (self.folder / f"{name}.log").read_text()
 
     async def start(self, name: str) -> None:
@@ -131,7 +127,6 @@ class Composed:
             return await process.wait()
 
     def metrics(self, name: str) -> str:
-        """Return what Prometheus would read."""
         url = f"http://127.0.0.1:{self.ports[name]}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return answer.read().decode()
@@ -157,7 +152,6 @@ class Composed:
 
 @asynccontextmanager
 async def composed(environment: Mapping[str, str], folder: Path) -> AsyncIterator[Composed]:
-    """Run NATS and the services of compose.yaml until left."""
     services = read_compose("compose.yaml", environment)["services"]
     nats = services.pop("nats")
     async with broker(nats, folder) as url:

@@ -47,7 +47,6 @@ def play(url: str, requests: list[list[Json]]) -> list[Exchange]:
 
 
 def load() -> list[Exchange]:
-    """Return the committed exchanges."""
     return json.loads(RECORDED.read_text())
 
 

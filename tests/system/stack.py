@@ -49,8 +49,6 @@ SERVICES = (
 
 @dataclass(frozen=True)
 class Stack:
-    """A running stack."""
-
     process: subprocess.Popen[str]
     url: str
     model: str
@@ -66,7 +64,6 @@ class Stack:
         return None
 
     def pids(self) -> dict[str, int]:
-        """Return every living service's pid."""
         found = {name: self.pid(name) for name in SERVICES}
         return {name: pid for name, pid in found.items() if pid is not None}
 
@@ -94,7 +91,6 @@ class Stack:
             return False
 
     def log(self, instance: str) -> str:
-        """Return what a service has logged."""
         path = self.logs / f"{instance}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 

@@ -262,7 +262,6 @@ async def ask_over_nats(url: str, password: str) -> str:
 
 
 async def leave_early(url: str, password: str) -> None:
-    """Cancel, all the way down to the worker."""
     async with Client(url, user="client-default", password=password) as client:
         pieces = client.generate("antiphon-small", "Count from 1 to 20.", ignore_eos=True)
         async with aclosing(pieces):

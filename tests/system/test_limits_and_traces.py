@@ -34,8 +34,6 @@ LONG = {"stream": True, "max_tokens": 1900, "ignore_eos": True, "prompt": "Count
 
 @dataclass(frozen=True)
 class Seen:
-    """One span, as it was exported."""
-
     service: str
     name: str
     trace_id: str
@@ -44,8 +42,6 @@ class Seen:
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps what comes in."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list[Seen] = []
@@ -87,7 +83,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Run a collector until left."""
     with Collector() as collector:
         thread = threading.Thread(target=collector.serve_forever)
         thread.start()
@@ -117,7 +112,6 @@ def small(collector: Collector) -> Iterator[Stack]:
 async def post(
     session: aiohttp.ClientSession, stack: Stack, body: dict[str, object]
 ) -> tuple[int, str, str]:
-    """Return status, Retry-After and body."""
     async with session.post(f"{stack.url}/v1/completions", json=body) as answer:
         return answer.status, answer.headers.get("Retry-After", ""), await answer.text()
 

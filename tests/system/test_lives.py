@@ -61,8 +61,6 @@ def ask(client: OpenAI, model: str) -> str:
 
 
 class Load:
-    """Clients that ask all the time, and what became of each request."""
-
     def __init__(self, stack: Stack, clients: int) -> None:
         self.outcomes: list[tuple[str, float]] = []
         self._stack = stack
@@ -116,8 +114,6 @@ def test_a_killed_service_is_started_again_and_everything_ends(stack: Stack, vic
 
 
 class Reader(threading.Thread):
-    """One client that reads one long greedy answer."""
-
     def __init__(self, stack: Stack, number: int) -> None:
         super().__init__()
         self.text = ""

@@ -68,8 +68,6 @@ def lint(page: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """A server that scrapes one target each half second."""
-
     url: str
 
     def ask(self, expression: str) -> list[float]:

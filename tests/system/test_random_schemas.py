@@ -44,7 +44,6 @@ FEW = 60
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack whose model draws from the embedded model's tokens, by chance."""
     folder = tmp_path_factory.mktemp("model") / "random"
     card = read_card(embedded.path())
     fields = {"vocab_size": card.vocabulary_size, "max_position_embeddings": 2048}

@@ -32,13 +32,11 @@ NATS = f"nats://127.0.0.1:{NATS_PORT}"
 
 
 def block(language: str, containing: str) -> str:
-    """Return the one code block that contains a text."""
     (found,) = [text for name, text in BLOCKS if name == language and containing in text]
     return found
 
 
 def run(command: Sequence[str | Path]) -> str:
-    """Run a program to its end; return what it printed."""
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )

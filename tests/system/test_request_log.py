@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
 def count(stack: Stack, started: threading.Event) -> None:
-    """Read a long stream until its gateway dies."""
     client = OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
     body = {"ignore_eos": True}
     try:

@@ -37,8 +37,6 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the chat offers."""
-
     name: str
     description: str
     parameters: tuple[Parameter, ...]
@@ -202,7 +200,6 @@ def signature(tool: Tool) -> str:
 
 
 def schema(tool: Tool) -> dict[str, object]:
-    """A tool in the format of the OpenAI API."""
     properties = {
         one.name: {"type": one.type, **({"enum": list(one.values)} if one.values else {})}
         for one in tool.parameters

@@ -31,16 +31,12 @@ ANSWER_TOKENS_MAX = 400  # the longest count, a hundred numbers of three digits,
 
 
 class Miss(msgspec.Struct, frozen=True):
-    """A question that was answered wrongly."""
-
     question: str
     expected: str
     answered: str
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The result of one skill."""
-
     skill: str
     prompts: int
     exact: int
@@ -49,12 +45,10 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """The share of exact answers."""
         return self.exact / self.prompts
 
     @property
     def reached(self) -> bool:
-        """Whether the floor, if there is one, is reached."""
         return self.floor is None or self.share >= self.floor
 
 
@@ -78,7 +72,6 @@ def score(skill: Skill, cases: Sequence[Case], generate: Generate) -> Score:
 
 
 def line(one: Score) -> str:
-    """Format a score as a line of the table."""
     floor = "" if one.floor is None else f"{one.floor:.0%}"
     return f"{one.skill:<14}{one.prompts:>8}{one.exact:>8}{one.share:>9.1%}{floor:>8}"
 

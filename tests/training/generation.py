@@ -137,7 +137,6 @@ class ServedModel:
     model: str
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
-        """Answer each chat greedily."""
         return asyncio.run(self._answers(chats, tokens_max))
 
     async def _answers(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
@@ -167,7 +166,6 @@ class HttpModel:
     model: str
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
-        """Answer each chat greedily."""
         return asyncio.run(self._answers(chats, tokens_max))
 
     async def _answers(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:

@@ -45,8 +45,6 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The state of the training after a step."""
-
     step: int
     loss: float
 

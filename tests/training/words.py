@@ -124,12 +124,10 @@ def wording_key(text: str) -> str | None:
 
 
 def article(noun: str) -> str:
-    """Put `a` or `an` before a noun."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def sentence(rng: Random) -> str:
-    """Write a short sentence that says nothing in particular."""
     subject = f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     if rng.random() < 0.4:
         subject = rng.choice(NAMES)

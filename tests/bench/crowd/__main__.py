@@ -64,8 +64,6 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Where the gateway's processor time goes, in percent of it."""
-
     parts: dict[str, float]
     functions: dict[str, float]
 

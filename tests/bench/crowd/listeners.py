@@ -100,8 +100,6 @@ class Listeners:
 
 @dataclass
 class Tally:
-    """Events of all clients since the last reset."""
-
     begun: int = 0
     refused: bytes = b""
     events: int = 0
@@ -113,8 +111,6 @@ class Tally:
 
 
 class Listener(asyncio.Protocol):
-    """One client: sends a request, reads all of its stream, and repeats."""
-
     def __init__(self, request: bytes, tally: Tally) -> None:
         self._request = request
         self._tally = tally

@@ -36,7 +36,6 @@ class Samples(msgspec.Struct, frozen=True):
     found: dict[str, int]
 
     def shares(self, parts: Parts, rest: str) -> dict[str, float]:
-        """Percent of all samples by part: the first of which a pattern is in the file's path."""
         counts = Counter[str]()
         for place, count in self.found.items():
             file = place.partition(":")[0]
@@ -57,12 +56,10 @@ class Sampler:
         self._found = Counter[str]()
 
     def start(self) -> None:
-        """Begin. Only one at a time, and in the main thread."""
         signal.signal(signal.SIGPROF, self._take)
         signal.setitimer(signal.ITIMER_PROF, PERIOD_S, PERIOD_S)
 
     def stop(self) -> Samples:
-        """End; return what was found since the start."""
         signal.setitimer(signal.ITIMER_PROF, 0)
         return Samples(dict(self._found))
 

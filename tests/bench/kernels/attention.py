@@ -64,7 +64,6 @@ def a_cache(format_: torch.dtype, pages: int, shape: Shape) -> Tensor:
 def decode(
     shape: Shape, format_: torch.dtype, batch: int, context: int, layers: int
 ) -> Callable[[], object]:
-    """Attention of a decode step in all layers, with shuffled pages."""
     each = context // PAGE_TOKENS
     table = np.random.default_rng(0).permutation(batch * each).astype(np.int32)
     caches = [a_cache(format_, batch * each, shape) for _ in range(layers)]

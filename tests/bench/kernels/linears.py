@@ -42,8 +42,6 @@ def sizes(shape: Shape) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to multiply by all weights; `read_bytes` is what it reads for it."""
-
     read_bytes: int
     linears: Sequence[tuple[int, Callable[[Tensor], Tensor]]]
 

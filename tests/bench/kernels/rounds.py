@@ -28,8 +28,6 @@ READ = "read"
 
 
 class Rounds:
-    """A buffer to read, and the clock of a run."""
-
     def __init__(self) -> None:
         self._sweep = huge_zeros(SWEEP_BYTES // 8, dtype=torch.int64)
         self._sweep.fill_(1)  # zeros that were never written are one page, read again and again

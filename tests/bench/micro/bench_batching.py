@@ -116,7 +116,6 @@ class FullWorker:
         self.batching.capacity()
 
     def outcome(self) -> StepOutcome:
-        """Return what a runner would sample."""
         self.batching.pools.launched(self.step)
         self.batching.pools.finished(self.step)
         starts = np.cumsum([0, *(row.draws for row in self.rows)], dtype=np.int32)

@@ -120,7 +120,6 @@ class Server:
         self._engine.start()
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer once the model is loaded."""
         return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:

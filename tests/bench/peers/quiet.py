@@ -103,7 +103,6 @@ def used_s() -> dict[int, float]:
 
 
 def _busiest(before: dict[int, float]) -> str:
-    """Name the three processes that worked most, with what they used meanwhile."""
     used = {pid: each - before.get(pid, 0.0) for pid, each in used_s().items()}
     most = sorted(used.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{_command(pid)} ({pid}): {each:.1f} s" for pid, each in most)

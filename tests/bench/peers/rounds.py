@@ -70,7 +70,6 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def settled(self) -> bool:
-        """Whether trying again would help nothing."""
         return self.others <= BUSY_MAX or self.wrong is not None
 
 
@@ -247,7 +246,6 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device(self) -> Device:
-        """The median over rounds."""
         return Device(
             median(device.read_gb_s for device in self.devices),
             median(device.product_gflop_s for device in self.devices),

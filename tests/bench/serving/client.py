@@ -62,8 +62,6 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(Protocol):
-    """Something that answers."""
-
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *error: object) -> None: ...

@@ -218,7 +218,6 @@ def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> 
 
 
 def _print_parts(folder: Path, rows: int) -> None:
-    """Measure the schema of standard input, as `measured_parts` asks for."""
     import torch  # noqa: PLC0415
 
     from antiphon.config.worker import GrammarConfig  # noqa: PLC0415

@@ -21,8 +21,6 @@ ROUND = (1, 2, 5, 10)
 
 @dataclass(frozen=True)
 class Line:
-    """Points in order of x, under one name."""
-
     name: str
     points: Sequence[tuple[float, float]]
 

@@ -114,12 +114,10 @@ PLACES = words(
 
 
 def write_greeting(rng: Random, split: Split) -> Thread:
-    """Greet, thank or part."""
     return _ask_from(rng, split, GREETINGS)
 
 
 def write_identity(rng: Random, split: Split) -> Thread:
-    """Ask what the model is and can do."""
     return _ask_from(rng, split, IDENTITY)
 
 
@@ -137,7 +135,6 @@ def write_story(rng: Random, split: Split) -> Thread:
 
 
 def write_refusal(rng: Random, split: Split) -> Thread:
-    """Ask something that the model cannot know."""
     question = draw(rng, split, _beyond, lambda text: f"refusal {text}")
     return (Exchange(question, REFUSAL),)
 

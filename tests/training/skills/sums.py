@@ -39,7 +39,6 @@ def write(rng: Random, split: Split) -> Thread:
 
 
 def two_numbers(rng: Random) -> tuple[int, int]:
-    """Draw two numbers of two digits."""
     return rng.randint(10, 99), rng.randint(10, 99)
 
 

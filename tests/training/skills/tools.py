@@ -33,8 +33,6 @@ UNITS = ("celsius", "fahrenheit")
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A tool as one chat offers it."""
-
     kind: Kind
     tool: Tool
 
@@ -54,7 +52,6 @@ def write(rng: Random, split: Split) -> Thread:
 
 
 def _offers(rng: Random, count: int) -> list[Offer]:
-    """Draw tools that do different things."""
     offers: list[Offer] = []
     while len(offers) < count:
         drawn = kind(rng)
@@ -150,12 +147,10 @@ def _exchange(
 
 
 def written(value: object) -> str:
-    """JSON as the model writes it."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _values(rng: Random, split: Split, drawn: Kind) -> Values:
-    """Draw the arguments."""
     while True:
         values: Values = {slot.key: slot.draw(rng) for slot in drawn.slots}
         key = _key(drawn, values)

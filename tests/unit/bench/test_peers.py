@@ -89,7 +89,6 @@ def ratios(*turns: Turn, case: Case = DECODE) -> list[Measurement | None]:
 
 
 def test_the_ratio_is_taken_round_by_round() -> None:
-    """A machine that is twice as fast in one round changes no ratio."""
     (ratio,) = ratios(*turns("antiphon", 110, 220, 120), *turns("vllm", 100, 200, 100))
     assert ratio is not None
     assert (ratio.middle, ratio.least, ratio.most) == pytest.approx((1.1, 1.1, 1.2))
