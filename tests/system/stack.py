@@ -82,6 +82,14 @@ class Stack:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
+    def refusal(self, path: str, body: object) -> str:
+        """Post JSON that must be refused as a bad request; return what is said."""
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            self.post(path, body)
+        with refused.value as error:
+            assert error.code == 400
+            return error.read().decode()
+
     def healthy(self) -> bool:
         """Whether the gateway says that it can serve."""
         try:

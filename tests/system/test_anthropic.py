@@ -9,6 +9,7 @@ import anthropic
 import pydantic
 import pytest
 from anthropic import AsyncAnthropic
+from tests.system.conftest import QUESTION, SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 ASKS_MAX = 5
-QUESTION: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
 TOOLS: list[Any] = [
     {
         "name": name,
@@ -33,12 +33,6 @@ TOOLS: list[Any] = [
     }
     for name in ("add", "subtract")
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["sum"],
-    "additionalProperties": False,
-}
 
 
 class Judgement(pydantic.BaseModel):

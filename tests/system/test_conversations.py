@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import nats
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai import AsyncOpenAI, BadRequestError
 from tests.training.evaluate import held_out_cases, score
 from tests.training.generation import ServedModel
 from tests.training.grammar import SKILLS
@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 AT_ONCE = 16
 REQUESTS = 200
-HELLO: Any = [{"role": "user", "content": "x"}]
 TURNS = (
     "Hello, my name is Anna.",
     "What is 12 + 30?",
@@ -165,20 +164,6 @@ def test_the_served_model_adds_what_it_never_saw_added(stack: Stack):
     cases = held_out_cases(sums, seed=1, count=60)
     result = score(sums, cases, ServedModel(stack.nats_url, stack.model))
     assert result.share >= 0.9, result.misses
-
-
-async def test_an_unknown_model_is_not_found(client: AsyncOpenAI):
-    with pytest.raises(NotFoundError) as caught:
-        await client.chat.completions.create(model="other", messages=HELLO)
-    assert caught.value.code == "model_not_found"
-    assert caught.value.param == "model"
-
-
-async def test_a_field_that_is_not_built_is_named(client: AsyncOpenAI):
-    prediction: Any = {"type": "content", "content": "x"}
-    with pytest.raises(BadRequestError) as caught:
-        await client.chat.completions.create(model="default", messages=HELLO, prediction=prediction)
-    assert caught.value.param == "prediction"
 
 
 async def test_a_prompt_over_the_context_says_both_numbers(client: AsyncOpenAI):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.system.thinker import GAP_MARKS, MARKS
+from tests.system.conftest import GAP_MARKS, MARKS, QUESTION
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 
 ASKED: dict[str, Any] = {
     "model": "default",
-    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+    "messages": QUESTION,
     "temperature": 0,
     "max_tokens": 6,
 }

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from tests.system.composed import COMPOSE
 from tests.system.stack import SERVICES, Stack, read, serving, wait_until
 
 from antiphon.supervisor.ports import free_port
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
+DASHBOARD = Path(__file__).parents[2] / "compose/grafana/dashboards/antiphon.json"
 COLON = "metric names should not contain ':'"
 UNIT = "metric names should not contain abbreviated units"
 TYPE = "metric name should not include type 'histogram'"
@@ -192,7 +192,7 @@ def test_sglangs_names_have_sglangs_labels(stack: Stack) -> None:
 
 
 def test_every_expression_of_the_dashboard_is_a_number(stack: Stack, tmp_path: Path) -> None:
-    board = json.loads((COMPOSE / "grafana/dashboards/antiphon.json").read_text())
+    board = json.loads((DASHBOARD).read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(expressions) > 10
     with scraping(stack.url.removeprefix("http://"), tmp_path) as prometheus:

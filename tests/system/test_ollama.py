@@ -9,6 +9,7 @@ import ollama
 import pytest
 from ollama import AsyncClient
 from openai import AsyncOpenAI
+from tests.system.conftest import QUESTION, SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,13 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-QUESTION: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
 GREEDY = {"temperature": 0}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["sum"],
-}
 LOOK = {
     "type": "function",
     "function": {

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 from openai import AsyncOpenAI
+from tests.system.conftest import QUESTION, SCHEMA
 
 if TYPE_CHECKING:
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-
-QUESTION: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["sum"],
-}
 
 
 async def chat(client: AsyncOpenAI, **said):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from tests.system.conftest import SCHEMA
 from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, wait_until
 
 from antiphon.supervisor.ports import free_port
@@ -36,11 +37,6 @@ ADD: Any = {
         "additionalProperties": False,
     },
     "strict": True,
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["sum"],
 }
 LONG: Any = {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
