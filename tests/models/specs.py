@@ -1,18 +1,40 @@
-"""A model's spec with a part of every layer changed: what a mutant is made of."""
+"""The spec of each row of the families, and specs with a part of every layer changed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.models import families, families_judges, families_moe, families_seeing
 
 from antiphon.layers.attention import AttentionSpec
+from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.llama_parts import read_spec
+from antiphon.model_worker.model.registry import find_family
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.models.families import Row
+
     from antiphon.model_worker.model.spec import LayerSpec, ModelSpec
+
+ROWS = families.ROWS + families_moe.ROWS + families_seeing.ROWS
+"""Of the families that generate text."""
+EVERY = ROWS + families_judges.ROWS
+
+
+def spec_of(row: Row) -> ModelSpec:
+    """As the row's config is declared; nothing is loaded."""
+    with TemporaryDirectory() as folder:
+        config = row.made()
+        config.architectures = [row.architecture.__name__]
+        config.save_pretrained(folder)
+        read = read_config(Path(folder))
+    return read_spec(find_family(read.architectures), read)
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import transformers
+from tests.models.derived import derived
+from tests.models.specs import EVERY, spec_of
 from tests.support.markdown import DOCS, table
 
 from antiphon.config.quantization import ROUTERS
@@ -161,14 +163,20 @@ def _compared(architecture: str) -> str:
 
 
 def _families() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """By architecture: the first line of what the declaration says, and its features."""
+    """By architecture: the first line of what the declaration says, and the features of its rows.
+
+    A model under another head has those of its layers, too.
+    """
+    shown: dict[str, dict[str, object]] = {}
+    for row in EVERY:
+        shown.setdefault(row.architecture.__name__, {}).update(derived(spec_of(row)))
+    of_layers = {FAMILIES[architecture].declare: shown[architecture] for architecture in FAMILIES}
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for architecture in FAMILIES:
-        family = find_family((architecture,))
-        layers = family.layers_of or family
-        about = (inspect.getdoc(layers.declare) or "").partition("\n")[0]
-        beside = family.features if layers is family else (*layers.features, *family.features)
-        found[architecture] = (about, beside)
+    for architecture, family in FAMILIES.items():
+        about = (inspect.getdoc(family.declare) or "").partition("\n")[0]
+        layers = inspect.unwrap(family.declare)
+        beside = {} if layers is family.declare else of_layers[layers]
+        found[architecture] = (about, tuple({**beside, **shown[architecture]}))
     return found
 
 

@@ -290,9 +290,10 @@ def _models() -> Iterator[str]:
     yield "## Models and devices\n"
     devices = fields()["model.device"].choices
     refused = values()["--device"]
+    families = {family.name for family in FAMILIES.values()}
     yield from (
         f"* Devices (`--device`): {_code(devices)}. Refused: {_code(refused)}.",
-        f"* Architectures: {len(FAMILIES)}, declared by {len(set(FAMILIES.values()))} families:"
+        f"* Architectures: {len(FAMILIES)}, declared by {len(families)} families:"
         " [reference/models.md](reference/models.md). Other causal models run through the modules"
         " of transformers if a paged KV cache serves them:"
         " [models.md](models.md#models-without-a-family).",

@@ -6,6 +6,7 @@ A family sets what differs as `changes`: fields of the spec that a function retu
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
@@ -137,33 +138,29 @@ def read_spec(family: ModelFamily, config: ConfigFile) -> ModelSpec:
 
 def classifier(family: ModelFamily) -> ModelFamily:
     """A family's models with a linear head that scores labels from the last token."""
-    return _headed(
-        family, lambda config: ClassificationHeadSpec(labels=config.labels), "last token"
-    )
+    return _headed(family, lambda config: ClassificationHeadSpec(labels=config.labels))
 
 
 def reward_model(family: ModelFamily) -> ModelFamily:
     """A family's models with two linears that compute a reward from the last token."""
     dense = DenseSpec(name="score.0", activation="relu")
     head = ClassificationHeadSpec(labels=1, name="score.2", bias=True, dense=dense)
-    features = ("last token", "dense layer", "activation of the dense layer", "biased head")
-    return _headed(family, lambda _: head, *features)
+    return _headed(family, lambda _: head)
 
 
-def embedding_model(family: ModelFamily, *features: str) -> ModelFamily:
-    """A family's models without a head; some have features that no generative model has."""
-    return _headed(family, lambda _: None, *features)
+def embedding_model(family: ModelFamily) -> ModelFamily:
+    """A family's models without a head."""
+    return _headed(family, lambda _: None)
 
 
 def _headed(
-    family: ModelFamily,
-    head: Callable[[ConfigFile], ClassificationHeadSpec | None],
-    *features: str,
+    family: ModelFamily, head: Callable[[ConfigFile], ClassificationHeadSpec | None]
 ) -> ModelFamily:
+    @wraps(family.declare)
     def declare(config: ConfigFile) -> ModelSpec:
         spec = family.declare(config)
         # Checkpoints of a model saved without a head lack the `model.` prefix.
         pooling = "last" if spec.causal else "mean"
         return msgspec.structs.replace(spec, head=head(config), pooling=pooling, prefix="model.")
 
-    return ModelFamily(family.name, declare, features, layers_of=family)
+    return ModelFamily(family.name, declare)

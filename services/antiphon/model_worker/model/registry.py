@@ -1,18 +1,36 @@
-"""Maps architectures to families; a family is imported when a model needs it.
+"""Maps architectures to families.
 
 Code in a model folder is never run, but named in the error where a model would need it.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_worker.model.errors import UnknownArchitecture
+from antiphon.model_worker.model.families.bert import BERT, MODERNBERT, ROBERTA
+from antiphon.model_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
+from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, PHI, STARCODER2
+from antiphon.model_worker.model.families.gpt_oss import GPT_OSS
+from antiphon.model_worker.model.families.llama import (
+    GLM4,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    PHI3,
+    SMOLLM3,
+)
+from antiphon.model_worker.model.families.llama4 import LLAMA4
+from antiphon.model_worker.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from antiphon.model_worker.model.llama_parts import classifier, embedding_model, reward_model
 
 if TYPE_CHECKING:
     from antiphon.model_card.files import ModelFiles
@@ -20,71 +38,59 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAMILIES: dict[str, str] = {
-    "FalconH1ForCausalLM": "antiphon.model_worker.model.families.falcon_h1:FALCON_H1",
-    "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
-    "Llama4ForCausalLM": "antiphon.model_worker.model.families.llama4:LLAMA4",
-    "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen:QWEN2",
-    "Qwen3ForCausalLM": "antiphon.model_worker.model.families.qwen:QWEN3",
-    "MistralForCausalLM": "antiphon.model_worker.model.families.mistral:MISTRAL",
-    "SmolLM3ForCausalLM": "antiphon.model_worker.model.families.llama:SMOLLM3",
-    "GemmaForCausalLM": "antiphon.model_worker.model.families.gemma:GEMMA",
-    "Gemma2ForCausalLM": "antiphon.model_worker.model.families.gemma:GEMMA2",
-    "Gemma3ForCausalLM": "antiphon.model_worker.model.families.gemma:GEMMA3",
-    "Gemma3ForConditionalGeneration": "antiphon.model_worker.model.families.gemma:GEMMA3",
-    "Llama4ForConditionalGeneration": "antiphon.model_worker.model.families.llama4:LLAMA4",
-    "Mistral3ForConditionalGeneration": "antiphon.model_worker.model.families.mistral:MISTRAL",
-    "PhiForCausalLM": "antiphon.model_worker.model.families.gpt:PHI",
-    "Phi3ForCausalLM": "antiphon.model_worker.model.families.llama:PHI3",
-    "Glm4ForCausalLM": "antiphon.model_worker.model.families.llama:GLM4",
-    "Olmo2ForCausalLM": "antiphon.model_worker.model.families.llama:OLMO2",
-    "GraniteForCausalLM": "antiphon.model_worker.model.families.llama:GRANITE",
-    "Starcoder2ForCausalLM": "antiphon.model_worker.model.families.gpt:STARCODER2",
-    "GPTNeoXForCausalLM": "antiphon.model_worker.model.families.gpt:GPT_NEOX",
-    "GPT2LMHeadModel": "antiphon.model_worker.model.families.gpt:GPT2",
-    "Qwen3NextForCausalLM": "antiphon.model_worker.model.families.qwen:QWEN3_NEXT",
-    "DeepseekV2ForCausalLM": "antiphon.model_worker.model.families.deepseek:DEEPSEEK_V2",
-    "DeepseekV3ForCausalLM": "antiphon.model_worker.model.families.deepseek:DEEPSEEK_V3",
-    "Glm4MoeForCausalLM": "antiphon.model_worker.model.families.deepseek:GLM4_MOE",
-    "GptOssForCausalLM": "antiphon.model_worker.model.families.gpt_oss:GPT_OSS",
-    "MixtralForCausalLM": "antiphon.model_worker.model.families.mistral:MIXTRAL",
-    "Qwen2MoeForCausalLM": "antiphon.model_worker.model.families.qwen:QWEN2_MOE",
-    "Qwen3MoeForCausalLM": "antiphon.model_worker.model.families.qwen:QWEN3_MOE",
-    "GemmaForSequenceClassification": "antiphon.model_worker.model.families.gemma:GEMMA_CLASSIFIER",
-    "Gemma2ForSequenceClassification": (
-        "antiphon.model_worker.model.families.gemma:GEMMA2_CLASSIFIER"
-    ),
-    "Gemma3TextForSequenceClassification": (
-        "antiphon.model_worker.model.families.gemma:GEMMA3_CLASSIFIER"
-    ),
-    "LlamaForSequenceClassification": "antiphon.model_worker.model.families.llama:LLAMA_CLASSIFIER",
-    "MistralForSequenceClassification": (
-        "antiphon.model_worker.model.families.mistral:MISTRAL_CLASSIFIER"
-    ),
-    "Qwen2ForSequenceClassification": "antiphon.model_worker.model.families.qwen:QWEN2_CLASSIFIER",
-    "Qwen3ForSequenceClassification": "antiphon.model_worker.model.families.qwen:QWEN3_CLASSIFIER",
-    "Qwen2ForRewardModel": "antiphon.model_worker.model.families.qwen:QWEN2_REWARD",
-    "Qwen3ForRewardModel": "antiphon.model_worker.model.families.qwen:QWEN3_REWARD",
-    "BertModel": "antiphon.model_worker.model.families.bert:BERT",
-    "BertForSequenceClassification": "antiphon.model_worker.model.families.bert:BERT_CLASSIFIER",
-    "RobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
-    "RobertaForSequenceClassification": (
-        "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
-    ),
-    "XLMRobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
-    "XLMRobertaForSequenceClassification": (
-        "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
-    ),
-    "ModernBertModel": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
-    "ModernBertForSequenceClassification": (
-        "antiphon.model_worker.model.families.modernbert:MODERNBERT_CLASSIFIER"
-    ),
-    "Gemma2Model": "antiphon.model_worker.model.families.gemma:GEMMA2_BASE",
-    "Gemma3TextModel": "antiphon.model_worker.model.families.gemma:GEMMA3_BASE",
-    "LlamaModel": "antiphon.model_worker.model.families.llama:LLAMA_BASE",
-    "MistralModel": "antiphon.model_worker.model.families.mistral:MISTRAL_BASE",
-    "Qwen2Model": "antiphon.model_worker.model.families.qwen:QWEN2_BASE",
-    "Qwen3Model": "antiphon.model_worker.model.families.qwen:QWEN3_BASE",
+FAMILIES: dict[str, ModelFamily] = {
+    "FalconH1ForCausalLM": FALCON_H1,
+    "LlamaForCausalLM": LLAMA,
+    "Llama4ForCausalLM": LLAMA4,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "MistralForCausalLM": MISTRAL,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
+    "Llama4ForConditionalGeneration": LLAMA4,
+    "Mistral3ForConditionalGeneration": MISTRAL,
+    "PhiForCausalLM": PHI,
+    "Phi3ForCausalLM": PHI3,
+    "Glm4ForCausalLM": GLM4,
+    "Olmo2ForCausalLM": OLMO2,
+    "GraniteForCausalLM": GRANITE,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "GPTNeoXForCausalLM": GPT_NEOX,
+    "GPT2LMHeadModel": GPT2,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "GptOssForCausalLM": GPT_OSS,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GemmaForSequenceClassification": classifier(GEMMA),
+    "Gemma2ForSequenceClassification": classifier(GEMMA2),
+    "Gemma3TextForSequenceClassification": classifier(GEMMA3),
+    "LlamaForSequenceClassification": classifier(LLAMA),
+    "MistralForSequenceClassification": classifier(MISTRAL),
+    "Qwen2ForSequenceClassification": classifier(QWEN2),
+    "Qwen3ForSequenceClassification": classifier(QWEN3),
+    "Qwen2ForRewardModel": reward_model(QWEN2),
+    "Qwen3ForRewardModel": reward_model(QWEN3),
+    "BertModel": BERT,
+    "BertForSequenceClassification": BERT,
+    "RobertaModel": ROBERTA,
+    "RobertaForSequenceClassification": ROBERTA,
+    "XLMRobertaModel": ROBERTA,
+    "XLMRobertaForSequenceClassification": ROBERTA,
+    "ModernBertModel": MODERNBERT,
+    "ModernBertForSequenceClassification": MODERNBERT,
+    "Gemma2Model": embedding_model(GEMMA2),
+    "Gemma3TextModel": embedding_model(GEMMA3),
+    "LlamaModel": embedding_model(LLAMA),
+    "MistralModel": embedding_model(MISTRAL),
+    "Qwen2Model": embedding_model(QWEN2),
+    "Qwen3Model": embedding_model(QWEN3),
 }
 
 BASES: dict[str, str] = {
@@ -99,9 +105,8 @@ BASES: dict[str, str] = {
 def find_family(architectures: tuple[str, ...]) -> ModelFamily:
     """The family of the first supported architecture."""
     for architecture in architectures:
-        if target := FAMILIES.get(BASES.get(architecture, architecture)):
-            module, _, name = target.partition(":")
-            return cast("ModelFamily", getattr(importlib.import_module(module), name))
+        if family := FAMILIES.get(BASES.get(architecture, architecture)):
+            return family
     named = ", ".join(architectures) or "none"
     raise UnknownArchitecture(
         f"config.json: architecture {named} is not supported: there are {', '.join(FAMILIES)}"

@@ -216,17 +216,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ModelFamily:
     """A family of models: its name, and the function that derives a model's spec from its config.
 
-    Attributes:
-        declare: Raises `ModelLoadError` for a config that would be served incorrectly.
-        features: Differences to a plain Llama, each with a mutant in the parity test, which proves
-            that the feature is computed.
-        layers_of: The family whose layers and features these are, under another head.
+    `declare` raises `ModelLoadError` for a config that would be served incorrectly.
     """
 
     name: str
     declare: Callable[[ConfigFile], ModelSpec]
-    features: tuple[str, ...] = ()
-    layers_of: ModelFamily | None = None
 
 
 def _group_order(cache: CacheSpec) -> tuple[bool, bool, int]:

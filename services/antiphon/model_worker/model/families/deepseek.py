@@ -178,14 +178,6 @@ def _shared(config: ConfigFile, fields: _DeepseekMoeFields) -> GatedMlpSpec | No
     )
 
 
-_LATENT = ("rope scaling", "mscale", "interleaved RoPE")
-_EXPERTS = ("shared expert", "scaling", "groups")
-_SIGMOID = (
-    *(*_EXPERTS, "biases", "sigmoid scores", "correction"),
-    *("groups by their two best", "normalised top-k weights"),
-)
-DEEPSEEK_V2 = ModelFamily(
-    "deepseek-v2", declare_v2, (*_LATENT, *_EXPERTS, "unnormalised top-k weights")
-)
-DEEPSEEK_V3 = ModelFamily("deepseek-v3", declare_v3, (*_LATENT, *_SIGMOID))
-GLM4_MOE = ModelFamily("glm4-moe", declare_glm4_moe, ("qk-norm", "partial RoPE", *_SIGMOID))
+DEEPSEEK_V2 = ModelFamily("deepseek-v2", declare_v2)
+DEEPSEEK_V3 = ModelFamily("deepseek-v3", declare_v3)
+GLM4_MOE = ModelFamily("glm4-moe", declare_glm4_moe)

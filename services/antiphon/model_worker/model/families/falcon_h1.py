@@ -110,12 +110,4 @@ def _mamba(config: ConfigFile, fields: _FalconH1Fields) -> MixerBranch:
     )
 
 
-FALCON_H1 = ModelFamily(
-    "falcon-h1",
-    declare,
-    (
-        *("state", "biases", "step limits", "gated norm", "gate before the norm"),
-        *("gate behind the norm", "scaled inputs", "scaled branches", "attention scale"),
-        *("scaled feed-forward", "scaled embedding", "scaled logits"),
-    ),
-)
+FALCON_H1 = ModelFamily("falcon-h1", declare)

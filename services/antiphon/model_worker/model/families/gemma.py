@@ -12,8 +12,6 @@ from antiphon.model_card.tasks import Task, task_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     attention,
-    classifier,
-    embedding_model,
     gated,
     layers,
     model,
@@ -141,21 +139,6 @@ def _sandwiched(
     )
 
 
-_GEMMA = ("norms of 1 + weight", "tanh GELU", "scaled embedding")
-_SANDWICHED = (*_GEMMA, "sandwich norms", "attention scale", "window")
-GEMMA = ModelFamily("gemma", declare_gemma, _GEMMA)
-GEMMA2 = ModelFamily(
-    "gemma2",
-    declare_gemma2,
-    (*_SANDWICHED, "capped scores", "capped logits"),
-)
-GEMMA3 = ModelFamily(
-    "gemma3",
-    declare_gemma3,
-    (*_SANDWICHED, "qk-norm", "local RoPE", "rope scaling"),
-)
-GEMMA_CLASSIFIER = classifier(GEMMA)
-GEMMA2_CLASSIFIER = classifier(GEMMA2)
-GEMMA3_CLASSIFIER = classifier(GEMMA3)
-GEMMA2_BASE = embedding_model(GEMMA2)
-GEMMA3_BASE = embedding_model(GEMMA3, "bidirectional attention")
+GEMMA = ModelFamily("gemma", declare_gemma)
+GEMMA2 = ModelFamily("gemma2", declare_gemma2)
+GEMMA3 = ModelFamily("gemma3", declare_gemma3)

@@ -112,22 +112,7 @@ def declare_starcoder2(config: ConfigFile) -> ModelSpec:
     return model(config, layer)
 
 
-GPT2 = ModelFamily(
-    "gpt2", declare_gpt2, ("biases", "layer norms", "tanh GELU", "learned positions")
-)
-GPT_NEOX = ModelFamily(
-    "gpt_neox",
-    declare_gpt_neox,
-    ("biases", "layer norms", "exact GELU", "parallel blocks", "partial RoPE"),
-)
-PHI = ModelFamily(
-    "phi",
-    declare_phi,
-    (
-        *("biases", "biased head", "parallel blocks", "partial RoPE"),
-        *("qk-norm", "layer norms", "tanh GELU"),
-    ),
-)
-STARCODER2 = ModelFamily(
-    "starcoder2", declare_starcoder2, ("biases", "layer norms", "tanh GELU", "window")
-)
+GPT2 = ModelFamily("gpt2", declare_gpt2)
+GPT_NEOX = ModelFamily("gpt_neox", declare_gpt_neox)
+PHI = ModelFamily("phi", declare_phi)
+STARCODER2 = ModelFamily("starcoder2", declare_starcoder2)

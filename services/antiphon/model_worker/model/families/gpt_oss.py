@@ -51,12 +51,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model(config, layers(config.windows(), layer))
 
 
-GPT_OSS = ModelFamily(
-    "gpt-oss",
-    declare,
-    (
-        *("sinks", "window", "biases", "rope scaling"),
-        *("expert biases", "router bias", "normalised top-k weights"),
-        *("clamped gate", "gate alpha", "interleaved gate and up"),
-    ),
-)
+GPT_OSS = ModelFamily("gpt-oss", declare)

@@ -1,4 +1,4 @@
-"""Llama, and families that are Llama with a few changes."""
+"""Llama, and families that are Llama with a few changes, Mistral and Mixtral among them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
+from antiphon.layers.experts import SeparateExperts
+from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import (
+    Count,
+    ExpertFields,
     attention,
-    classifier,
-    embedding_model,
     gated,
     layers,
     model,
@@ -38,6 +40,11 @@ GLM4_NORMS = Norms(
     before_feed_forward="post_attention_layernorm",
     after_feed_forward="post_mlp_layernorm",
 )
+MIXTRAL_EXPERTS = SeparateExperts(
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+)
 
 
 def declare_llama(config: ConfigFile) -> ModelSpec:
@@ -45,6 +52,32 @@ def declare_llama(config: ConfigFile) -> ModelSpec:
     layer = LayerSpec(
         mixer=attention(config, bias=config.attention_bias),
         feed_forward=gated(config, bias=config.mlp_bias),
+        norm=rms_norm(config),
+    )
+    return model(config, layer)
+
+
+def declare_mistral(config: ConfigFile) -> ModelSpec:
+    """Mistral: Llama's shape, with a window in every layer in its first versions."""
+    mixer = attention(config, window=config.sliding_window)
+    layer = LayerSpec(mixer=mixer, feed_forward=gated(config), norm=rms_norm(config))
+    return model(config, layer)
+
+
+class _MixtralFields(ExpertFields, frozen=True, kw_only=True):
+    num_experts_per_tok: Count = 2
+
+
+def declare_mixtral(config: ConfigFile) -> ModelSpec:
+    """Mixtral: Mistral with experts in place of each feed-forward block."""
+    fields = config.family_fields(_MixtralFields)
+    layer = LayerSpec(
+        mixer=attention(config, window=config.sliding_window),
+        feed_forward=MoeSpec(
+            routing=fields.routing(renormalised=True),
+            experts=fields.experts(config, config.width, names=MIXTRAL_EXPERTS),
+            router="block_sparse_moe.gate",
+        ),
         norm=rms_norm(config),
     )
     return model(config, layer)
@@ -135,17 +168,11 @@ def declare_glm4(config: ConfigFile) -> ModelSpec:
     return model(config, layer)
 
 
-LLAMA = ModelFamily("llama", declare_llama, ("biases", "rope scaling"))
-SMOLLM3 = ModelFamily("smollm3", declare_smollm3, ("NoPE layers", "biases", "window"))
-GRANITE = ModelFamily(
-    "granite",
-    declare_granite,
-    ("biases", "attention scale", "residual multiplier", "scaled embedding", "scaled logits"),
-)
-OLMO2 = ModelFamily("olmo2", declare_olmo2, ("biases", "qk-norm", "output norms only"))
-PHI3 = ModelFamily("phi3", declare_phi3, ("partial RoPE", "rope scaling", "window"))
-GLM4 = ModelFamily(
-    "glm4", declare_glm4, ("biases", "interleaved RoPE", "partial RoPE", "sandwich norms")
-)
-LLAMA_CLASSIFIER = classifier(LLAMA)
-LLAMA_BASE = embedding_model(LLAMA)
+LLAMA = ModelFamily("llama", declare_llama)
+MISTRAL = ModelFamily("mistral", declare_mistral)
+MIXTRAL = ModelFamily("mixtral", declare_mixtral)
+SMOLLM3 = ModelFamily("smollm3", declare_smollm3)
+GRANITE = ModelFamily("granite", declare_granite)
+OLMO2 = ModelFamily("olmo2", declare_olmo2)
+PHI3 = ModelFamily("phi3", declare_phi3)
+GLM4 = ModelFamily("glm4", declare_glm4)

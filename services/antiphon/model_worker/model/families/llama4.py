@@ -124,12 +124,4 @@ def _experts(config: ConfigFile, fields: _Llama4Fields) -> MoeSpec:
     )
 
 
-LLAMA4 = ModelFamily(
-    "llama4",
-    declare,
-    (
-        *("NoPE layers", "chunked attention", "temperature", "qk-norm", "interleaved RoPE"),
-        *("biases", "rope scaling", "sigmoid scores", "router weight on the input"),
-        *("shared expert", "unnormalised top-k weights"),
-    ),
-)
+LLAMA4 = ModelFamily("llama4", declare)

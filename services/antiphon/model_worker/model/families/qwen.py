@@ -14,13 +14,10 @@ from antiphon.model_worker.model.llama_parts import (
     Count,
     ExpertFields,
     attention,
-    classifier,
-    embedding_model,
     gated,
     layers,
     model,
     one_plus_norm,
-    reward_model,
     rms_norm,
 )
 from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
@@ -197,30 +194,8 @@ def _feed_forwards(
     )
 
 
-QWEN2 = ModelFamily("qwen2", declare_qwen2, ("biases", "window"))
-QWEN3 = ModelFamily("qwen3", declare_qwen3, ("qk-norm", "biases", "window"))
-QWEN2_MOE = ModelFamily(
-    "qwen2-moe",
-    declare_qwen2_moe,
-    (
-        *("biases", "window", "shared expert", "shared gate"),
-        *("unnormalised top-k weights", "normalised top-k weights"),
-    ),
-)
-QWEN3_MOE = ModelFamily(
-    "qwen3-moe", declare_qwen3_moe, ("qk-norm", "biases", "window", "normalised top-k weights")
-)
-QWEN3_NEXT = ModelFamily(
-    "qwen3-next",
-    declare_qwen3_next,
-    (
-        *("gated norm", "gated attention", "partial RoPE", "qk-norm", "biases"),
-        *("norms of 1 + weight", "shared expert", "shared gate", "normalised top-k weights"),
-    ),
-)
-QWEN2_CLASSIFIER = classifier(QWEN2)
-QWEN3_CLASSIFIER = classifier(QWEN3)
-QWEN2_REWARD = reward_model(QWEN2)
-QWEN3_REWARD = reward_model(QWEN3)
-QWEN2_BASE = embedding_model(QWEN2)
-QWEN3_BASE = embedding_model(QWEN3)
+QWEN2 = ModelFamily("qwen2", declare_qwen2)
+QWEN3 = ModelFamily("qwen3", declare_qwen3)
+QWEN2_MOE = ModelFamily("qwen2-moe", declare_qwen2_moe)
+QWEN3_MOE = ModelFamily("qwen3-moe", declare_qwen3_moe)
+QWEN3_NEXT = ModelFamily("qwen3-next", declare_qwen3_next)
