@@ -25,7 +25,7 @@ from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import apply_rotary, cos_sin
 from antiphon.layers.context import ForwardContext
-from antiphon.layers.methods import METHODS
+from antiphon.layers.methods import LinearMethod
 from antiphon.layers.tp import SingleRank
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def logits(model: LoadedModel, row: Row) -> Tensor:
         ops=select(DeviceCapability("cpu", dtype=build.dtype)),
         tp=SingleRank(),
         attend=WholeSequence(mixer.query_heads, mixer.kv_heads, cos, sin),
-        token_adapter=torch.full((len(positions),), -1),
     )
-    hidden = model.decoder.forward(ctx, tokens=torch.tensor(row.token_ids)).last
+    hidden, _ = model.decoder.forward(ctx, torch.tensor(row.token_ids))
     return model.decoder.logits(ctx, hidden)
 
 
@@ -90,7 +89,7 @@ def measure(count: int, dtype: str) -> Summary:
     counted = {"answers": answers, "all": torch.ones_like(answers)}
     found: list[Measurement] = []
     plain: Foretold | None = None
-    for linear in METHODS:
+    for linear in LinearMethod:
         predicted = foretold(load(folder, dtype=dtype, linear=linear), rows)
         plain = plain or predicted
         for case, tokens in counted.items():

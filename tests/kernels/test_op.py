@@ -13,7 +13,7 @@ from antiphon.kernels.op import (
 from antiphon.kernels.ops import select
 
 CPU = DeviceCapability("cpu")
-GPU = DeviceCapability("cuda", 90)
+GPU = DeviceCapability("cuda")
 
 
 def needs_gpu(device: DeviceCapability) -> str | None:

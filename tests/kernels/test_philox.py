@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from antiphon.kernels.sampling import Purpose, philox4x32, uniform
+from antiphon.kernels.sampling import philox4x32, uniform
 
 # kat_vectors of the authors' Random123 library: counter, key, result.
 KNOWN = [
@@ -32,10 +32,8 @@ def test_philox_gives_the_published_vectors(counter, key, result) -> None:
     assert [int(got[0]) for got in philox4x32((a, b, c, d), (k0, k1))] == list(result)
 
 
-def draws(seed: int = 5, choice: int = 0, position: int = 9, purpose: Purpose = Purpose.SAMPLE):
-    return uniform(
-        np.array([seed], np.int64), np.array([choice], np.int32), np.array([position]), purpose
-    )[0]
+def draws(seed: int = 5, choice: int = 0, position: int = 9):
+    return uniform(np.array([seed]), np.array([choice], np.int32), np.array([position]))[0]
 
 
 def test_each_coordinate_changes_the_number() -> None:
@@ -46,22 +44,19 @@ def test_each_coordinate_changes_the_number() -> None:
         draws(seed=-5),
         draws(choice=1),
         draws(position=10),
-        draws(purpose=Purpose.ACCEPT),
     }
-    assert len(numbers) == 7
+    assert len(numbers) == 6
 
 
 def test_a_row_gets_the_same_number_in_any_batch() -> None:
     positions = np.arange(100)
     seeds, choices = np.full(100, 5, np.int64), np.zeros(100, np.int32)
-    assert uniform(seeds, choices, positions, Purpose.SAMPLE)[9] == draws(position=9)
+    assert uniform(seeds, choices, positions)[9] == draws(position=9)
 
 
 def test_numbers_are_spread_evenly_below_one() -> None:
     count = 100_000
-    numbers = uniform(
-        np.zeros(count, np.int64), np.zeros(count, np.int32), np.arange(count), Purpose.SAMPLE
-    )
+    numbers = uniform(np.zeros(count, np.int64), np.zeros(count, np.int32), np.arange(count))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     shares = np.histogram(numbers, bins=20, range=(0, 1))[0] / count

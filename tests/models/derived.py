@@ -18,14 +18,12 @@ from antiphon.kernels.rotary import LongScaling
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
-from antiphon.layers.experts import ClampedSwish, ExpertsSpec
-from antiphon.layers.gated_delta import GatedDeltaSpec
-from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
-from antiphon.layers.moe import MoeSpec
+from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
+from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 from antiphon.model_worker.model.spec import (
     EmbeddingSpec,
     HeadSpec,
@@ -387,16 +385,16 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
         AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary",
-        LatentSpec: "sizes query_latent names rotary",
+        LatentSpec: "sizes query_latent rotary",
         ParallelMixersSpec: "",
         MixerBranch: "",
-        Mamba2Spec: "heads head_size groups state_size taps names",
-        GatedDeltaSpec: "key_heads value_heads key_size value_size taps names",
+        Mamba2Spec: "heads head_size groups state_size taps",
+        GatedDeltaSpec: "key_heads value_heads key_size value_size taps",
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
         MoeSpec: "router",
         RoutingSpec: "top_k",
-        ExpertsSpec: "count width names sharded_axis",
+        ExpertsSpec: "count width names",
         ClampedSwish: "",
     }.items()
 }

@@ -51,7 +51,7 @@ class Reader:
             plan, build_input_batch(plan, runner._shapes, runner._states_count)
         )
         tokens = torch.as_tensor(plan.tokens.astype(np.int64))
-        left = runner._model.own_decoder.forward(self.ctx, tokens=tokens).last
+        left = runner._model.own_decoder.forward(self.ctx, tokens)[0]
         for slot, piece in zip(plan.slot, left.split(plan.query_len.tolist()), strict=True):
             self.kept.setdefault(int(slot), []).append(piece)
         nothing = np.zeros(0, np.int32)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from antiphon.kernels.cpu.extension import unavailable_reason
-from antiphon.layers.methods import METHODS
+from antiphon.layers.methods import LinearMethod
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import LoadedModel
@@ -124,7 +124,7 @@ def opened(
     spec = model.spec
     if mutant is not None:
         spec = mutant(spec)
-        decoder = Decoder(spec, model.build, method=METHODS[linear])
+        decoder = Decoder(spec, model.build, LinearMethod(linear))
         checkpoint = Checkpoint.open(saved.folder)
         checkpoint.add_prefix(spec.prefix)
         checkpoint.load(decoder.sources())

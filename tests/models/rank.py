@@ -19,12 +19,29 @@ from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
 
-from antiphon.layers.tp import GroupRank
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 
 COLUMNS = ("slot", "query_start", "query_len", "kv_len", "adapter", "tokens", "positions")
 KINDS = {"seed": np.int64, **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32)}
 SAMPLING = (*KINDS, "top_k", "choice")
+
+
+class GroupRank:
+    """One rank of a torch process group (gloo on CPU, NCCL on GPUs)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.ranks = group.size()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts, dim=-1)
 
 
 def check_two_ranks(run: Path, vocabulary: int = VOCABULARY) -> dict[Path, list[list[int]]]:

@@ -35,7 +35,6 @@ class Line:
     top_k: int = 0
     seed: int = 0
     choice: int = 0
-    adapter: int = -1
     computed: int = 0
     statuses: list[int] = field(default_factory=list[int])
 
@@ -142,7 +141,7 @@ class Stepper:
             query_start=(np.cumsum(query_len) - query_len).astype(np.int32),
             query_len=query_len,
             kv_len=kv_len,
-            adapter=_ints(line.adapter for line in lines),
+            adapter=-np.ones(len(lines), np.int32),
             tokens=_ints(token for row in tokens for token in row),
             positions=np.concatenate(
                 [np.arange(a, b, dtype=np.int32) for a, b in zip(computed, kv_len, strict=True)]

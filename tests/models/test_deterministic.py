@@ -19,7 +19,7 @@ from tests.models.tiny import VOCABULARY, write_llama
 from tests.support.models import load
 
 from antiphon.kernels.op import KernelUnavailable
-from antiphon.layers.methods import METHODS
+from antiphon.layers.methods import LinearMethod
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.weights import Checkpoint
@@ -89,7 +89,7 @@ class Bench:
 def with_windows(model: LoadedModel, folder: Path, kind: Kind) -> LoadedModel:
     assert kind.windows is not None
     spec = windowed(model.spec, kind.windows)
-    decoder = Decoder(spec, model.build, method=METHODS[kind.linear])
+    decoder = Decoder(spec, model.build, LinearMethod(kind.linear))
     load_weights(decoder, Checkpoint.open(folder), spec)
     return LoadedModel(spec, decoder, model.build)
 

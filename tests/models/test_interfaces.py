@@ -1,16 +1,10 @@
-"""What plans, outcomes and contexts carry that the batching loop has no caller for yet.
-
-Drafts to verify, stages of layers, and embeddings in place of tokens: each is shown on the runner
-or the decoder alone, with a stand-in for the caller. No test here shows that a server does it.
-"""
+"""Plans by hand: rows to verify, groups of layers with windows, and what a runner refuses."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,16 +14,14 @@ from tests.models.specs import attention_of, windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import load, open_model
-from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model import registry
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.layer import NotStackable
 from antiphon.model_worker.model.llama_parts import attention, gated, layers, rms_norm
 from antiphon.model_worker.model.llama_parts import model as model_of
 from antiphon.model_worker.model.load import LoadedModel, load_weights
+from antiphon.model_worker.model.registry import FAMILIES
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.input_batch import PlanRefused
@@ -95,29 +87,6 @@ def test_a_chunk_in_the_middle_of_a_prompt_accepts_nothing(llama: Path) -> None:
     assert (outcome.starts.tolist(), outcome.token_ids.tolist()) == ([0, 0], [])
 
 
-class ScaleByAdapter:
-    """Adapter a multiplies what one linear adds by 1 + a."""
-
-    def add(self, linear: str, x: Tensor, y: Tensor, token_adapter: Tensor) -> Tensor:
-        if linear != "model.layers.2.mlp.gate_up":
-            return y
-        return y * (1 + token_adapter.clamp(min=0))[:, None]
-
-
-def test_rows_with_different_adapters_give_different_text(llama: Path) -> None:
-    model = opened(llama, adapters=ScaleByAdapter())
-    batch = Stepper(model.runner, model.groups)
-    for adapter in (-1, 0, 1, 2):
-        batch.add(PROMPT).adapter = adapter
-    batch.prefill()
-    batch.decode(20)
-    none, zero, one, two = ("-".join(map(str, line.ids)) for line in batch.lines.values())
-    assert none == zero
-    assert len({none, one, two}) == 3
-    plain = "-".join(map(str, PROMPT + decoded(llama, PROMPT, 20)))
-    assert none.startswith(plain)
-
-
 def with_windows(folder: Path, windows: tuple[int | None, ...]) -> OpenModel:
     model = load(folder, dtype="float32")
     spec = windowed(model.spec, windows)
@@ -158,9 +127,6 @@ def declare(config):
     return model_of(config, layers(config.windows(), layer))
 
 
-QWEN2 = ModelFamily(name="qwen2", declare=declare)
-
-
 def test_a_family_with_window_layers_is_a_declaration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,8 +152,7 @@ def test_a_family_with_window_layers_is_a_declaration(
             drawn = torch.randn(parameter.shape)
             parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.2 * drawn)
     reference.save_pretrained(tmp_path)
-    monkeypatch.setitem(registry.FAMILIES, "Qwen2ForCausalLM", "here:QWEN2")
-    monkeypatch.setattr(registry, "importlib", SimpleNamespace(import_module=lambda _: Here))
+    monkeypatch.setitem(FAMILIES, "Qwen2ForCausalLM", ModelFamily("qwen2", declare))
     model = opened(tmp_path)
     assert [group.window for group in model.groups] == [None, 9]
     batch = Stepper(model.runner, model.groups)
@@ -197,78 +162,6 @@ def test_a_family_with_window_layers_is_a_declaration(
     with torch.inference_mode():
         logits = reference(torch.tensor([line.ids[:-1]])).logits[0, len(OTHER) - 1 :]
     assert line.ids[len(OTHER) :] == logits.argmax(dim=-1).tolist()
-
-
-class Here:
-    QWEN2 = QWEN2
-
-
-def test_decoders_of_some_layers_in_a_row_give_what_the_whole_gives(llama: Path) -> None:
-    """In one process: each takes the residual stream that the one before it left."""
-    model = load(llama, dtype="float32")
-    build, spec, checkpoint = model.build, model.spec, Checkpoint.open(llama)
-    stages = [Decoder(spec, build, layers=run) for run in (range(1), range(1, 3), range(3, 4))]
-    for stage in stages:
-        checkpoint.load(stage.sources())
-
-    class Staged:
-        def forward(self, ctx, *, tokens):
-            hidden = stages[0].forward(ctx, tokens=tokens)
-            for stage in stages[1:]:
-                hidden = stage.forward(ctx, inputs_embeds=hidden.last)
-            return hidden
-
-        def logits(self, ctx, hidden):
-            return stages[-1].logits(ctx, hidden)
-
-        def stack(self, caches, **_):
-            raise NotStackable("these are stages")
-
-    groups = cache_groups(spec, build, page_tokens=4, pages=128)
-    runner = ModelRunner(replace(model, decoder=Staged()), groups)
-    batch = Stepper(runner, groups)
-    line = batch.add(PROMPT)
-    batch.step({0: len(PROMPT)})
-    batch.decode(9)
-    assert line.ids == PROMPT + decoded(llama, PROMPT, 10)
-
-
-def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
-    model = opened(llama)
-    decoder = model.runner._model.own_decoder
-    seen: dict[int, Tensor] = {}
-    forward, norm = decoder.forward, decoder._norm
-    assert norm is not None
-
-    def keeping(ctx, *, tokens=None, **_):
-        hidden = forward(ctx, tokens=tokens, aux_layers=frozenset({0, 3}))
-        seen.update(hidden.aux)
-        normed = norm(ctx, hidden.aux[3])
-        torch.testing.assert_close(normed, hidden.last)
-        return hidden
-
-    decoder.forward = keeping
-    batch = Stepper(model.runner, model.groups)
-    batch.add(PROMPT)
-    batch.step({0: len(PROMPT)})
-    assert seen.keys() == {0, 3}
-    assert seen[0].shape == (len(PROMPT), model.spec.hidden)
-
-
-def test_decoder_takes_embeddings_in_place_of_tokens(llama: Path) -> None:
-    model = opened(llama)
-    decoder = model.runner._model.own_decoder
-    forward = decoder.forward
-
-    def embedding(ctx, *, tokens=None, **_):
-        assert tokens is not None
-        return forward(ctx, inputs_embeds=decoder.embed(ctx, tokens))
-
-    decoder.forward = embedding
-    batch = Stepper(model.runner, model.groups)
-    line = batch.add(PROMPT)
-    batch.step({0: len(PROMPT)})
-    assert line.ids == PROMPT + decoded(llama, PROMPT, 1)
 
 
 def a_plan(llama: Path):
@@ -300,7 +193,8 @@ def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
         model = open_model(llama, pages=8, dtype=dtype)
         layers, keys_and_values, heads, head_size = 4, 2, 2, 16
         assert model.groups[0].page_bytes == 4 * layers * keys_and_values * heads * head_size * item
-        assert len(model.runner.pools[0].read(3)) == model.groups[0].page_bytes
+        pages = model.runner.pools[0]._data[:, :, 3]
+        assert pages.nbytes == model.groups[0].page_bytes
 
 
 def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -> None:

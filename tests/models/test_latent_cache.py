@@ -15,7 +15,7 @@ from tests.support.models import load, open_model
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.model_runner import ModelRunner
-from antiphon.model_worker.runner.pools import PageCodec, PageCorrupt, cache_groups
+from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,27 +35,6 @@ def test_all_layers_share_a_group_of_one_vector_a_token(deepseek: Saved) -> None
     assert (group.kind, group.layers) == (GroupKind.LATENT, (0, 1, 2))
     latent, position, item = 16, 8, 2
     assert group.page_bytes == 4 * 3 * (latent + position) * item
-
-
-def test_a_page_of_latents_travels_whole(deepseek: Saved) -> None:
-    here, there = (open_model(deepseek.folder, pages=32, dtype="float32") for _ in range(2))
-    ids = texts()[-1]
-    first, second = Stepper(here.runner, here.groups), Stepper(there.runner, there.groups)
-    line = first.add(ids)
-    seen = spy_on_logits(here.runner)
-    first.step({0: 40})
-    first.step({0: len(ids) - 40}, all_logits=True)
-    codecs = PageCodec(here.runner.pools[0]), PageCodec(there.runner.pools[0])
-    other = second.add(ids)
-    other.pages[0] = [second._free[0].pop() for _ in range(10)]
-    other.computed = 40
-    for page, into in zip(line.pages[0][:10], other.pages[0], strict=True):
-        codecs[1].decode(into, codecs[0].encode(page))
-    again = spy_on_logits(there.runner)
-    second.step({0: len(ids) - 40}, all_logits=True)
-    assert torch.equal(again[-1], seen[-1])
-    with pytest.raises(PageCorrupt):
-        codecs[1].decode(0, codecs[0].encode(0)[:-1])
 
 
 def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
 
 from antiphon.kernels.cpu.linear import quantize
-from antiphon.layers.methods import METHODS, unsupported_reason
+from antiphon.layers.methods import LinearMethod, unsupported_reason
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.runner.model_runner import OpenModel
 
 CPU = torch.device("cpu")
-LACKING = unsupported_reason("packed", CPU, torch.float32)
+LACKING = unsupported_reason(LinearMethod.PACKED, CPU, torch.float32)
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=str(LACKING))
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -71,7 +71,7 @@ def test_rounding_activations_too_stays_near(llama: Path) -> None:
     assert 0 < float((rounded - plain).std() / plain.std()) < 0.1
 
 
-@pytest.mark.parametrize("linear", METHODS)
+@pytest.mark.parametrize("linear", LinearMethod)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_is_decoded_with_every_way_to_keep_weights(
     llama: Path, linear: str, dtype: str

@@ -164,23 +164,6 @@ def test_any_runner_takes_plans_that_follow(tmp_path: Path, said) -> None:
     assert said_by(steppers[0]) == said_by(steppers[1])
 
 
-def test_adapted_plans_that_follow_go_layer_by_layer(tmp_path: Path) -> None:
-    runners = [windowed(tmp_path, adapters=OneLayerScaled()) for _ in range(2)]
-    gone_on = spy_on_going_on(runners[0])
-    steppers = two_steppers(runners, [0.0] * 4)
-    for stepper in steppers:
-        stepper.prefill()
-        stepper.decode(3)
-        stepper.lines[1].adapter = 1
-        # The columns have changed, and from here on they stay.
-        stepper.follows, told = False, stepper.follows
-        stepper.decode(1)
-        stepper.follows = told
-        stepper.decode(5)
-    assert gone_on == [True] * 2
-    assert said_by(steppers[0]) == said_by(steppers[1])
-
-
 def test_a_plan_that_follows_goes_beyond_the_angles_that_were_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,34 +249,9 @@ def test_plans_may_begin_with_one_that_follows(tmp_path: Path) -> None:
     assert gone_on == [True] * 5
 
 
-class OneLayerScaled:
-    """Adapter a multiplies what one linear adds by 1 + a."""
-
-    def add(self, linear: str, x: Tensor, y: Tensor, token_adapter: Tensor) -> Tensor:
-        if linear != "model.layers.2.mlp.gate_up":
-            return y
-        return y * (1 + token_adapter.clamp(min=0))[:, None].to(y.dtype)
-
-
-def test_a_pass_with_adapters_goes_layer_by_layer_and_the_next_does_not(llama: Path) -> None:
-    plain = stepper_of(runner_of(llama))
-    batch = stepper_of(runner_of(llama, adapters=OneLayerScaled()))
-    for one in (plain, batch):
-        one.add(PROMPTS[1])
-        one.add(PROMPTS[1])
-    batch.lines[1].adapter = 1
-    for one in (plain, batch):
-        one.prefill()
-        one.decode(9)
-        one.step({0: 1})
-    assert batch.lines[0].ids == plain.lines[0].ids
-    assert batch.lines[1].ids != plain.lines[1].ids
-
-
 def test_a_row_that_is_not_finite_is_told_by_the_stack(llama: Path) -> None:
     runner = runner_of(llama)
     embedding = runner._model.own_decoder._embedding
-    assert embedding is not None
     assert embedding.table is not None
     poison = PROMPTS[1][2]
     embedding.table[poison] = torch.nan

@@ -17,7 +17,6 @@ from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
-    from antiphon.layers.context import Adapters
     from antiphon.layers.tp import Tp
     from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.model.load import LoadedModel
@@ -65,14 +64,8 @@ def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> Loaded
     return loading.load(place, plan(place, **values), tp=tp)
 
 
-def open_model(
-    place: ModelLocation,
-    *,
-    tp: Tp | None = None,
-    adapters: Adapters | None = None,
-    **values: Any,
-) -> OpenModel:
-    return model_runner.open_model(place, plan(place, **values), tp=tp, adapters=adapters)
+def open_model(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> OpenModel:
+    return model_runner.open_model(place, plan(place, **values), tp=tp)
 
 
 def _dtype(place: ModelLocation) -> str:

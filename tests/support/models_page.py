@@ -7,6 +7,7 @@ family's own declaration, and with the refusals of the code that loads models.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,9 @@ from tests.support.markdown import DOCS, table
 
 from antiphon.config.quantization import ROUTERS
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.gated_delta import GatedDeltaSpec
-from antiphon.layers.mamba2 import Mamba2Spec
-from antiphon.layers.methods import METHODS
+from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentSpec
+from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
 from antiphon.model_card.config_json import complete_config
@@ -33,9 +33,8 @@ from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.load import CACHE_DTYPES
-from antiphon.model_worker.model.quantization import StoredLinears
+from antiphon.model_worker.model.quantization import quantized_linears
 from antiphon.model_worker.model.registry import FAMILIES, find_family
-from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +68,7 @@ TAIL = f"""
 In every family:
 
 * number formats: float32, bfloat16, float16
-* linears (`model.linear`): {", ".join(METHODS)}
+* linears (`model.linear`): {", ".join(LinearMethod)}
 * keys and values (`cache.dtype`, see [quantization.md](../quantization.md)): as the model
   computes, {", ".join(CACHE_DTYPES)}; the latter not with capped scores or sinks, nor in float16
 * rotations: {", ".join(KINDS)}
@@ -203,18 +202,13 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     assert quantization is not None
     # No tool quantizes routers: a gate of one output cannot even be packed.
     quantization = msgspec.structs.replace(quantization, plain=(*quantization.plain, ROUTERS))
-    head = spec.head.name if isinstance(spec.head, HeadSpec) else None
-    plain = METHODS["plain"]
-    stored = StoredLinears(quantization, plain, spec.embedding.name, head)
-    build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), stored)
-    as_numbers = {source.name for source in Decoder(spec, _plain(), method=plain).sources()}
+    plain = BuildContext(SingleRank(), torch.float32, torch.device("cpu"))
+    stored = quantized_linears(quantization, spec, LinearMethod.PLAIN)
+    as_numbers = {source.name for source in Decoder(spec, plain).sources()}
     try:
-        names = {source.name for source in Decoder(spec, build, method=plain).sources()}
+        decoder = Decoder(spec, replace(plain, quantization=stored))
+        names = {source.name for source in decoder.sources()}
     except ValueError as error:
         return str(error).rpartition(": ")[2]
     # Byte formats may keep the name of the weight and add a tensor for its scales.
     return None if names - as_numbers else "none of its linears is stored so"
-
-
-def _plain() -> BuildContext:
-    return BuildContext(SingleRank(), torch.float32, torch.device("cpu"))

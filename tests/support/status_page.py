@@ -19,7 +19,7 @@ from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons,
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
-from antiphon.layers.methods import METHODS as KEPT
+from antiphon.layers.methods import LinearMethod
 from antiphon.model_card.packaged import MODELS
 from antiphon.model_card.quantization_config import METHODS as STORED
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
@@ -300,7 +300,7 @@ def _models() -> Iterator[str]:
         f"* Models with a short name: {_code(MODELS)}.",
         f"* Quantized checkpoints (`quant_method`): {_code(STORED)}. Not every architecture"
         " supports every method: [reference/models.md](reference/models.md#in-fewer-bits).",
-        f"* Weights in memory (`--model-linear`): {_code(KEPT)}.",
+        f"* Weights in memory (`--model-linear`): {_code(LinearMethod)}.",
         f"* Quantized KV cache (`--kv-cache-dtype`): {_code(CACHE_DTYPES)}.",
         f"* GGUF files: architectures {_code(LAYOUTS)}; types "
         f"{_code(kind.name for kind in READABLE)}.",

@@ -30,15 +30,7 @@ class DeviceCapability:
     """The facts about a device that determine which backends can run."""
 
     kind: str  # cpu or cuda
-    sm: int | None = None  # compute capability as major * 10 + minor
     dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> DeviceCapability:
-        if device.type != "cuda":
-            return cls(device.type, dtype=dtype)
-        major, minor = torch.cuda.get_device_capability(device)
-        return cls("cuda", major * 10 + minor, dtype)
 
 
 @dataclass(frozen=True, slots=True)

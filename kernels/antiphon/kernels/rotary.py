@@ -176,9 +176,12 @@ class CosSinCache:
     """
 
     def __init__(
-        self, rotary: RotarySpec, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        rotary: RotarySpec | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
-        self._rotary = rotary
+        self._rotary = rotary or RotarySpec(0, 1.0)
         self._dtype = dtype
         self._device = device
         self._known = _POSITIONS_MIN
@@ -197,35 +200,6 @@ class CosSinCache:
         every = torch.arange(positions, device=self._device)
         frequencies = self._rotary.frequencies_at(every)
         return cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
-
-
-class StepCosSin:
-    """Cosine and sine of one forward pass: of each RoPE variant at the positions of its tokens."""
-
-    def __init__(self, tables: CosSinCaches, positions: NDArray[np.int32]) -> None:
-        self._tables = tables
-        self._positions = positions
-        self._by_variant: dict[RotarySpec | None, TokenCosSin] = {}
-
-    def of(self, rotary: RotarySpec | None) -> TokenCosSin:
-        if rotary not in self._by_variant:
-            self._by_variant[rotary] = self._tables.of(rotary).at_positions(self._positions)
-        return self._by_variant[rotary]
-
-
-class CosSinCaches:
-    """A cache of cosine and sine for each RoPE variant in use."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._tables: dict[RotarySpec | None, CosSinCache] = {}
-
-    def of(self, rotary: RotarySpec | None) -> CosSinCache:
-        if rotary not in self._tables:
-            self._tables[rotary] = CosSinCache(
-                rotary or RotarySpec(0, 1.0), self._dtype, self._device
-            )
-        return self._tables[rotary]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Top-k routing of tokens to experts: selecting them, sorting by expert, and combining results.
 
-Axes: T tokens, E experts, K experts selected for a token, N = T * K or fewer rows, D hidden size.
+Axes: T tokens, E experts, K experts selected for a token, N = T * K rows, D hidden size.
 """
 
 from __future__ import annotations
@@ -78,29 +78,26 @@ class SortedByExpert:
     # (N,) the pair (token, choice) of a row: token * K + choice. Rows of one expert keep the order
     # of their tokens.
     pair: Tensor
-    bounds: list[int]  # expert e of the range has rows bounds[e] up to bounds[e + 1]
+    bounds: list[int]  # expert e has rows bounds[e] up to bounds[e + 1]
 
 
-def sort_by_expert(experts: Tensor, first: int, count: int) -> SortedByExpert:
-    """Sort the (token, expert) pairs whose expert is one of `count` from `first` on.
-
-    experts (T, K) int64
-    """
+def sort_by_expert(experts: Tensor, count: int) -> SortedByExpert:
+    """Sort the (token, expert) pairs by expert: experts (T, K) int64, each below `count`."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
-    borders = torch.arange(first, first + count + 1, device=flat.device)
+    borders = torch.arange(count + 1, device=flat.device)
     bounds: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
-    return SortedByExpert(order[int(bounds[0]) : int(bounds[-1])], (bounds - bounds[0]).tolist())
+    return SortedByExpert(order, bounds.tolist())
 
 
 @kernel("moe.combine", invariant=True)
 def combine(rows: Tensor, pair: Tensor, shares: Tensor) -> Tensor:
     """Sum the outputs of each token's experts, weighted.
 
-    A pair without a row is skipped: another rank has its expert. The sum is taken in float32, in
-    the order of a token's choices, so it does not depend on the rest of the batch.
+    The sum is taken in float32, in the order of a token's choices, so it does not depend on the
+    rest of the batch.
 
-    rows (N, D); pair (N,) int64; shares (T, K) float32  ->  (T, D), dtype of rows
+    rows (N, D); pair (N,) int64, each pair once; shares (T, K) float32  ->  (T, D), dtype of rows
     """
     tokens, choices = shares.shape
     spread = rows.new_zeros(tokens * choices, rows.shape[1])

@@ -8,7 +8,7 @@ Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, 
 Gumbel noise would need a random number for each vocabulary entry (17 times slower, measured); here
 the noise is one number and the sum runs in the fixed order of the vocabulary. A row's result
 depends on that row alone. Its number comes from a counter-based generator, which has no state: the
-number for (seed, choice, position, purpose) is the same whatever else is in the batch, on every
+number for (seed, choice, position) is the same whatever else is in the batch, on every
 worker, before and after a migration.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", Philox 4x32 with ten
@@ -17,7 +17,6 @@ rounds; the tests contain its published vectors.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import cache
 
 import numpy as np
@@ -199,20 +198,10 @@ def _blocks(weights: Tensor) -> Tensor:
     return F.pad(weights, (0, spare)).view(len(weights), -1, BLOCK)
 
 
-class Purpose(IntEnum):
-    """What a number is used for. Two uses at one position never share a number."""
-
-    SAMPLE = 0
-    DRAFT = 1
-    ACCEPT = 2
-    RESIDUAL = 3
-
-
 def uniform(
     seed: NDArray[np.int64],
     choice: NDArray[np.int32],
     position: NDArray[np.int64],
-    purpose: Purpose,
 ) -> NDArray[np.float64]:
     """One number in [0, 1) a row, with 52 random bits.
 
@@ -224,7 +213,7 @@ def uniform(
     counter = (
         position.astype(np.uint64) & _LOW,
         choice.astype(np.uint64) & _LOW,
-        zeros + np.uint64(purpose),
+        zeros,
         zeros,
     )
     first, second, _, _ = philox4x32(counter, (bits & _LOW, bits >> _HALF))

@@ -12,7 +12,7 @@ from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.rotary import QkNormWeights
 from antiphon.layers.context import AttentionParams
 from antiphon.layers.linear import CheckpointLayout, LinearPart
-from antiphon.layers.norm import RmsNorm, build_norm
+from antiphon.layers.norm import RmsNorm
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, void
 
@@ -127,7 +127,7 @@ class Attention(Sublayer):
         self._causal, self._chunked = spec.causal, spec.chunked
         self._temperature = spec.temperature
         self._norms = None if spec.qk_norm is None else build_qk_norm(site, spec, spec.qk_norm)
-        self.children = (self._qkv, self._out, *([] if self._norms is None else [self._norms]))
+        self.children = (self._qkv, self._out, self._norms)
         first = build.tp.rank * query_heads
         self._share = slice(first, first + query_heads)
         self._sinks_name, self._query_heads = site.tensor_name(names.sinks), spec.query_heads
@@ -272,7 +272,7 @@ class FusedQkNorm(QkNorm):
 class PerHeadQkNorm(QkNorm):
     def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
         self._query, self._key = (
-            build_norm(norm, site.tensor_name(name), spec.head_size, site.build)
+            site.norm(norm, name, spec.head_size)
             for name in (spec.names.query_norm, spec.names.key_norm)
         )
         self.children = (self._query, self._key)

@@ -52,7 +52,7 @@ class ClassificationHead(Module):
         self._linear = replicated(
             spec.name, hidden, spec.labels, bias=spec.bias, build=build, method=method
         )
-        self.children = (*([] if self._dense is None else [self._dense]), self._linear)
+        self.children = (self._dense, self._linear)
 
     def __call__(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
         """Score pooled (R, D)  ->  (R, N) float32 raw logits."""
@@ -74,7 +74,7 @@ class _Dense(Module):
         self._norm = None
         if spec.norm is not None:
             self._norm = build_norm(spec.norm, spec.norm_name, hidden, build)
-        self.children = (self._linear, *([] if self._norm is None else [self._norm]))
+        self.children = (self._linear, self._norm)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         y = ctx.ops.activate(self._linear(ctx, x), self._activation)

@@ -1,15 +1,14 @@
 """The context of a forward pass, as layers access it.
 
-Layers own weights and nothing else. The KV cache, the other ranks, adapters and the chosen kernels
-come through a `ForwardContext`, so that the same layer serves prefill, decode and verification, one
-rank or many, with or without adapters.
+Layers own weights and nothing else. The KV cache, the other ranks and the chosen kernels come
+through a `ForwardContext`, so that the same layer serves prefill and decode, one rank or many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -67,18 +66,6 @@ residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: wh
 token's elements are finite; None: all of all tokens are."""
 
 
-class Adapters(Protocol):
-    """LoRA adapters of linears, selected for each token."""
-
-    def add(self, linear: str, x: Tensor, y: Tensor, token_adapter: Tensor) -> Tensor:
-        """The output of a linear with adapters added, before ranks are summed.
-
-        linear: its name; x (T, I) its input; y (T, O) its output; token_adapter (T,) the index of
-        each token's adapter, -1 without one  ->  (T, O)
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """One forward pass."""
@@ -92,13 +79,4 @@ class ForwardContext:
     positions: Tensor | None = None  # (T,) int32, of each token in its sequence
     # (T,) int32, the type of each token; unset: all are of type 0.
     token_types: Tensor | None = None
-    # (T,) index of each token's adapter, -1 without one; used with `adapters`.
-    token_adapter: Tensor | None = None
-    adapters: Adapters | None = None  # unset: no row of this pass has an adapter
     fused: FusedForward | None = None  # unset: this pass runs layer by layer
-
-    def adapt(self, linear: str, x: Tensor, y: Tensor) -> Tensor:
-        if self.adapters is None:
-            return y
-        assert self.token_adapter is not None, "adapters of unknown tokens"
-        return self.adapters.add(linear, x, y, self.token_adapter)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.layers.methods import LinearShape, RankSlice
-from antiphon.layers.quantization.assemble import quantized_sources
-from antiphon.layers.quantization.storage import Int8Weight, concat_weights
+from antiphon.layers.quantization.storage import Int8Weight, concat_weights, quantized_sources
 from antiphon.layers.quantization.storage import WeightSlice as StoredPart
 from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
@@ -195,7 +194,7 @@ class ColumnLinear(Module):
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
-        return ctx.adapt(self.name, x, self._weights.apply(x))
+        return self._weights.apply(x)
 
     @property
     def packed(self) -> CompiledLinear | None:
@@ -241,7 +240,7 @@ class RowLinear(Module):
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I / ranks)  ->  (T, O), the same on every rank."""
-        total = ctx.tp.all_reduce(ctx.adapt(self.name, x, self._weights.apply(x)))
+        total = ctx.tp.all_reduce(self._weights.apply(x))
         return total if self._bias is None else total + self._bias
 
     @property

@@ -1,4 +1,4 @@
-"""Weight formats of linears in memory: each is a row of `METHODS`.
+"""Weight formats of linears in memory.
 
 Layers define the sharding over ranks, a `LinearMethod` the representation. Axes: T tokens,
 I inputs, O outputs.
@@ -7,7 +7,8 @@ I inputs, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
@@ -17,8 +18,6 @@ from antiphon.kernels.cpu.linear import DTYPE_NAMES, CompiledLinear, Format, Pac
 from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, dequantized, slice_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
 
@@ -49,87 +48,42 @@ class RankSlice:
 WHOLE_SLICE = RankSlice(slice(None), slice(None), into=0)
 
 
-class LinearWeights(Protocol):
-    """The weights of one linear in memory."""
-
-    @property
-    def packed(self) -> CompiledLinear | None:
-        """The linear in packed form for the CPU kernels, if it is packed."""
-        ...
-
-    @property
-    def table(self) -> Tensor | None:
-        """The weight (O, I), if it is a tensor."""
-        ...
-
-    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
-        """Load a slice of the checkpoint's `weight` or `bias`."""
-        ...
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O), bias added."""
-        ...
-
-    def apply_wide(self, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O) float32."""
-        ...
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        """Look up the weights of outputs (N,) int64  ->  (N, I)."""
-        ...
-
-
-class LinearMethod(Protocol):
-    """How the weights of a linear are stored in memory and multiplied."""
-
-    @property
-    def invariant(self) -> bool:
-        """Whether multiplication is batch-invariant: a row's bits depend on that row alone."""
-        ...
-
-    def create(
-        self, shape: LinearShape, dtype: torch.dtype, device: torch.device
-    ) -> LinearWeights: ...
-
-    def for_table(self) -> LinearMethod:
-        """The method of an embedding table that is multiplied, too."""
-        ...
-
-    def exact(self) -> LinearMethod:
-        """The unquantized method that multiplies like this one."""
-        ...
-
-
 class PlainWeights:
-    """Weights as tensors, multiplied by torch."""
+    """The weight of a linear as a tensor, `table` (O, I), multiplied by torch."""
 
-    packed = None
+    packed: CompiledLinear | None = None
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
         self.table = torch.empty((shape.outputs, shape.inputs), dtype=dtype, device=device)
         self._bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        """Load a slice of the checkpoint's `weight` or `bias`."""
         into = self.table if field == "weight" else self._bias
         assert into is not None, "a linear without bias"
         part = dequantized(cut.of(field, tensor))
         into[cut.into : cut.into + len(part)].copy_(part)
 
     def apply(self, x: Tensor) -> Tensor:
+        """Multiply: x (T, I)  ->  (T, O), bias added."""
         return F.linear(x, self.table, self._bias)
 
     def apply_wide(self, x: Tensor) -> Tensor:
-        """Multiply, with an intermediate rounding to the dtype of the weights."""
+        """Multiply: x (T, I)  ->  (T, O) float32, here rounded to the weights' dtype before."""
         return self.apply(x).float()
 
     def rows(self, outputs: Tensor) -> Tensor:
+        """Look up the weights of outputs (N,) int64  ->  (N, I)."""
         return F.embedding(outputs, self.table)
 
 
 class PackedWeights:
-    """Weights packed for the CPU kernels while they are loaded, so that there is no second copy."""
+    """Weights packed for the CPU kernels while they are loaded, so that there is no second copy.
 
-    table = None
+    As `PlainWeights`, but for sums in float32 that are not rounded.
+    """
+
+    table: Tensor | None = None
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, format_: Format) -> None:
         self._quantized = format_ != "packed"
@@ -162,51 +116,46 @@ class PackedWeights:
         return self.packed.rows(outputs)
 
 
-class PlainLinearMethod:
-    # Measured: in float32, bits depend on the number of rows: 1, 2 and 3, or 4 and more.
-    invariant = False
-
-    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> PlainWeights:
-        return PlainWeights(shape, dtype, device)
-
-    def for_table(self) -> PlainLinearMethod:
-        return self
-
-    def exact(self) -> PlainLinearMethod:
-        return self
+LinearWeights = PlainWeights | PackedWeights
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinearMethod:
-    format: Format
+class LinearMethod(StrEnum):
+    """How the weights of a linear are stored in memory and multiplied; the names of `model.linear`.
+
+    `plain` is torch's matmul, all others are packed for the CPU kernels.
+    """
+
+    PLAIN = "plain"
+    PACKED = "packed"
+    INT8 = "int8"
+    INT8_DYNAMIC = "int8_dynamic"
 
     @property
     def invariant(self) -> bool:
-        """True: the sum of an output runs in one order."""
-        return True
+        """Whether multiplication is batch-invariant: a row's bits depend on that row alone."""
+        # Measured: in float32, the bits of torch's depend on the number of rows: 1, 2 and 3, or 4
+        # and more. In the kernels the sum of an output runs in one order.
+        return self is not LinearMethod.PLAIN
 
-    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> PackedWeights:
-        return PackedWeights(shape, dtype, self.format)
+    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> LinearWeights:
+        if self is LinearMethod.PLAIN:
+            return PlainWeights(shape, dtype, device)
+        return PackedWeights(shape, dtype, self.value)
 
-    def for_table(self) -> PackedLinearMethod:
-        """Activations are not quantized when computing logits: only the table is."""
-        return PackedLinearMethod("int8") if self.format == "int8_dynamic" else self
+    def for_table(self) -> LinearMethod:
+        """The method of an embedding table that is multiplied, too."""
+        # Activations are not quantized when computing logits: only the table is.
+        return LinearMethod.INT8 if self is LinearMethod.INT8_DYNAMIC else self
 
-    def exact(self) -> PackedLinearMethod:
-        return PackedLinearMethod("packed")
-
-
-METHODS: Mapping[str, LinearMethod] = {
-    "plain": PlainLinearMethod(),
-    "packed": PackedLinearMethod("packed"),
-    "int8": PackedLinearMethod("int8"),
-    "int8_dynamic": PackedLinearMethod("int8_dynamic"),
-}
-"""All methods, by their name in `model.linear`."""
+    def exact(self) -> LinearMethod:
+        """The unquantized method that multiplies like this one."""
+        return LinearMethod.PACKED if self.invariant else self
 
 
-def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if name == "plain":
+def unsupported_reason(
+    method: LinearMethod, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    if method is LinearMethod.PLAIN:
         return None
     if device.type != "cpu":
         return "it runs on the CPU only"

@@ -7,7 +7,7 @@ Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from antiphon.layers.context import LatentAttentionParams
 from antiphon.layers.linear import ColumnLinear, LinearPart, weight_sources
 from antiphon.layers.methods import WHOLE_SLICE, LinearShape, RankSlice
-from antiphon.layers.norm import NormSpec, build_norm
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module
 
@@ -28,21 +27,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearWeights
+    from antiphon.layers.norm import NormSpec
     from antiphon.layers.weights import WeightSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentNames:
-    """Names of a layer's tensors in the checkpoint, relative to the layer."""
-
-    query: str = "self_attn.q_proj"  # where queries are not low-rank; else the next three
-    query_down: str = "self_attn.q_a_proj"
-    query_norm: str = "self_attn.q_a_layernorm"
-    query_up: str = "self_attn.q_b_proj"
-    down: str = "self_attn.kv_a_proj_with_mqa"
-    norm: str = "self_attn.kv_a_layernorm"
-    up: str = "self_attn.kv_b_proj"
-    out: str = "self_attn.o_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +42,6 @@ class LatentSpec:
     query_latent: int | None  # size of the queries' latent; None: queries are not low-rank
     norm: NormSpec  # of latents
     bias: bool = False  # of the projections to latents, and of the output projection
-    names: LatentNames = field(default_factory=LatentNames)
 
     @property
     def query_heads(self) -> int:
@@ -69,18 +54,17 @@ class LatentSpec:
 
 class LatentQueries(Module):
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
-        build, method, names = site.build, site.method, spec.names
-        inputs, name = site.hidden, names.query
+        build, method = site.build, site.method
+        inputs, name = site.hidden, "self_attn.q_proj"
         self._down = self._norm = None
         if spec.query_latent is not None:
-            inputs, name = spec.query_latent, names.query_up
-            self._down = site.replicated(names.query_down, inputs, bias=spec.bias)
-            self._norm = build_norm(spec.norm, site.tensor_name(names.query_norm), inputs, build)
+            inputs, name = spec.query_latent, "self_attn.q_b_proj"
+            self._down = site.replicated("self_attn.q_a_proj", inputs, bias=spec.bias)
+            self._norm = site.norm(spec.norm, "self_attn.q_a_layernorm", inputs)
         outputs = spec.sizes.heads * (spec.sizes.content + spec.sizes.position)
         part = LinearPart(site.tensor_name(name), outputs, build.tp.ranks)
         self._up = ColumnLinear(part.name, inputs, (part,), bias=False, build=build, method=method)
-        parts = (self._down, self._norm, self._up)
-        self.children = tuple(part for part in parts if part is not None)
+        self.children = (self._down, self._norm, self._up)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         if self._down is not None and self._norm is not None:
@@ -97,7 +81,7 @@ class LatentUpProjection(Module):
 
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, method, sizes = site.build, site.method, spec.sizes
-        self._name, self._sizes = site.tensor_name(spec.names.up), sizes
+        self._name, self._sizes = site.tensor_name("self_attn.kv_b_proj"), sizes
         self._heads = build.share(sizes.heads, self._name)
         method = build.method((self._name,), method)
         self._build = build
@@ -150,14 +134,16 @@ class LatentAttention(Sublayer):
     kernels = frozenset({"norm.rmsnorm", "attention.paged"})
 
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
-        build, names, sizes = site.build, spec.names, spec.sizes
+        build, sizes = site.build, spec.sizes
         self._layer, self._spec = site.layer, spec
         self._heads = build.share(sizes.heads, site.name)
         self._query = LatentQueries(site, spec)
-        self._down = site.replicated(names.down, sizes.head_size, bias=spec.bias)
-        self._norm = build_norm(spec.norm, site.tensor_name(names.norm), sizes.latent, build)
+        self._down = site.replicated(
+            "self_attn.kv_a_proj_with_mqa", sizes.head_size, bias=spec.bias
+        )
+        self._norm = site.norm(spec.norm, "self_attn.kv_a_layernorm", sizes.latent)
         self._up = LatentUpProjection(site, spec)
-        self._out = site.row(names.out, sizes.heads * sizes.value, bias=spec.bias)
+        self._out = site.row("self_attn.o_proj", sizes.heads * sizes.value, bias=spec.bias)
         self.children = (self._query, self._down, self._norm, self._up, self._out)
         self._params = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.gated_delta import GatedDeltaSpec
-from antiphon.layers.mamba2 import Mamba2Spec
+from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 
 if TYPE_CHECKING:

@@ -1,19 +1,24 @@
-"""Shared parts of layers with a recurrent state: small weights, sharded by head."""
+"""Layers with a recurrent state instead of a KV cache: Mamba 2 and the gated delta net."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
-from antiphon.layers.weights import Module, WeightSource
+from antiphon.kernels.states import StateSpec
+from antiphon.layers.linear import CheckpointLayout, LinearPart
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
+from antiphon.layers.weights import Module, WeightSource, replicated_source, void
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.layers.linear import LinearPart
+    from antiphon.layers.context import ForwardContext
     from antiphon.layers.sublayer import LayerBuildContext
 
 
@@ -71,3 +76,248 @@ class ShortConv(Module):
     def _load_bias(self, tensor: Tensor) -> None:
         assert self.bias is not None, "no bias was asked for"
         self.bias.copy_(torch.cat([tensor[own] for own in self._own]))
+
+
+Scales = tuple[float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """Mamba 2, as by Dao and Gu (arXiv:2405.21060)."""
+
+    heads: int  # each with its own decay and `head_size` channels
+    head_size: int
+    groups: int  # of heads that share B and C
+    state_size: int  # state elements of a channel
+    taps: int  # of the convolution
+    conv_bias: bool = True
+    input_bias: bool = False  # of the projection to gate, x, B, C and step
+    out_bias: bool = False
+    norm_eps: float | None = None  # of the norm after the recurrence; None: no norm, only the gate
+    gate_first: bool = True  # whether the gate multiplies the input of the norm, not its result
+    step_limits: tuple[float, float] = (0.0, float("inf"))  # step sizes are clamped to these
+    # Multipliers of the projected gate, x, B, C and step.
+    scales: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def cache(self) -> StateSpec:
+        return StateSpec(
+            channels=self.width,
+            shared=2 * self.groups * self.state_size,
+            groups=self.groups,
+            taps=self.taps,
+            heads=self.heads,
+            rows=self.state_size,
+            columns=self.head_size,
+        )
+
+
+class Mamba2(Sublayer):
+    """One layer. Axes: T tokens, H heads, P channels of a head, G groups, N state size.
+
+    Heads are sharded over ranks; B and C of a group are on each rank with heads of the group.
+    """
+
+    def __init__(self, site: LayerBuildContext, spec: Mamba2Spec) -> None:
+        build, ranks = site.build, site.build.tp.ranks
+        self._layer = site.layer
+        self._spec = spec
+        self._heads = build.share(spec.heads, f"{site.name}.mamba")
+        self._groups = spec.groups // min(ranks, spec.groups)
+        if spec.norm_eps is not None:
+            build.share(spec.groups, f"{site.name}.mamba: groups that are normalised")
+        parts = _mamba2_parts(site, spec)
+        self._inputs = site.column("mamba.inputs", parts, bias=spec.input_bias)
+        self._conv = ShortConv(site, "mamba.conv1d", spec.taps, parts[1:4], bias=spec.conv_bias)
+        self._decay = HeadVector(site, "mamba.A_log", spec.heads)
+        self._skip = HeadVector(site, "mamba.D", spec.heads)
+        self._step_bias = HeadVector(site, "mamba.dt_bias", spec.heads)
+        self._norm = None if spec.norm_eps is None else build.empty(spec.width // ranks)
+        self._norm_name = site.tensor_name("mamba.norm")
+        self._first = build.tp.rank * (spec.width // ranks)
+        self._out = site.row("mamba.out_proj", spec.width, bias=spec.out_bias)
+        self._scales = _scales(parts, spec.scales, build.dtype, build.device)
+        vectors = (self._decay, self._skip, self._step_bias)
+        self.children = (self._inputs, self._conv, *vectors, self._out)
+        self.kernels = frozenset({"recurrent.conv", "recurrent.ssd"})
+        if self._norm is not None:
+            self.kernels |= {"norm.gated_rmsnorm"}
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        assert ctx.states_of is not None, "a pass without states"
+        states, rows = ctx.states_of(self._layer)
+        projected = self._inputs(ctx, x)
+        if self._scales is not None:
+            projected = projected * self._scales
+        width, seen = self._heads * self._spec.head_size, self._conv.weight.shape[0]
+        gate, step = projected[:, :width], projected[:, width + seen :]
+        mixed = ctx.ops.causal_conv(
+            projected[:, width : width + seen],
+            self._conv.weight,
+            self._conv.bias,
+            states.conv_states,
+            rows,
+        )
+        y = ctx.ops.ssd(*self._recurrence(mixed, step), states.recurrent_states, rows).flatten(1)
+        return self._out(ctx, self._leave(ctx, y, gate))
+
+    def sources(self) -> Iterator[WeightSource]:
+        yield from super().sources()
+        if (norm := self._norm) is not None:
+            own = slice(self._first, self._first + len(norm))
+            yield WeightSource(
+                f"{self._norm_name}.weight",
+                (self._spec.width,),
+                lambda tensor: void(norm.copy_(tensor[own])),
+            )
+
+    def _recurrence(
+        self, mixed: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        tokens, width = len(mixed), self._heads * self._spec.head_size
+        shared = self._groups * self._spec.state_size
+        x = mixed[:, :width].view(tokens, self._heads, -1)
+        b = mixed[:, width : width + shared].view(tokens, self._groups, -1)
+        c = mixed[:, width + shared :].view(tokens, self._groups, -1)
+        dt = F.softplus(step.float() + self._step_bias.value).clamp(*self._spec.step_limits)
+        return x, dt, -torch.exp(self._decay.value), b, c, self._skip.value
+
+    def _leave(self, ctx: ForwardContext, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalise: y (T, H * P) float32  ->  the same shape in the model's dtype."""
+        if self._norm is None:
+            return (y * F.silu(gate.float())).to(gate.dtype)
+        assert self._spec.norm_eps is not None, "a norm has it"
+        return ctx.ops.gated_rmsnorm(
+            y, gate, self._norm, self._spec.norm_eps, self._groups, self._spec.gate_first
+        )
+
+
+def _mamba2_parts(site: LayerBuildContext, spec: Mamba2Spec) -> tuple[LinearPart, ...]:
+    """Gate, x, B, C and step of each token, in this order; the convolution is over x, B and C."""
+    ranks, name = site.build.tp.ranks, site.tensor_name("mamba.in_proj")
+    shared = spec.groups * spec.state_size
+    sizes = (spec.width, spec.width, shared, shared, spec.heads)
+    shards = (ranks, ranks, min(ranks, spec.groups), min(ranks, spec.groups), ranks)
+    return tuple(
+        LinearPart(name, size, shard, CheckpointLayout(run=sum(sizes), first=sum(sizes[:place])))
+        for place, (size, shard) in enumerate(zip(sizes, shards, strict=True))
+    )
+
+
+def _scales(
+    parts: tuple[LinearPart, ...], scales: Scales, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    if all(scale == 1.0 for scale in scales):
+        return None
+    runs = [torch.full((part.piece(),), scale) for part, scale in zip(parts, scales, strict=True)]
+    return torch.cat(runs).to(dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec:
+    """A gated delta net, as in Qwen3-Next (arXiv:2412.06464)."""
+
+    key_heads: int  # each serves the same number of adjacent value heads
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int  # of the convolution
+    norm_eps: float  # of the norm of each value head
+
+    @property
+    def cache(self) -> StateSpec:
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        return StateSpec(
+            channels=2 * keys + values,
+            taps=self.taps,
+            heads=self.value_heads,
+            rows=self.key_size,
+            columns=self.value_size,
+        )
+
+
+class GatedDelta(Sublayer):
+    """One layer. Axes: T tokens, Y key heads, H value heads, K key size, V value size.
+
+    Key heads are sharded over ranks, each with the value heads that it serves.
+    """
+
+    kernels = frozenset({"recurrent.conv", "recurrent.gated_delta", "norm.gated_rmsnorm"})
+
+    def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
+        build = site.build
+        self._layer = site.layer
+        self._spec = spec
+        self._key_heads = build.share(spec.key_heads, f"{site.name}.linear_attn")
+        self._value_heads = build.share(spec.value_heads, f"{site.name}.linear_attn")
+        parts = _gated_delta_parts(site, spec)
+        self._inputs = site.column("linear_attn.inputs", parts, bias=False)
+        self._conv = ShortConv(site, "linear_attn.conv1d", spec.taps, parts[:3], bias=False)
+        self._decay = HeadVector(site, "linear_attn.A_log", spec.value_heads)
+        self._step_bias = HeadVector(site, "linear_attn.dt_bias", spec.value_heads)
+        self._norm_name = site.tensor_name("linear_attn.norm")
+        self._norm = build.empty(spec.value_size)
+        self._out = site.row("linear_attn.out_proj", spec.value_heads * spec.value_size, bias=False)
+        self.children = (self._inputs, self._conv, self._decay, self._step_bias, self._out)
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        assert ctx.states_of is not None, "a pass without states"
+        states, rows = ctx.states_of(self._layer)
+        projected = self._inputs(ctx, x)
+        seen, width = self._conv.weight.shape[0], self._value_heads * self._spec.value_size
+        gate, rates = projected[:, seen : seen + width], projected[:, seen + width :]
+        mixed = ctx.ops.causal_conv(
+            projected[:, :seen], self._conv.weight, None, states.conv_states, rows
+        )
+        y = ctx.ops.gated_delta(*self._recurrence(mixed, rates), states.recurrent_states, rows)
+        normed = ctx.ops.gated_rmsnorm(
+            y.flatten(0, 1),
+            gate.reshape(-1, self._spec.value_size),
+            self._norm,
+            self._spec.norm_eps,
+            1,
+            False,  # noqa: FBT003 (kernels take no names)
+        )
+        return self._out(ctx, normed.view(len(x), -1))
+
+    def sources(self) -> Iterator[WeightSource]:
+        yield from super().sources()
+        yield from replicated_source(f"{self._norm_name}.weight", self._norm)
+
+    def _recurrence(
+        self, mixed: Tensor, rates: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        keys = self._key_heads * self._spec.key_size
+        q, k = mixed[:, :keys], mixed[:, keys : 2 * keys]
+        heads = (len(mixed), self._key_heads, -1)
+        v = mixed[:, 2 * keys :].view(len(mixed), self._value_heads, -1)
+        learning, forgetting = rates.float().chunk(2, dim=-1)
+        decay = -torch.exp(self._decay.value) * F.softplus(forgetting + self._step_bias.value)
+        return q.view(heads), k.view(heads), v, decay, torch.sigmoid(learning)
+
+
+def _gated_delta_parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:
+    """Query, key, values and gates of each key head in turn, and beta and decay of its value heads.
+
+    The convolution is over all queries, then all keys, then all values.
+    """
+    ranks, shared = site.build.tp.ranks, spec.value_heads // spec.key_heads
+    values = shared * spec.value_size
+    tensors = (
+        ("linear_attn.in_proj_qkvz", (spec.key_size, spec.key_size, values, values)),
+        ("linear_attn.in_proj_ba", (shared, shared)),
+    )
+    return tuple(
+        LinearPart(
+            site.tensor_name(name),
+            spec.key_heads * size,
+            ranks,
+            CheckpointLayout(run=sum(sizes), first=sum(sizes[:place]), runs=spec.key_heads),
+        )
+        for name, sizes in tensors
+        for place, size in enumerate(sizes)
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import WHOLE_TENSOR, ColumnLinear, LinearPart, RowLinear, replicated
+from antiphon.layers.norm import build_norm
 from antiphon.layers.weights import Module
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.linear import CheckpointLayout
     from antiphon.layers.methods import LinearMethod
+    from antiphon.layers.norm import Norm, NormSpec
     from antiphon.layers.weights import BuildContext
 
 
@@ -73,6 +75,9 @@ class LayerBuildContext:
             build=self.build,
             method=method or self.method,
         )
+
+    def norm(self, spec: NormSpec, tensor: str, size: int) -> Norm:
+        return build_norm(spec, self.tensor_name(tensor), size, self.build)
 
 
 class Sublayer(Module):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-
-from antiphon.layers.quantization.storage import ANY, FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +15,12 @@ if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.quantization.storage import StorageLayout
     from antiphon.layers.tp import Tp
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are not quantized."""
+ANY = -1
+"""A length that is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +43,31 @@ class Module:
 
     # Names of the kernels that it calls itself through `ctx.ops`.
     kernels: frozenset[str] = frozenset()
-    children: tuple[Module, ...] = ()  # its modules, in the order in which their tensors are loaded
+    # Its modules, in the order in which their tensors are loaded; None for one that it lacks.
+    children: tuple[Module | None, ...] = ()
 
     @property
     def operations(self) -> frozenset[str]:
         """Names of the kernels that it and its modules call."""
-        return self.kernels.union(*(child.operations for child in self.children))
+        return self.kernels.union(*(child.operations for child in filter(None, self.children)))
 
     def sources(self) -> Iterator[WeightSource]:
         """The checkpoint's tensors that it loads."""
-        for child in self.children:
+        for child in filter(None, self.children):
             yield from child.sources()
 
     def pack(self) -> None:
         """Prepare weights for computing; called once all sources are loaded."""
-        for child in self.children:
+        for child in filter(None, self.children):
             child.pack()
 
 
-class CheckpointQuantization(Protocol):
+@dataclass(frozen=True, slots=True)
+class CheckpointQuantization:
     """Which linears of a checkpoint are quantized, and their method in memory."""
 
-    @property
-    def method(self) -> LinearMethod:
-        """The method of linears all of whose parts are quantized."""
-        ...
-
-    def storage(self, name: str) -> StorageLayout | None: ...
+    method: LinearMethod  # of linears all of whose parts are quantized
+    storage: Callable[[str], StorageLayout | None]  # of a linear by its name; None: not quantized
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from antiphon.config.load import load as settings_of
 from antiphon.config.quantization import QuantizationMethod, QuantizationScheme, choose_quantization
 from antiphon.kernels.cpu import extension
 from antiphon.layers.linear import CheckpointLayout, RowLinear
-from antiphon.layers.methods import METHODS
+from antiphon.layers.methods import LinearMethod
 from antiphon.layers.quantization import storage as parts
-from antiphon.layers.quantization.assemble import quantized_sources
+from antiphon.layers.quantization.storage import quantized_sources
 from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import BuildContext
+from antiphon.layers.weights import BuildContext, CheckpointQuantization
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import read_quantization
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from antiphon.layers.methods import LinearMethod
     from antiphon.model_worker.runner.model_runner import OpenModel
 
 LACKING = extension.unavailable_reason()
@@ -193,7 +192,6 @@ def row_scheme(row: Row) -> QuantizationScheme:
     return found.rules[0].scheme
 
 
-PLAIN = METHODS["plain"]
 MXFP4 = row_scheme(next(row for row in ROWS if row.name == "mxfp4"))
 
 
@@ -316,15 +314,17 @@ def test_what_the_plan_says_is_what_is_loaded(row: Row, written) -> None:
     assert bool(logits_of(model, prompts()[3], 16).isfinite().all())
 
 
-@dataclass(frozen=True)
-class Everywhere:
+def everywhere(storage: parts.StorageLayout) -> BuildContext:
     """Every linear is stored so."""
+    quantization = CheckpointQuantization(LinearMethod.PLAIN, lambda _: storage)
+    return BuildContext(SingleRank(), torch.float32, torch.device("cpu"), quantization)
 
-    one: parts.StorageLayout
-    method: LinearMethod
 
-    def storage(self, name: str) -> parts.StorageLayout:
-        return self.one
+def plain_linear(
+    inputs: int, outputs: int, build: BuildContext, stored: CheckpointLayout
+) -> RowLinear:
+    method = LinearMethod.PLAIN
+    return RowLinear("a", inputs, outputs, bias=False, build=build, method=method, stored=stored)
 
 
 FUSED = (
@@ -341,11 +341,7 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
     outputs = 64 if stored.first else 192
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     made = row.make(weight)
-    scheme = storage_of(row_scheme(row))
-    build = BuildContext(
-        SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN)
-    )
-    linear = RowLinear("a", 256, outputs, bias=False, build=build, method=PLAIN, stored=stored)
+    linear = plain_linear(256, outputs, everywhere(storage_of(row_scheme(row))), stored)
     suffixes = {".weight_scale": ".weight_scale_inv"}
     for source in linear.sources():
         suffix = source.name.removeprefix("a")
@@ -357,10 +353,7 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
 
 
 def test_transposed_tensors_are_not_quantized() -> None:
-    build = BuildContext(
-        SingleRank(), torch.float32, torch.device("cpu"), Everywhere(storage_of(MXFP4), PLAIN)
-    )
     stored = CheckpointLayout(transposed=True)
-    linear = RowLinear("a", 64, 64, bias=False, build=build, method=PLAIN, stored=stored)
+    linear = plain_linear(64, 64, everywhere(storage_of(MXFP4)), stored)
     with pytest.raises(ValueError, match=r"a: weights stored as \(inputs, outputs\) are not"):
         list(linear.sources())

@@ -73,10 +73,10 @@ def test_what_a_failed_row_wrote_is_wiped(poisoned: OpenModel) -> None:
     batch = batch_of(poisoned, PROMPTS)
     batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
     pool = poisoned.runner.pools[0]
-    failed = [pool.read(page) for page in batch.lines[1].pages[0]]
-    assert all(set(data) == {0} for data in failed)
-    kept = [pool.read(page) for page in batch.lines[0].pages[0] + batch.lines[2].pages[0]]
-    assert all(set(data) != {0} for data in kept)
+    written = {slot: pool._data[:, :, line.pages[0]] for slot, line in batch.lines.items()}
+    assert not written[1].any()
+    pages = (written[0], written[2])
+    assert all(page.any() for data in pages for page in data.unbind(2))
 
 
 def test_a_chunk_that_is_not_finite_is_reported_before_it_has_logits(poisoned: OpenModel) -> None:

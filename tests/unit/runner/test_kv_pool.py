@@ -2,15 +2,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from tests.support.models import open_model
 
-from antiphon.model_worker.runner.pools import KvPool, PageCodec, PageCorrupt
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_worker.runner.pools import KvPool
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -25,29 +24,6 @@ def pool(llama: Path, request: pytest.FixtureRequest) -> KvPool:
 
 def page(pool: KvPool, index: int) -> list[torch.Tensor]:
     return [half[index].clone() for layer in range(4) for half in pool.layer(layer)]
-
-
-def test_a_page_comes_back_as_it_went_and_touches_no_other(pool: KvPool) -> None:
-    codec = PageCodec(pool)
-    others = [page(pool, index) for index in (0, 1, 2, 3, 5)]
-    source = page(pool, 1)
-    codec.decode(4, codec.encode(1))
-    assert all(map(torch.equal, page(pool, 4), source))
-    for index, before in zip((0, 1, 2, 3, 5), others, strict=True):
-        assert all(map(torch.equal, page(pool, index), before))
-
-
-@pytest.mark.parametrize("damage", ["a bit", "cut", "longer"])
-def test_damaged_bytes_are_refused_and_change_nothing(pool: KvPool, damage: str) -> None:
-    codec = PageCodec(pool)
-    encoded = bytearray(codec.encode(1))
-    if damage == "a bit":
-        encoded[int(np.random.default_rng(0).integers(len(encoded)))] ^= 1
-    before = page(pool, 4)
-    data = {"cut": encoded[:-1], "longer": encoded + b"\0"}.get(damage, encoded)
-    with pytest.raises(PageCorrupt):
-        codec.decode(4, bytes(data))
-    assert all(map(torch.equal, page(pool, 4), before))
 
 
 def test_zeroing_forgets_the_named_tokens_only(pool: KvPool) -> None:

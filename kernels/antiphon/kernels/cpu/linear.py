@@ -45,13 +45,6 @@ class CompiledLinear(Protocol):
         """(T, I)  ->  (T, O) float32, the unrounded sums."""
         ...
 
-    def multiply_gated(self, x: Tensor) -> Tensor:
-        """(T, I)  ->  (T, O / 2): silu of the first half times the second.
-
-        Only for a linear packed in halves; the same bits as `multiply` and the op `silu_mul`.
-        """
-        ...
-
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs: (N,) int64  ->  (N, I), in the dtype of activations."""
         ...

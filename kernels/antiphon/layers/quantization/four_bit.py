@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
-from antiphon.layers.quantization.storage import ANY, FLOATS, Axis, WeightField, check_divisible
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible
+from antiphon.layers.weights import ANY, FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

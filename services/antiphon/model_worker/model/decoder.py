@@ -5,144 +5,107 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder
-from antiphon.layers.attention import AttentionSpec
+from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder, FusedDecoderLayer
+from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
-from antiphon.layers.methods import PlainLinearMethod
-from antiphon.layers.norm import RmsNorm, build_norm
+from antiphon.layers.methods import LinearMethod
+from antiphon.layers.mla import LatentAttention, LatentSpec
+from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
+from antiphon.layers.moe import MixtureOfExperts, MoeSpec
+from antiphon.layers.norm import Norm, RmsNorm, build_norm
+from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
+from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec
 from antiphon.layers.sublayer import LayerBuildContext
-from antiphon.model_worker.model.layer import DecoderLayer, NotStackable
+from antiphon.layers.weights import Module
 from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import BuildContext, WeightSource
-    from antiphon.model_worker.model.spec import ModelSpec
+    from antiphon.layers.sublayer import Sublayer
+    from antiphon.layers.weights import BuildContext
+    from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec, ModelSpec
+
+SUBLAYERS: Mapping[type, Callable[..., Sublayer]] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    Mamba2Spec: Mamba2,
+    GatedDeltaSpec: GatedDelta,
+    GatedMlpSpec: GatedMlp,
+    PlainMlpSpec: PlainMlp,
+    MoeSpec: MixtureOfExperts,
+}
+"""The kinds of mixers and feed-forward blocks: the spec of each, and the block that computes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """The output of a range of layers.
-
-    Attributes:
-        last: (T, hidden), ready for the head if this is the last stage, else the residual stream.
-        aux: The residual stream after each layer in `aux_layers`.
-        checked: Whether the output was checked for NaN and infinity.
-        finite: (T,) bool, whether all of a token's elements are finite; None: all are, if checked.
-    """
-
-    last: Tensor
-    aux: dict[int, Tensor]
-    checked: bool = False
-    finite: Tensor | None = None
+class NotStackable(Exception):
+    """These layers cannot be fused into one call; the message names the reason."""
 
 
-class Decoder:
-    """A range of layers; the first has the embedding, the last the final norm and the head."""
+class Decoder(Module):
+    """Layers between an embedding and the final norm with a head."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        build: BuildContext,
-        *,
-        layers: range | None = None,
-        method: LinearMethod | None = None,
+        self, spec: ModelSpec, build: BuildContext, method: LinearMethod = LinearMethod.PLAIN
     ) -> None:
-        method = method or PlainLinearMethod()
         self.invariant = method.invariant
         """Whether its linears are batch-invariant."""
         self._spec = spec
-        run = layers if layers is not None else range(len(spec.layers))
-        self._first, self._last = run.start == 0, run.stop == len(spec.layers)
-        self.layers = {
-            index: DecoderLayer(_site(spec, index, build, method), spec.layers[index])
-            for index in run
-        }
-        self._embedding = self._entry = self._norm = self._head = self._score = None
-        if self._first or (self._last and spec.tied):
-            # A table that is only looked up is fastest in its stored layout, one row a token.
-            table_method = method if spec.tied else PlainLinearMethod()
-            self._embedding = _table(spec, spec.embedding.name, build, table_method)
-        if self._first:
-            self._entry = EmbeddingTransform(spec, build)
-        if self._last:
-            if spec.norm_name is not None:
-                self._norm = build_norm(spec.norm, spec.norm_name, spec.hidden, build)
-            match spec.head:
-                case HeadSpec(tied=True):
-                    self._head = self._embedding
-                case HeadSpec(name=name, bias=bias):
-                    self._head = _table(spec, name, build, method, bias=bias)
-                case ClassificationHeadSpec():
-                    self._score = ClassificationHead(spec.head, spec.hidden, build, method)
-                case None:
-                    pass
+        self.layers = [
+            DecoderLayer(_site(spec, index, build, method), layer)
+            for index, layer in enumerate(spec.layers)
+        ]
+        # A table that is only looked up is fastest in its stored layout, one row a token.
+        table_method = method if spec.tied else LinearMethod.PLAIN
+        self._embedding = _table(spec, spec.embedding.name, build, table_method)
+        self._entry = EmbeddingTransform(spec, build)
+        self._norm = self._head = self._score = None
+        if spec.norm_name is not None:
+            self._norm = build_norm(spec.norm, spec.norm_name, spec.hidden, build)
+        match spec.head:
+            case HeadSpec(tied=True):
+                self._head = self._embedding
+            case HeadSpec(name=name, bias=bias):
+                self._head = _table(spec, name, build, method, bias=bias)
+            case ClassificationHeadSpec():
+                self._score = ClassificationHead(spec.head, spec.hidden, build, method)
+            case None:
+                pass
+        head = None if spec.tied else self._head
+        ends = (self._norm, head, self._score)
+        self.children = (self._embedding, self._entry, *self.layers, *ends)
 
-    @property
-    def operations(self) -> frozenset[str]:
-        ends = (self._entry, self._norm, self._score)
-        parts = (*self.layers.values(), *(part for part in ends if part is not None))
-        return frozenset[str]().union(*(part.operations for part in parts))
+    def forward(self, ctx: ForwardContext, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the layers on tokens (T,).
 
-    def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
-        """The residual stream that enters the first layer, (T, hidden)."""
-        assert self._first, "only the first stage embeds"
-        assert self._embedding is not None
-        assert self._entry is not None
-        return self._entry(ctx, self._embedding.embed(ctx, tokens))
-
-    def forward(
-        self,
-        ctx: ForwardContext,
-        *,
-        tokens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        aux_layers: frozenset[int] = frozenset(),
-    ) -> Hidden:
-        """Run the layers on `tokens` (T,), or on `inputs_embeds` (T, hidden).
-
-        A later stage takes the `last` of the earlier stage as its `inputs_embeds`.
+        Returns the hidden states (T, hidden), ready for the head, and (T,) bool: whether all of a
+        token's elements are finite; None: all of all tokens are.
         """
-        owned = inputs_embeds is None
-        if inputs_embeds is None:
-            assert tokens is not None, "either tokens or their embeddings"
-            inputs_embeds = self.embed(ctx, tokens)
-        if ctx.fused is not None and not aux_layers:
-            last, finite = ctx.fused(inputs_embeds if owned else inputs_embeds.clone())
-            return Hidden(last, {}, checked=True, finite=finite)
-        pending, residual = None, inputs_embeds
-        aux: dict[int, Tensor] = {}
-        for index, layer in self.layers.items():
+        residual = self._entry(ctx, self._embedding.embed(ctx, tokens))
+        if ctx.fused is not None:
+            return ctx.fused(residual)
+        pending = None
+        for layer in self.layers:
             pending, residual = layer(ctx, pending, residual)
-            if index in aux_layers:
-                aux[index] = residual if pending is None else residual + pending
-        if self._norm is None:
-            return Hidden(residual if pending is None else residual + pending, aux)
-        if pending is None:
-            return Hidden(self._norm(ctx, residual), aux)
-        normed, _ = self._norm.add(ctx, pending, residual)
-        return Hidden(normed, aux)
+        hidden, _ = _enter(ctx, self._norm, pending, residual)
+        return hidden, ctx.ops.finite_rows(hidden)
 
     def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels."""
-        if not (self._first and self._last):
-            raise NotStackable("this is a pipeline stage")
         if not isinstance(self._norm, RmsNorm):
             raise NotStackable("the final norm differs from Llama's")
-        layers = [(layer.stacked(), caches[index]) for index, layer in self.layers.items()]
+        layers = [(layer.stacked(), caches[index]) for index, layer in enumerate(self.layers)]
         norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
         scale, _ = self._shared()
         if len(norms) > 1:
@@ -159,11 +122,11 @@ class Decoder:
         """Embedding and head for the fused decoder, if nothing else transforms ids or logits."""
         head, spec = self._head, self._spec.head
         plain = isinstance(spec, HeadSpec) and spec.scale == 1.0 and spec.softcap is None
-        if not plain or head is None or self._embedding is None or self._entry is None:
-            return None
         packed, table = self._embedding.packed, self._embedding.table
         embedding = table if packed is None else packed
-        if head.packed is None or embedding is None or not self._entry.plain:
+        if not plain or head is None or head.packed is None:
+            return None
+        if embedding is None or not self._entry.plain:
             return None
         return EmbeddingAndHead(embedding=embedding, head=head.packed)
 
@@ -182,8 +145,8 @@ class Decoder:
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Logits of normalised hidden states (L, hidden)  ->  (L, V) float32."""
         head = self._spec.head
-        assert isinstance(head, HeadSpec), "a model that writes"
-        assert self._head is not None, "only the last stage has the head"
+        assert isinstance(head, HeadSpec), "a model that generates text"
+        assert self._head is not None, "whose head was built"
         logits = self._head.logits(ctx, hidden)
         if head.scale != 1.0:
             logits = logits * head.scale
@@ -194,25 +157,8 @@ class Decoder:
 
         Raw logits, before any softmax.
         """
-        assert self._score is not None, "the last stage of a model that judges"
+        assert self._score is not None, "a model with a classification head"
         return self._score(ctx, pooled)
-
-    def sources(self) -> Iterator[WeightSource]:
-        head = None if self._head is self._embedding else self._head
-        ends = (self._norm, head, self._score)
-        for part in (self._embedding, self._entry, *self.layers.values(), *ends):
-            if part is not None:
-                yield from part.sources()
-
-    def pack(self) -> None:
-        """Prepare weights for computing; called once all sources are loaded."""
-        for part in (*self.layers.values(), *self._tables()):
-            part.pack()
-        if self._score is not None:
-            self._score.pack()
-
-    def _tables(self) -> set[VocabParallelEmbedding]:
-        return {table for table in (self._embedding, self._head) if table is not None}
 
 
 def _site(
@@ -228,7 +174,105 @@ def _table(
     return VocabParallelEmbedding(name, spec.vocabulary, spec.hidden, build, method, bias=bias)
 
 
-class EmbeddingTransform:
+class DecoderLayer(Module):
+    """A mixer followed by a feed-forward block, or both in parallel."""
+
+    def __init__(self, site: LayerBuildContext, spec: LayerSpec) -> None:
+        self._multiplier = spec.multiplier
+        self._parallel = spec.parallel
+        self._mixer = build_sublayer(site, spec.mixer)
+        self._feed_forward = None
+        if spec.feed_forward is not None:
+            self._feed_forward = build_sublayer(site, spec.feed_forward)
+        self._norms: dict[str, Norm] = {
+            place: site.norm(spec.norm, name, site.hidden)
+            for place, name in msgspec.structs.asdict(spec.norms).items()
+            if name is not None
+        }
+        self.children = (*self._norms.values(), self._mixer, self._feed_forward)
+
+    def __call__(
+        self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the layer. `pending` is a block output that is not yet added to the residual stream.
+
+        The norm that reads it adds it, which saves a pass over memory for each block. A layer with
+        post-norms of the residual stream returns no pending output.
+        """
+        norm = self._norms.get
+        entered, residual = _enter(ctx, norm("before_mixer"), pending, residual)
+        mixed = self._leave(ctx, norm("after_mixer"), self._mixer(ctx, entered))
+        mixed, residual = _join(ctx, norm("with_mixer"), mixed, residual)
+        if self._feed_forward is None:
+            return mixed, residual
+        if self._parallel:
+            if (own_norm := norm("before_feed_forward")) is not None:
+                entered = own_norm(ctx, residual)
+            beside = self._feed_forward(ctx, entered)
+            assert mixed is not None, "parallel blocks are added to the stream together"
+            return mixed + self._leave(ctx, norm("after_feed_forward"), beside), residual
+        entered, residual = _enter(ctx, norm("before_feed_forward"), mixed, residual)
+        transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
+        return _join(ctx, norm("with_feed_forward"), transformed, residual)
+
+    def stacked(self) -> FusedDecoderLayer:
+        """This layer in the form that the fused decoder takes."""
+        mixer, feed_forward = self._mixer, self._feed_forward
+        before, between = map(self._norms.get, ("before_mixer", "before_feed_forward"))
+        other = self._parallel or self._multiplier != 1.0 or len(self._norms) != 2
+        if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
+            raise NotStackable("the residual connections differ from Llama's")
+        if not isinstance(mixer, Attention) or not mixer.fusable:
+            raise NotStackable("the mixers differ from Llama's attention")
+        if not isinstance(feed_forward, GatedMlp) or not feed_forward.fusable:
+            raise NotStackable("the feed-forward blocks differ from Llama's")
+        if mixer.packed is None or feed_forward.packed is None:
+            raise NotStackable("the linears are not packed on a single rank")
+        return FusedDecoderLayer(
+            qkv=mixer.packed[0],
+            out=mixer.packed[1],
+            gate_up=feed_forward.packed[0],
+            down=feed_forward.packed[1],
+            attention_norm=before.weight,
+            mlp_norm=between.weight,
+            head_norms=mixer.params.norms,
+        )
+
+    def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
+        """The output of a block as it is added to the stream: normalised and multiplied."""
+        if norm is not None:
+            x = norm(ctx, x)
+        return x if self._multiplier == 1.0 else x * self._multiplier
+
+
+def build_sublayer(site: LayerBuildContext, spec: MixerSpec | FeedForwardSpec) -> Sublayer:
+    if isinstance(spec, ParallelMixersSpec):
+        return ParallelMixers(site, spec, build_sublayer)
+    return SUBLAYERS[type(spec)](site, spec)
+
+
+def _enter(
+    ctx: ForwardContext, norm: Norm | None, pending: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The input of a block, and the stream with the pending output added."""
+    if norm is not None and pending is not None:
+        return norm.add(ctx, pending, residual)
+    if pending is not None:
+        residual = residual + pending
+    return (residual if norm is None else norm(ctx, residual)), residual
+
+
+def _join(
+    ctx: ForwardContext, norm: Norm | None, x: Tensor, residual: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """The pending output and the stream after a block gave x; a post-norm of the stream adds x."""
+    if norm is None:
+        return x, residual
+    joined, _ = norm.add(ctx, x, residual)
+    return None, joined
+
+
+class EmbeddingTransform(Module):
     """Scale, token-type embeddings, position embeddings and norm, as far as a model has them."""
 
     def __init__(self, spec: ModelSpec, build: BuildContext) -> None:
@@ -248,15 +292,11 @@ class EmbeddingTransform:
             )
         if embedding.norm is not None:
             self._norm = build_norm(embedding.norm, embedding.norm_name, spec.hidden, build)
+        self.children = (self._types, self._positions, self._norm)
 
     @property
     def plain(self) -> bool:
-        parts = (self._types, self._positions, self._norm)
-        return self._scale == 1.0 and all(part is None for part in parts)
-
-    @property
-    def operations(self) -> frozenset[str]:
-        return frozenset[str]() if self._norm is None else self._norm.operations
+        return self._scale == 1.0 and not any(self.children)
 
     def __call__(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
         """Make the residual stream from embeddings (T, hidden)  ->  (T, hidden)."""
@@ -267,8 +307,3 @@ class EmbeddingTransform:
         if self._positions is not None:
             embedded = self._positions.add(ctx, embedded)
         return embedded if self._norm is None else self._norm(ctx, embedded)
-
-    def sources(self) -> Iterator[WeightSource]:
-        for part in (self._types, self._positions, self._norm):
-            if part is not None:
-                yield from part.sources()

@@ -15,8 +15,8 @@ from msgspec import Meta
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
-from antiphon.layers.experts import ExpertsSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
+from antiphon.layers.moe import ExpertsSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_card.tasks import unused_prefixes
 from antiphon.model_worker.model.errors import ModelLoadError

@@ -20,7 +20,7 @@ from antiphon.config.quantization import (
 )
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
-from antiphon.layers.methods import METHODS, unsupported_reason
+from antiphon.layers.methods import LinearMethod, unsupported_reason
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import BuildContext
 from antiphon.model_card.files import files_at
@@ -30,7 +30,7 @@ from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
-from antiphon.model_worker.model.quantization import StoredLinears
+from antiphon.model_worker.model.quantization import quantized_linears
 from antiphon.model_worker.model.registry import family_of
 from antiphon.model_worker.model.spec import HeadSpec
 from antiphon.model_worker.model.transformers_backend.support import load_transformers
@@ -92,10 +92,12 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
     dtype, device = DTYPES[plan.dtype.value], torch.device(plan.device.value)
-    linear, quantized = str(plan.linear.value), str(plan.quantized.value)
+    linear, quantized = LinearMethod(plan.linear.value), LinearMethod(plan.quantized.value)
     for method in {linear, quantized}:
         if lacks := unsupported_reason(method, device, dtype):
-            raise ModelLoadError(f"linear weights cannot be stored as {method!r} here: {lacks}")
+            raise ModelLoadError(
+                f"linear weights cannot be stored as {method.value!r} here: {lacks}"
+            )
     cache_dtype = CACHE_DTYPES.get(plan.cache_dtype.value)
     build = BuildContext(tp or SingleRank(), dtype, device, cache_dtype=cache_dtype)
     if spec is None:
@@ -110,9 +112,10 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
     else:
         if plan.pooling.value is not None:
             spec = _without_logits(spec)
-        build = replace(build, quantization=_linears(stored, spec, quantized))
+        if stored is not None:
+            build = replace(build, quantization=quantized_linears(stored, spec, quantized))
         try:
-            decoder = Decoder(spec, build, method=METHODS[linear])
+            decoder = Decoder(spec, build, linear)
             checkpoint = Checkpoint.open(files, list(decoder.sources()))
             scales = take_scales(checkpoint, len(spec.layers))
             load_weights(decoder, checkpoint, spec, stored)
@@ -184,15 +187,6 @@ def _scales(
     if missing := len(set(keeping) - scales.keys()):
         log.warning("no scales of keys and values: they are 1.0", extra={"layers_without": missing})
     return scales
-
-
-def _linears(
-    config: QuantizationConfig | None, spec: ModelSpec, linear: str
-) -> StoredLinears | None:
-    if config is None:
-        return None
-    head = spec.head.name if isinstance(spec.head, HeadSpec) else None
-    return StoredLinears(config, METHODS[linear], spec.embedding.name, head)
 
 
 def _without_logits(spec: ModelSpec) -> ModelSpec:

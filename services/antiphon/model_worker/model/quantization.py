@@ -1,8 +1,9 @@
-"""Which linears of a checkpoint are quantized, and in which layout; read by the layers."""
+"""Which linears of a checkpoint are quantized, and in which layout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import antiphon.config.quantization as schemes
@@ -19,59 +20,51 @@ from antiphon.layers.quantization.four_bit import (
     TorchaoInt4Storage,
 )
 from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
+from antiphon.layers.weights import CheckpointQuantization
+from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.quantization.storage import StorageLayout
+    from antiphon.model_worker.model.spec import ModelSpec
 
-
-@dataclass(frozen=True, slots=True)
-class StoredLinears:
-    """The layers' `QuantizationConfig`.
-
-    Attributes:
-        config: The quantization of config.json or of the settings.
-        method: Linear method for linears all of whose parts are quantized.
-        embedding: Name of the embedding table, which is never quantized.
-        head: Name of the head, which is quantized if the config includes it; None without a head.
-    """
-
-    config: schemes.QuantizationConfig
-    method: LinearMethod
-    embedding: str
-    head: str | None
-
-    def storage(self, name: str) -> StorageLayout | None:
-        """The storage layout of a linear; None: not quantized."""
-        if name == self.embedding or (name == self.head and not self.config.head):
-            return None
-        scheme = self.config.scheme(name)
-        return None if scheme is None else storage_of(scheme)
+LAYOUTS: Mapping[type[schemes.QuantizationScheme], type[Any]] = {
+    schemes.Fp8: Fp8Storage,
+    schemes.OnlineFp8: OnlineFp8Storage,
+    schemes.Int8: Int8Storage,
+    schemes.LlmInt8: LlmInt8Storage,
+    schemes.TorchaoInt8: TorchaoInt8Storage,
+    schemes.TorchaoInt4: TorchaoInt4Storage,
+    schemes.Awq: AwqStorage,
+    schemes.Gptq: GptqStorage,
+    schemes.Packed: PackQuantizedStorage,
+    schemes.BitsAndBytes4: BitsAndBytesStorage,
+    schemes.Mxfp4: Mxfp4Storage,
+}
+"""The layout of each scheme, whose fields are those of the scheme by name."""
 
 
 def storage_of(scheme: schemes.QuantizationScheme) -> StorageLayout:
-    match scheme:
-        case schemes.Fp8(scale=scale, block=block):
-            return Fp8Storage(scale, block)
-        case schemes.OnlineFp8():
-            return OnlineFp8Storage()
-        case schemes.Int8(scale=scale, group=group, zero_point=zero_point):
-            return Int8Storage(scale, group, zero_point)
-        case schemes.LlmInt8():
-            return LlmInt8Storage()
-        case schemes.TorchaoInt8():
-            return TorchaoInt8Storage()
-        case schemes.TorchaoInt4(group=group):
-            return TorchaoInt4Storage(group)
-        case schemes.Awq(group=group):
-            return AwqStorage(group)
-        case schemes.Gptq(bits=bits, group=group, ordered=ordered, zero_added=added):
-            return GptqStorage(bits, group, ordered, added)
-        case schemes.Packed(bits=bits, group=group, zero_point=zero_point, ordered=ordered):
-            return PackQuantizedStorage(bits, group, zero_point, ordered)
-        case schemes.BitsAndBytes4(kind=kind, nested=nested):
-            return BitsAndBytesStorage(kind, nested)
-        case schemes.Mxfp4():
-            return Mxfp4Storage()
-        case _:
-            raise AssertionError(f"a scheme without a layout: {type(scheme).__name__}")
+    layout = LAYOUTS[type(scheme)]
+    return layout(**{field.name: getattr(scheme, field.name) for field in fields(layout)})
+
+
+def quantized_linears(
+    config: schemes.QuantizationConfig, spec: ModelSpec, method: LinearMethod
+) -> CheckpointQuantization:
+    """What a model's layers need to know of the quantization of config.json or of the settings."""
+    return CheckpointQuantization(method, partial(_storage, config, spec))
+
+
+def _storage(
+    config: schemes.QuantizationConfig, spec: ModelSpec, name: str
+) -> StorageLayout | None:
+    head = isinstance(spec.head, HeadSpec) and name == spec.head.name
+    # The embedding table is never quantized.
+    if name == spec.embedding.name or (head and not config.head):
+        return None
+    scheme = config.scheme(name)
+    return None if scheme is None else storage_of(scheme)

@@ -12,8 +12,7 @@ it. To add a kind:
    (sizes, switches, and the checkpoint's names, each relative to its layer) and a class built as
    `Block(site, spec)` with the methods of `layers.sublayer.Sublayer`. The `ForwardContext` gives it
    what it needs of a forward pass.
-2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `MIXERS` or `FEED_FORWARDS`
-   in `layer`.
+2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `SUBLAYERS` in `decoder`.
 3. The spec of a mixer declares with `cache` what it caches. Layers with equal
    `cache` share a cache group. A new kind of cache is one more member of `CacheSpec`.
 4. Give a family that has it its row in `tests/models/families.py`, and each switch of the spec its
@@ -33,13 +32,12 @@ from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec
-from antiphon.layers.gated_delta import GatedDeltaSpec
-from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.parallel_mixers import BranchSpec, ParallelMixersSpec
+from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,10 +14,8 @@ from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.dummy import dummy_weights
-from antiphon.model_worker.model.formats.safetensors import read_safetensors
+from antiphon.model_worker.model.formats.files import dummy_weights, read_safetensors, read_torch
 from antiphon.model_worker.model.formats.stored_tensor import trim
-from antiphon.model_worker.model.formats.torch_file import read_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence

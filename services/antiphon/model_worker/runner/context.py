@@ -1,9 +1,8 @@
-"""The context of a forward pass: KV cache, RoPE, adapters, and whether the stack is fused."""
+"""The context of a forward pass: KV cache, RoPE, and whether the stack is fused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +10,14 @@ import torch
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
-from antiphon.kernels.rotary import CosSinCaches, StepCosSin, apply_rotary
+from antiphon.kernels.rotary import CosSinCache, apply_rotary
 from antiphon.kernels.states import LayerStates
-from antiphon.layers.context import Adapters, ForwardContext
-from antiphon.model_worker.model.layer import NotStackable
+from antiphon.layers.context import ForwardContext
+from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.runner.input_batch import PlanRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -26,12 +25,21 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderOutput
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.rotary import RotarySpec, TokenCosSin
     from antiphon.kernels.states import StateMetadata
-    from antiphon.layers.context import AttentionBackend, AttentionParams, LatentAttentionParams
+    from antiphon.layers.context import (
+        AttentionBackend,
+        AttentionParams,
+        LatentAttentionBackend,
+        LatentAttentionParams,
+    )
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.pools import KvPool, StatePool
+
+    Angles = Callable[[RotarySpec | None], TokenCosSin]
+    """Cosine and sine of a RoPE variant at the positions of a pass."""
 
 STACK = "decoder.stack"
 """The name under which the kernel table lists the fused decoder or the layer-by-layer one."""
@@ -56,23 +64,21 @@ class ForwardContexts:
         pools: tuple[KvPool, ...],
         states: tuple[StatePool, ...] = (),
         *,
-        adapters: Adapters | None,
         fused: bool,
         deterministic: bool = False,
     ) -> None:
         placement = model.build
         self._ops = ops
         self._tp = placement.tp
-        self._adapters = adapters
         self._caches = _caches(pools, model.kv_scales)
         self._states = _states(states)
         kinds = [cache for cache, _ in model.spec.cache_groups()]
         self._latent = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, LatentSizes)}
         self._causal = model.spec.causal
         self._deterministic = deterministic
-        self._angles = CosSinCaches(placement.dtype, placement.device)
+        self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
         self._stack: FusedDecoder | None = None
-        self._stack_angles = self._angles.of(None)
+        self._stack_angles = self._angles(None)
         # With chunked attention, the rows of a sequence may differ from step to step.
         self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
         self._continue_step: int | None = None  # step from which the fused decoder may continue
@@ -83,7 +89,7 @@ class ForwardContexts:
         try:
             _refuse_apart(self._ops, fused=fused)
             self._stack = decoder.stack(self._caches)
-            self._stack_angles = self._angles.of(decoder.rotary)
+            self._stack_angles = self._angles(decoder.rotary)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.
@@ -106,7 +112,7 @@ class ForwardContexts:
             # A plan other than plain decode would have left no step to continue.
             scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
-            if not stack.scores or plan.pooling is not None or self._adapted(plan):
+            if not stack.scores or plan.pooling is not None:
                 return None
             cos_sin = self._stack_angles.at_positions(plan.positions[0])
             scored = stack.score(tokens, plan.logit_tokens, cos_sin, batch.groups, argmax_only=bare)
@@ -119,123 +125,106 @@ class ForwardContexts:
         self._continue_step = None
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
-        rotations = StepCosSin(self._angles, plan.positions[0])
-        adapted = self._adapted(plan)
+        positions = plan.positions[0]
+
+        @cache
+        def angles(rotary: RotarySpec | None) -> TokenCosSin:
+            return self._angles(rotary).at_positions(positions)
+
         fused = None
-        if self._stack is not None and not adapted:
-            cos_sin = self._stack_angles.at_positions(plan.positions[0])
+        if self._stack is not None:
+            cos_sin = self._stack_angles.at_positions(positions)
             fused = partial(self._stack, turns=cos_sin, groups=batch.groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
-            attend=self._attend(plan, batch, rotations),
-            states_of=PagedStates(self._states, batch.states) if batch.states else None,
-            attend_latent=self._attend_latent(batch, rotations) if self._latent else None,
-            positions=torch.as_tensor(plan.positions[0]),
+            attend=self._attend(plan, batch, angles),
+            states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
+            attend_latent=self._attend_latent(batch, angles) if self._latent else None,
+            positions=torch.as_tensor(positions),
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
-            token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
-            adapters=self._adapters if adapted else None,
             fused=fused,
         )
 
-    def _adapted(self, plan: StepPlan) -> bool:
-        return self._adapters is not None and bool((plan.adapter >= 0).any())
-
-    def _attend(self, plan: StepPlan, batch: InputBatch, rotations: StepCosSin) -> AttentionBackend:
+    def _attend(self, plan: StepPlan, batch: InputBatch, angles: Angles) -> AttentionBackend:
         if self._causal:
-            return PagedAttend(self._ops, self._caches, batch.groups, rotations)
+            return partial(_paged_attention, self._ops, self._caches, batch.groups, angles)
         if (plan.query_len != plan.kv_len).any():
             raise PlanRefused(
                 f"step {plan.step}: bidirectional attention needs the whole text in one pass"
             )
-        return BidirectionalAttend(self._ops, plan.query_len.tolist(), rotations)
+        return partial(_bidirectional_attention, self._ops, plan.query_len.tolist(), angles)
 
-    def _attend_latent(self, batch: InputBatch, rotations: StepCosSin) -> PagedLatentAttend:
+    def _attend_latent(self, batch: InputBatch, angles: Angles) -> LatentAttentionBackend:
         rows = {
             index: LatentMetadata(batch.groups[index], sizes, absorbed=self._deterministic)
             for index, sizes in self._latent.items()
         }
-        return PagedLatentAttend(self._ops, self._caches, rows, rotations)
+        return partial(_paged_latent_attention, self._ops, self._caches, rows, angles)
 
 
-@dataclass(frozen=True, slots=True)
-class PagedAttend:
-    """Attention over the paged KV cache of one forward pass."""
-
-    ops: Ops
-    layers: dict[int, LayerKvCache]
-    groups: tuple[AttentionMetadata, ...]
-    rotations: StepCosSin
-
-    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
-        """Apply RoPE, write this pass's keys and values, and attend to all of each row's."""
-        cache = self.layers[layer]
-        rows = self.groups[cache.group]
-        cos, sin = self.rotations.of(params.rotary).by_token
-        keys, values, scales = cache.keys, cache.values, cache.scales
-        q = self.ops.qk_norm_rope_store(
-            heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
-        )
-        scale = params.scale
-        if params.softcap is None and params.sinks is None:
-            return self.ops.paged_attention(q, keys, values, rows, scale, scales)
-        return self.ops.softcap_sink_attention(
-            q, keys, values, rows, scale, params.softcap, params.sinks, scales
-        )
+# The backends of a `ForwardContext`, which binds their first arguments to those of one pass.
 
 
-@dataclass(frozen=True, slots=True)
-class PagedStates:
-    """The recurrent states of one forward pass, and the places that each row reads and writes."""
-
-    layers: dict[int, LayerStates]
-    groups: tuple[StateMetadata, ...]
-
-    def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
-        states = self.layers[layer]
-        return states, self.groups[states.group]
-
-
-@dataclass(frozen=True, slots=True)
-class BidirectionalAttend:
-    """Bidirectional attention: all tokens of a row are in the same forward pass; no KV cache."""
-
-    ops: Ops
-    lengths: list[int]
-    rotations: StepCosSin
-
-    def __call__(self, layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
-        """Apply RoPE, and let each token attend to its row: (T, Q + 2 H, D) -> (T, Q, D)."""
-        del layer  # all layers attend to the same tokens
-        keys = heads.shape[1] - 2 * params.kv_heads
-        values = keys + params.kv_heads
-        cos, sin = self.rotations.of(params.rotary).by_token
-        rotated = apply_rotary(heads[:, :values], cos, sin)
-        q, k, v = rotated[:, :keys], rotated[:, keys:], heads[:, values:]
-        return self.ops.bidirectional_attention(q, k, v, self.lengths, params.scale, params.window)
+def _paged_attention(
+    ops: Ops,
+    caches: Mapping[int, LayerKvCache],
+    groups: tuple[AttentionMetadata, ...],
+    angles: Angles,
+    layer: int,
+    heads: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    cache = caches[layer]
+    rows = groups[cache.group]
+    cos, sin = angles(params.rotary).by_token
+    keys, values, scales = cache.keys, cache.values, cache.scales
+    q = ops.qk_norm_rope_store(
+        heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
+    )
+    if params.softcap is None and params.sinks is None:
+        return ops.paged_attention(q, keys, values, rows, params.scale, scales)
+    return ops.softcap_sink_attention(
+        q, keys, values, rows, params.scale, params.softcap, params.sinks, scales
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLatentAttend:
-    """Latent attention (MLA) over the paged cache of one forward pass."""
+def _bidirectional_attention(
+    ops: Ops, lengths: list[int], angles: Angles, _: int, heads: Tensor, params: AttentionParams
+) -> Tensor:
+    """The same for all layers: all tokens of a row are in the pass, and nothing is cached."""
+    keys = heads.shape[1] - 2 * params.kv_heads
+    values = keys + params.kv_heads
+    cos, sin = angles(params.rotary).by_token
+    rotated = apply_rotary(heads[:, :values], cos, sin)
+    q, k, v = rotated[:, :keys], rotated[:, keys:], heads[:, values:]
+    return ops.bidirectional_attention(q, k, v, lengths, params.scale, params.window)
 
-    ops: Ops
-    layers: Mapping[int, LayerKvCache]
-    groups: Mapping[int, LatentMetadata]
-    rotations: StepCosSin
 
-    def __call__(
-        self, layer: int, q: Tensor, latents: Tensor, params: LatentAttentionParams
-    ) -> Tensor:
-        """Apply RoPE, write this pass's latents, and attend to all of each row's."""
-        cache = self.layers[layer]
-        rows = self.groups[cache.group]
-        cos, sin = self.rotations.of(params.rotary).by_token
-        q = _rotated(q, rows.sizes.content, cos, sin)
-        rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
-        store_tensor(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
-        attend = self.ops.paged_attention
-        return latent_attention(q, cache, rows, params.heads, params.scale, attend)
+def _paged_latent_attention(
+    ops: Ops,
+    caches: Mapping[int, LayerKvCache],
+    groups: Mapping[int, LatentMetadata],
+    angles: Angles,
+    layer: int,
+    q: Tensor,
+    latents: Tensor,
+    params: LatentAttentionParams,
+) -> Tensor:
+    cache = caches[layer]
+    rows = groups[cache.group]
+    cos, sin = angles(params.rotary).by_token
+    q = _rotated(q, rows.sizes.content, cos, sin)
+    rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
+    store_tensor(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+    return latent_attention(q, cache, rows, params.heads, params.scale, ops.paged_attention)
+
+
+def _states_of(
+    layers: Mapping[int, LayerStates], groups: tuple[StateMetadata, ...], layer: int
+) -> tuple[LayerStates, StateMetadata]:
+    states = layers[layer]
+    return states, groups[states.group]
 
 
 def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:

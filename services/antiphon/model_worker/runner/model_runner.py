@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import BackendChoice
-    from antiphon.layers.context import Adapters, ForwardContext
+    from antiphon.layers.context import ForwardContext
     from antiphon.layers.tp import Tp
     from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.batching.plan import Ints, SamplingColumns
@@ -75,7 +75,6 @@ class ModelRunner:
         model: LoadedModel,
         groups: tuple[CacheGroup, ...],
         *,
-        adapters: Adapters | None = None,
         forced: dict[str, str] | None = None,
         fused: bool = True,
         pooler: Pooler | None = None,
@@ -84,7 +83,7 @@ class ModelRunner:
         spec, placement = model.spec, model.build
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
-        self.ops = select(DeviceCapability.of(placement.device, placement.dtype), forced)
+        self.ops = select(DeviceCapability(placement.device.type, placement.dtype), forced)
         attending = [
             (group, *_attention_of(spec, group))
             for group in groups
@@ -106,7 +105,6 @@ class ModelRunner:
             self.ops,
             self.pools,
             states,
-            adapters=adapters,
             fused=fused,
             deterministic=deterministic,
         )
@@ -221,16 +219,16 @@ class ModelRunner:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        ctx, left, finite = self._layers(plan, batch, tokens)
+        ctx, hidden, finite = self._layers(plan, batch, tokens)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
         if failed is None:
             failed = np.zeros(rows, np.bool_)
 
         def score(pooled: Tensor) -> Tensor:
-            return self._model.own_decoder.scores(ctx, pooled.to(left.dtype))
+            return self._model.own_decoder.scores(ctx, pooled.to(hidden.dtype))
 
-        vectors = self._pooler.pool(plan, left, score)
+        vectors = self._pooler.pool(plan, hidden, score)
         of_row = np.repeat(np.arange(rows), np.diff(vectors.starts))
         failed[of_row[~np.isfinite(vectors.values)]] = True
         if failed.any():
@@ -258,9 +256,8 @@ class ModelRunner:
     ) -> tuple[ForwardContext, Tensor, Tensor | None]:
         """The context of a forward pass, its hidden states (T, hidden) and which are finite."""
         ctx = self._contexts.of(plan, batch)
-        left = self._model.decoder.forward(ctx, tokens=torch.as_tensor(tokens.astype(np.int64)))
-        finite = left.finite if left.checked else self.ops.finite_rows(left.last)
-        return ctx, left.last, finite
+        token_ids = torch.as_tensor(tokens.astype(np.int64))
+        return ctx, *self._model.decoder.forward(ctx, token_ids)
 
     def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
         """A forward pass layer by layer. Only requested rows get logits, since the head is wide."""
@@ -361,13 +358,7 @@ class OpenModel:
     kv_scales: str = ""
 
 
-def open_model(
-    place: ModelLocation,
-    plan: ResolvedConfig,
-    *,
-    tp: Tp | None = None,
-    adapters: Adapters | None = None,
-) -> OpenModel:
+def open_model(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) -> OpenModel:
     """Load a model as planned and allocate the pages and states of its cache groups.
 
     Raises:
@@ -385,9 +376,7 @@ def open_model(
     )
     pooling = plan.pooling.value
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
-    runner = ModelRunner(
-        model, groups, adapters=adapters, pooler=pooler, deterministic=plan.deterministic.value
-    )
+    runner = ModelRunner(model, groups, pooler=pooler, deterministic=plan.deterministic.value)
     require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))

@@ -7,10 +7,8 @@ C its channels, I rows and J columns of a matrix.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from antiphon.kernels.bidirectional import NoCache
@@ -79,10 +77,6 @@ def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
         )
 
 
-class PageCorrupt(Exception):
-    """The bytes are not a page of this group, or their checksum does not match."""
-
-
 class KvPool:
     """The KV cache of one cache group, (L, N, P, S, H, D)."""
 
@@ -104,41 +98,6 @@ class KvPool:
     def zero(self, places: Tensor) -> None:
         """Zero the tokens at `places` (page * S + offset) in every layer."""
         self._data.flatten(2, 3).index_fill_(2, places, 0)
-
-    def read(self, page: int) -> bytes:
-        data = self._data[:, :, page].contiguous().view(torch.uint8)
-        return data.cpu().numpy().tobytes()
-
-    def write(self, page: int, data: bytes) -> None:
-        """Fill a page with bytes from `read`."""
-        view = self._data[:, :, page]
-        # A copy, since torch has no read-only tensors.
-        flat = torch.as_tensor(np.frombuffer(data, np.uint8).copy())
-        view.copy_(flat.view(view.dtype).view(view.shape))
-
-
-class PageCodec:
-    """Encodes pages as bytes and back; the only code that knows layout, dtype and shard.
-
-    A page is four bytes of CRC-32 and its data, so that damaged bytes are never attended to.
-    """
-
-    def __init__(self, pool: KvPool) -> None:
-        self._pool = pool
-
-    def encode(self, page: int) -> bytes:
-        data = self._pool.read(page)
-        return zlib.crc32(data).to_bytes(4, "little") + data
-
-    def decode(self, page: int, encoded: bytes) -> None:
-        """Fill a page with bytes that `encode` made on a rank of the same shard."""
-        expected = 4 + self._pool.group.page_bytes
-        if len(encoded) != expected:
-            raise PageCorrupt(f"a page of this group has {expected} bytes, not {len(encoded)}")
-        data = encoded[4:]
-        if zlib.crc32(data) != int.from_bytes(encoded[:4], "little"):
-            raise PageCorrupt("the checksum of a page does not match its bytes")
-        self._pool.write(page, data)
 
 
 class StatePool:

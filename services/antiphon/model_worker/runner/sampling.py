@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.sampling import Purpose, uniform
+from antiphon.kernels.sampling import uniform
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.wire.sampling import TEMPERATURE_MIN
 
@@ -111,7 +111,7 @@ class Sampler:
     def _sample(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
     ) -> Ints:
-        noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
+        noise = uniform(columns.seed[rows], columns.choice[rows], positions)
         tokens = self._ops.sample(
             logits,
             torch.as_tensor(noise),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.mamba2 import Mamba2Spec, Scales
 from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
+from antiphon.layers.recurrent import Mamba2Spec, Scales
 from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
 from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.layers.experts import ClampedSwish, ExpertsSpec, StackedExperts
-from antiphon.layers.moe import MoeSpec
+from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec, StackedExperts
 from antiphon.model_worker.model.llama_parts import (
     Count,
     ExpertFields,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
-from antiphon.layers.experts import SeparateExperts
-from antiphon.layers.moe import MoeSpec
+from antiphon.layers.moe import MoeSpec, SeparateExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import (
     Count,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.layers.attention import Temperature
-from antiphon.layers.experts import StackedExperts
-from antiphon.layers.moe import MoeSpec
+from antiphon.layers.moe import MoeSpec, StackedExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (

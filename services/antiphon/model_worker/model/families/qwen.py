@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.moe import MoeSpec
+from antiphon.layers.recurrent import GatedDeltaSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     Count,

@@ -1,1 +1,1 @@
-"""Checkpoint formats, one a module: each lists its tensors before any of them is read."""
+"""Checkpoint formats: each lists its tensors before any of them is read."""

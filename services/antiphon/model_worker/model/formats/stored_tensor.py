@@ -10,38 +10,35 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
 # `MADV_POPULATE_READ` of Linux 5.14, which the `mmap` module does not define; older kernels refuse
 # it, and pages are then read one by one on access.
 POPULATE_READ = 22
 
 
-class TensorData(Protocol):
+def _nothing() -> None:
+    """The `prefetch` and `release` of data that is freed with its last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
     """The data of one tensor. Any thread may read it."""
 
-    @property
-    def size_bytes(self) -> int: ...
-
-    def prefetch(self) -> None:
-        """Start reading ahead; returns before it is done."""
-        ...
-
-    def read(self) -> Tensor:
-        """Read the data into memory. The result must not be written to."""
-        ...
-
-    def release(self) -> None:
-        """Release memory that the result of `read` does not own."""
-        ...
+    size_bytes: int
+    read: Callable[[], Tensor]  # into memory; the result must not be written to
+    prefetch: Callable[[], None] = _nothing  # starts reading ahead; returns before it is done
+    release: Callable[[], None] = _nothing  # memory that the result of `read` does not own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +62,77 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
+def mapped_data(view: Tensor) -> TensorData:
     """A part of a mapped file that is never written to. Its memory is the page cache."""
 
-    view: Tensor
+    def read() -> Tensor:
+        _advise(view, POPULATE_READ)
+        return view
 
-    @property
-    def size_bytes(self) -> int:
-        return self.view.nbytes
+    # Dropped pages are read again by a later access.
+    prefetch, release = (
+        partial(_advise, view, advice) for advice in (mmap.MADV_WILLNEED, mmap.MADV_DONTNEED)
+    )
+    return TensorData(view.nbytes, read, prefetch, release)
 
-    def prefetch(self) -> None:
-        if sys.platform == "linux":
-            _advise(self.view, mmap.MADV_WILLNEED)
 
-    def read(self) -> Tensor:
-        if sys.platform == "linux":
-            _advise(self.view, POPULATE_READ)
-        return self.view
+def copied_data(file: Path, start: int, size_bytes: int) -> TensorData:
+    """A part of a file, read into memory of its own."""
 
-    def release(self) -> None:
-        """Drop the pages; a later access reads them again."""
-        if sys.platform == "linux":
-            _advise(self.view, mmap.MADV_DONTNEED)
+    def prefetch() -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError), file.open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), start, size_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read() -> Tensor:
+        copy = torch.empty(size_bytes, dtype=torch.uint8)
+        rest, at = copy.numpy().data, start
+        try:
+            with file.open("rb", buffering=0) as stream:
+                while rest:
+                    count = os.preadv(stream.fileno(), [rest], at)
+                    if count == 0:
+                        raise ModelLoadError(f"{file}: cut short while it was read, at {at}")
+                    rest, at = rest[count:], at + count
+        except OSError as error:
+            raise ModelLoadError(f"{file}: {error.strerror}") from error
+        return copy
+
+    return TensorData(size_bytes, read, prefetch)
+
+
+Part = Callable[[int, int], TensorData]
+"""Returns a part of a file by its first byte and its size in bytes."""
+
+
+def open_file(file: Path, *, mapped: bool) -> Part:
+    """Open a file and return a function that gives its parts, mapped or copied."""
+    if not mapped:
+        return partial(copied_data, file)
+    try:
+        with file.open("rb") as stream:
+            # Copy-on-write, since torch has no read-only tensors; nothing is written.
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    return lambda start, size: mapped_data(whole[start : start + size])
+
+
+def numbers(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """View bytes (N,) as elements of a shape; copied if the file does not align them."""
+    aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
+    return aligned.view(dtype).view(shape)
 
 
 def _advise(mapped: Tensor, advice: int) -> None:
-    """Hint at a tensor's pages; other threads run meanwhile.
+    """Hint at a tensor's pages, on Linux; other threads run meanwhile.
 
     By address and not by `mmap.madvise`, which holds the interpreter lock while a disk is read, and
     which does not know mappings that torch made.
     """
-    if mapped.nbytes == 0:
+    if sys.platform != "linux" or mapped.nbytes == 0:
         return
     # Whole pages; a dropped page that a neighbour shares is read again on access.
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -112,84 +148,3 @@ def trim() -> None:
 
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A part of a file, read into memory of its own."""
-
-    file: Path
-    start: int
-    size_bytes: int
-
-    def prefetch(self) -> None:
-        if not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError), self.file.open("rb", buffering=0) as stream:
-            os.posix_fadvise(stream.fileno(), self.start, self.size_bytes, os.POSIX_FADV_WILLNEED)
-
-    def read(self) -> Tensor:
-        copy = torch.empty(self.size_bytes, dtype=torch.uint8)
-        rest, at = copy.numpy().data, self.start
-        try:
-            with self.file.open("rb", buffering=0) as stream:
-                while rest:
-                    count = os.preadv(stream.fileno(), [rest], at)
-                    if count == 0:
-                        raise ModelLoadError(f"{self.file}: cut short while it was read, at {at}")
-                    rest, at = rest[count:], at + count
-        except OSError as error:
-            raise ModelLoadError(f"{self.file}: {error.strerror}") from error
-        return copy
-
-    def release(self) -> None:
-        pass  # a copy is freed with its last reference
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """A tensor that is not read from a file; it is freed with its last reference."""
-
-    tensor: Tensor
-
-    @property
-    def size_bytes(self) -> int:
-        return self.tensor.nbytes
-
-    def prefetch(self) -> None:
-        pass
-
-    def read(self) -> Tensor:
-        return self.tensor
-
-    def release(self) -> None:
-        pass
-
-
-Part = Callable[[int, int], TensorData]
-"""Returns a part of a file by its first byte and its size in bytes."""
-
-
-def open_file(file: Path, *, mapped: bool) -> Part:
-    """Open a file and return a function that gives its parts, mapped or copied."""
-    if not mapped:
-        return lambda start, size: Copied(file, start, size)
-    try:
-        with file.open("rb") as stream:
-            # Copy-on-write, since torch has no read-only tensors; nothing is written.
-            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    whole = torch.frombuffer(content, dtype=torch.uint8)
-    return lambda start, size: Mapped(whole[start : start + size])
-
-
-def numbers(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """View bytes (N,) as elements of a shape; copied if the file does not align them."""
-    aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
-    return aligned.view(dtype).view(shape)
-
-
-def unchanged(tensor: Tensor) -> Tensor:
-    """The `decode` of data that needs none."""
-    return tensor

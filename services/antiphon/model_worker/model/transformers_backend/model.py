@@ -26,9 +26,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import AttentionParams
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.decoder import Hidden
+from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.layer import NotStackable
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
 
 if TYPE_CHECKING:
@@ -119,35 +118,21 @@ class TransformersDecoder:
         self.operations = frozenset({"attention.heads", *kernels})
         """Names of the kernels that its layers call."""
 
-    def forward(
-        self,
-        ctx: ForwardContext,
-        *,
-        tokens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        aux_layers: frozenset[int] = frozenset(),
-    ) -> Hidden:
-        """Run all layers on `tokens` (T,), or on `inputs_embeds` (T, hidden)."""
-        assert not aux_layers, "transformers' modules hand out no stream between layers"
+    def forward(self, ctx: ForwardContext, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Decoder.forward`."""
         assert ctx.positions is not None
 
         def attend(call: AttentionCall) -> Tensor:
             mixed = ctx.attend(call.layer, _pad_heads(call), self._params[call.layer])
             return mixed[..., : call.value.shape[-1]]
 
-        if inputs_embeds is not None:
-            entered = {"inputs_embeds": inputs_embeds[None]}
-        else:
-            assert tokens is not None, "either tokens or their embeddings"
-            entered = {"input_ids": tokens[None]}
         with _attention_function(attend):
             left = self._base(
-                **entered,
-                position_ids=ctx.positions[None].long(),
-                use_cache=False,
+                input_ids=tokens[None], position_ids=ctx.positions[None].long(), use_cache=False
             )
         assert left.last_hidden_state is not None
-        return Hidden(left.last_hidden_state[0], {})
+        hidden = left.last_hidden_state[0]
+        return hidden, ctx.ops.finite_rows(hidden)
 
     def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
         """Logits of hidden states (L, hidden)  ->  (L, V) float32."""

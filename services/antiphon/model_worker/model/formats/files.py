@@ -1,0 +1,157 @@
+"""Safetensors and torch files, and random weights without a file: their tensors, not yet read."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle  # noqa: TID251 (the name of torch's refusal; nothing is unpickled here)
+import re
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from antiphon.model_card.weight_headers import SafetensorsEntry, read_header
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats.stored_tensor import (
+    StoredTensor,
+    TensorData,
+    mapped_data,
+    numbers,
+    open_file,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.weights import WeightSource
+    from antiphon.model_worker.model.formats.stored_tensor import Part
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes that a layer loads (each layer lists its own) or that checkpoints contain, as masks."""
+DEVIATION = 0.02
+"""Standard deviation of random weights: most models are initialised so, and nothing diverges."""
+
+
+def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
+    """Read the header of a safetensors file: its tensors by name."""
+    header = read_header(file)
+    if (size := file.stat().st_size) < header.bytes_expected:
+        raise ModelLoadError(f"{file}: cut short: it has {size} of {header.bytes_expected} bytes")
+    part = open_file(file, mapped=mapped)
+    return {
+        name: _of_safetensors(file, name, entry, header.data_start, part)
+        for name, entry in header.entries.items()
+    }
+
+
+def _of_safetensors(
+    file: Path, name: str, entry: SafetensorsEntry, data_start: int, part: Part
+) -> StoredTensor:
+    if entry.dtype not in DTYPES:
+        raise ModelLoadError(
+            f"{file}: {name} is {entry.dtype}: only {', '.join(DTYPES)} weights are read"
+        )
+    start, end = entry.data_offsets
+    dtype = DTYPES[entry.dtype]
+    data = part(data_start + start, end - start)
+    decode = partial(numbers, dtype=dtype, shape=entry.shape)
+    stored = StoredTensor(file, entry.shape, dtype, data, decode)
+    if stored.count * dtype.itemsize != end - start:
+        raise ModelLoadError(f"{file}: {name}: {end - start} bytes do not hold {entry.shape}")
+    return stored
+
+
+def read_torch(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
+    """Read the structure of a torch file (.bin, .pt): its tensors by name.
+
+    Such a file is a pickle, of which only tensors are accepted.
+    """
+    # Files older than torch 1.6 cannot be mapped.
+    mappable = mapped and zipfile.is_zipfile(file)
+    return {
+        name: _of_torch(file, name, tensor, mapped=mappable)
+        for name, tensor in _outline(file, mapped=mappable).items()
+    }
+
+
+def _outline(file: Path, *, mapped: bool) -> Mapping[str, Tensor]:
+    try:
+        content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        # The rest of the message is advice on how to allow the code.
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it would run {code[1]}" if code else "not a file of torch, or cut short"
+        raise ModelLoadError(f"{file}: refused: {what}") from error
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{file}: {error.strerror}") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ModelLoadError(f"{file}: cut short, or not a file of torch: {line}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file}: contains a {type(content).__name__}, not a dict of tensors")
+    named = cast("dict[object, object]", content)
+    for name, value in named.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ModelLoadError(f"{file}: {name} is a {type(value).__name__}, not a tensor")
+    return cast("dict[str, Tensor]", named)
+
+
+def _of_torch(file: Path, name: str, tensor: Tensor, *, mapped: bool) -> StoredTensor:
+    if tensor.dtype not in DTYPES.values():
+        raise ModelLoadError(
+            f"{file}: {name} is {_dtype_names(tensor.dtype)}: only "
+            f"{_dtype_names(*DTYPES.values())} weights are read"
+        )
+    data = (
+        mapped_data(tensor)
+        if mapped and tensor.is_contiguous()
+        else TensorData(tensor.nbytes, lambda: tensor)
+    )
+    return StoredTensor(file, tuple(tensor.shape), tensor.dtype, data, _unchanged)
+
+
+def _dtype_names(*dtypes: torch.dtype) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def dummy_weights(sources: Iterable[WeightSource]) -> dict[str, StoredTensor]:
+    """Random weights: to measure speed and memory of a model from its config alone."""
+    tensors: dict[str, StoredTensor] = {}
+    for source in sources:
+        name, shape, dtype = source.name, source.shape, torch.float32
+        data = TensorData(math.prod(shape) * dtype.itemsize, partial(_random, name, shape))
+        tensors[name] = StoredTensor(Path("dummy"), shape, dtype, data, _unchanged)
+    return tensors
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A matrix that is seeded by its name, so that order and rank do not matter.
+
+    A vector keeps a signal unchanged.
+    """
+    if len(shape) == 1:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.empty(shape).normal_(0.0, DEVIATION, generator=generator)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    """The `decode` of data that needs none."""
+    return tensor
