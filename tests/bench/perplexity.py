@@ -26,7 +26,7 @@ from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import apply_rotary, cos_sin
 from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import LinearMethod
-from antiphon.layers.tp import SingleRank
+from antiphon.layers.weights import SingleRank
 
 if TYPE_CHECKING:
     from tests.training.batches import Row

@@ -27,8 +27,7 @@ from antiphon.layers.moe import (
     StackedExperts,
 )
 from antiphon.layers.sublayer import LayerBuildContext
-from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import BuildContext
+from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.errors import ModelLoadError
 

@@ -17,7 +17,7 @@ from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
-    from antiphon.layers.tp import Tp
+    from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.model_runner import OpenModel

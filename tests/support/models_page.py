@@ -23,8 +23,7 @@ from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
-from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import BuildContext
+from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.config_json import complete_config
 from antiphon.model_card.quantization_config import METHODS as QUANTIZED
 from antiphon.model_card.quantization_config import read_quantization

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentHeads
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import QkNormWeights, RotarySpec
-    from antiphon.layers.tp import Tp
+    from antiphon.layers.weights import Tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

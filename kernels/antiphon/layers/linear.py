@@ -5,25 +5,34 @@ Axes: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from antiphon.layers.methods import LinearShape, RankSlice
-from antiphon.layers.quantization.storage import Int8Weight, concat_weights, quantized_sources
-from antiphon.layers.quantization.storage import WeightSlice as StoredPart
+from antiphon.layers.quantization.storage import (
+    Int8Weight,
+    WeightSlice,
+    concat_weights,
+    slice_weight,
+)
 from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import LoadedWeight, StorageLayout
+    from antiphon.layers.quantization.storage import (
+        LoadedWeight,
+        StorageLayout,
+        WeightField,
+        WeightFields,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,8 @@ class CheckpointLayout:
 
 
 WHOLE_TENSOR = CheckpointLayout()
+PIECE_NUMBERS = 1 << 20
+"""Approximate number of weights that are dequantized at once: they are float32 meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +156,10 @@ def _quantized_sources(
     outputs, _ = stored.shape("weight", part.outputs, inputs)
     shape = (outputs, inputs)
     if stored == WHOLE_TENSOR:
-        own = StoredPart(_bounds(cut.outputs, outputs), _bounds(cut.inputs, inputs))
+        own = WeightSlice(_bounds(cut.outputs, outputs), _bounds(cut.inputs, inputs))
         yield from quantized_sources(part.name, storage, shape, own, take)
     else:
-        everything = StoredPart(slice(0, outputs), slice(0, inputs))
+        everything = WeightSlice(slice(0, outputs), slice(0, inputs))
         yield from quantized_sources(part.name, storage, shape, everything, take_all)
 
 
@@ -162,6 +173,79 @@ def _picked(stored: CheckpointLayout, outputs: int, weight: LoadedWeight) -> Loa
 def _bounds(part: slice, total: int) -> slice:
     start, stop, _ = part.indices(total)
     return slice(start, stop)
+
+
+def quantized_sources(
+    name: str,
+    storage: StorageLayout,
+    shape: tuple[int, int],
+    part: WeightSlice,
+    take: Callable[[int, LoadedWeight], None],
+) -> Iterator[WeightSource]:
+    """The tensors of a quantized weight; when the last is loaded, the rank's slice is dequantized.
+
+    The result is the same slice of the whole weight however it is sharded: where a slice divides
+    elements that share a scale or a word, more is dequantized than is used.
+
+    Args:
+        name: Of the linear.
+        storage: The layout of its weight.
+        shape: Outputs and inputs of the whole weight.
+        part: The slice of this rank.
+        take: Called with a row of the slice, and the weights from that row on.
+
+    Raises:
+        ValueError: A weight of that shape cannot have that layout; names the linear.
+    """
+    try:
+        fields = storage.fields(*shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    gathering = _WeightAssembler(storage, fields, shape, part, take)
+    for one in fields:
+        yield WeightSource(
+            name + one.suffix,
+            one.shape(*shape),
+            lambda tensor, one=one: gathering.add(one, tensor),
+            one.dtypes,
+        )
+
+
+@dataclass(slots=True)
+class _WeightAssembler:
+    storage: StorageLayout
+    fields: WeightFields
+    shape: tuple[int, int]
+    part: WeightSlice
+    take: Callable[[int, LoadedWeight], None]
+    received: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+
+    def add(self, one: WeightField, tensor: Tensor) -> None:
+        """Keep a tensor until the last one is loaded; that one is used without a copy."""
+        last = len(self.received) + 1 == len(self.fields)
+        self.received[one.suffix] = tensor if last else tensor.clone()
+        if not last:
+            return
+        self._place()
+        self.received.clear()
+
+    def _place(self) -> None:
+        outputs, columns = self.part.outputs, self.part.inputs
+        rows = max(PIECE_NUMBERS // self.shape[1], 1)
+        # Chunks do not split what shares a scale: that would be dequantized twice.
+        whole = WeightSlice(slice(0, rows), columns).aligned(self.fields, *self.shape)
+        rows = max(whole.outputs.stop, 1)
+        for start in range(outputs.start, outputs.stop, rows):
+            piece = WeightSlice(slice(start, min(start + rows, outputs.stop)), columns)
+            self.take(start - outputs.start, self._whole(piece))
+
+    def _whole(self, piece: WeightSlice) -> LoadedWeight:
+        wider = piece.aligned(self.fields, *self.shape)
+        stored = {one.suffix: one.cut(self.received[one.suffix], wider) for one in self.fields}
+        outputs = wider.outputs.stop - wider.outputs.start
+        inputs = wider.inputs.stop - wider.inputs.start
+        whole = self.storage.dequantize(stored, outputs, inputs)
+        return slice_weight(whole, *piece.within(wider))
 
 
 class ColumnLinear(Module):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from antiphon.layers.quantization.storage import ANY, FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +16,6 @@ if TYPE_CHECKING:
 
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.quantization.storage import StorageLayout
-    from antiphon.layers.tp import Tp
-
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are not quantized."""
-ANY = -1
-"""A length that is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,33 @@ class Module:
         """Prepare weights for computing; called once all sources are loaded."""
         for child in filter(None, self.children):
             child.pack()
+
+
+class Tp(Protocol):
+    """The tensor-parallel group of a rank: which one it is, and two collectives."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks; `x` may be overwritten."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+
+class SingleRank:
+    rank = 0
+    ranks = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
 
 
 @dataclass(frozen=True, slots=True)

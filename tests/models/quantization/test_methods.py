@@ -18,12 +18,10 @@ from torch import Tensor
 from antiphon.config.load import load as settings_of
 from antiphon.config.quantization import QuantizationMethod, QuantizationScheme, choose_quantization
 from antiphon.kernels.cpu import extension
-from antiphon.layers.linear import CheckpointLayout, RowLinear
+from antiphon.layers.linear import CheckpointLayout, RowLinear, quantized_sources
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.quantization import storage as parts
-from antiphon.layers.quantization.storage import quantized_sources
-from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import BuildContext, CheckpointQuantization
+from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import read_quantization
@@ -257,7 +255,7 @@ def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor
         tp=Rank(rank, ranks),
     )
     weights: list[Tensor] = []
-    for layer in model.own_decoder.layers.values():
+    for layer in model.own_decoder.layers:
         for block in vars(layer).values():
             if not hasattr(block, "__dict__"):
                 continue

@@ -18,24 +18,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.rotary import QkNormWeights
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return extension.load().rmsnorm(x, weight, eps)
-
-
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return extension.load().add_rmsnorm(x, residual, weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    return extension.load().silu_mul(gate_up)
-
-
-def finite_rows(values: Tensor) -> Tensor | None:
-    return extension.load().finite_rows(values)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    return extension.load().argmax(logits)
+def __getattr__(name: str) -> object:
+    """An operation that takes its arguments as they are: the extension's own function."""
+    return getattr(extension.load(), name)
 
 
 def qk_norm_rope_store(

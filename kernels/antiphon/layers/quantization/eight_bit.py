@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from antiphon.layers.quantization.storage import (
+    FLOATS,
     SCALES,
     Axis,
     Int8Weight,
     WeightField,
     check_divisible,
 )
-from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

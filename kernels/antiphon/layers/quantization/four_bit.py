@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
-from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible
-from antiphon.layers.weights import ANY, FLOATS
+from antiphon.layers.quantization.storage import ANY, FLOATS, Axis, WeightField, check_divisible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

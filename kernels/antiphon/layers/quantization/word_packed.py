@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, groups
-from antiphon.layers.weights import FLOATS
+from antiphon.layers.quantization.storage import FLOATS, Axis, WeightField, check_divisible, groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,8 +21,7 @@ from antiphon.config.quantization import (
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.methods import LinearMethod, unsupported_reason
-from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import BuildContext
+from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.files import files_at
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.kernels.kv import KvScales
-    from antiphon.layers.tp import Tp
+    from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder

@@ -135,22 +135,15 @@ _RECORDS = msgspec.msgpack.Decoder(StepRecord, dec_hook=_to_array)
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class PlanDumps:
-    """Writes recordings to `batching.dump_folder`, if set: they hold prompts and outputs."""
+    """Writes recordings to `folder`, if set: they hold prompts and outputs."""
 
-    def __init__(
-        self,
-        folder: str,
-        instance: InstanceId,
-        engine: Engine,
-        recorder: FlightRecorder,
-        clock: Clock,
-    ) -> None:
-        self._folder = Path(folder).expanduser() if folder else None
-        self._instance = instance
-        self._engine = engine
-        self._recorder = recorder
-        self._clock = clock
+    folder: str
+    instance: InstanceId
+    engine: Engine
+    recorder: FlightRecorder
+    clock: Clock
 
     def write(self, reason: str) -> Path:
         """Write all recorded plans. Blocks; called from any thread.
@@ -159,20 +152,20 @@ class PlanDumps:
             Unsupported: No folder is configured.
             Internal: The folder cannot be written to.
         """
-        if self._folder is None:
+        if not self.folder:
             raise Unsupported("no plans are written: batching.dump_folder is empty")
-        core = self._engine.core
+        core = self.engine.core
         header = RecordingHeader(
             reason=reason,
-            unix_ms=self._clock.unix_ms(),
-            instance=self._instance,
+            unix_ms=self.clock.unix_ms(),
+            instance=self.instance,
             weights_digest=core.limits.weights_digest,
             weight_version=core.limits.weight_version,
             groups=core.pools.groups,
-            resolved=self._engine.resolved,
+            resolved=self.engine.resolved,
         )
         try:
-            file = write(self._folder, header, self._recorder.records())
+            file = write(Path(self.folder).expanduser(), header, self.recorder.records())
         except OSError as error:
             raise Internal(f"the plans cannot be written: {error}") from error
         log.info("plans written", extra={"file": str(file), "reason": reason})

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsRequest, Longs, StepPlan
 
 
+@dataclass(frozen=True, slots=True)
 class LogprobsComputer:
     """Computes the logprobs and hidden states that a plan's rows request."""
 
-    def __init__(self, ops: Ops, logit_bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> None:
-        self._ops = ops
-        self._logit_bytes_max = logit_bytes_max
+    ops: Ops
+    logit_bytes_max: int = PROMPT_LOGITS_BYTES_MAX
 
     def compute(
         self,
@@ -62,14 +62,14 @@ class LogprobsComputer:
         def fill(part: Longs, logits: Tensor, temperature: Floats) -> None:
             part_named = named[entries.request_row[part]]
             token_ids = entries.token_ids[part]
-            columns.fill(self._ops, part, logits, temperature, token_ids, part_named)
+            columns.fill(self.ops, part, logits, temperature, token_ids, part_named)
 
         sampled = np.flatnonzero(scored & (entries.logit >= 0))
         if len(sampled):
             rows = torch.as_tensor(entries.logit[sampled])
             fill(sampled, logits[rows], _temperature(plan)[entries.row[sampled]])
         prompt = np.flatnonzero(scored & (entries.logit < 0))
-        rows_max = prompt_logits_rows(logits.shape[-1], self._logit_bytes_max)
+        rows_max = prompt_logits_rows(logits.shape[-1], self.logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
             part = prompt[first : first + rows_max]
             rows = torch.as_tensor(entries.place[part])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.tp import Tp
+    from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.batching.plan import Ints, SamplingColumns
     from antiphon.model_worker.cache.groups import CacheGroup
