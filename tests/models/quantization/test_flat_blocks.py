@@ -11,12 +11,12 @@ from tests.models.quantization.rows import ROWS, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from tests.support.models import open_model
 
+from antiphon.layers.linear import quantized_sources
 from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
 from antiphon.layers.quantization.storage import (
     LoadedWeight,
     WeightSlice,
     dequantized,
-    quantized_sources,
 )
 
 if TYPE_CHECKING:

@@ -21,12 +21,8 @@ from tests.models.test_llama_parity import assert_close, logits_of
 from tests.support.models import open_model
 from torch import Tensor
 
-from antiphon.layers.quantization.storage import (
-    LoadedWeight,
-    WeightSlice,
-    dequantized,
-    quantized_sources,
-)
+from antiphon.layers.linear import quantized_sources
+from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequantized
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
