@@ -26,7 +26,7 @@ from antiphon.gateway.request_log.request_log import RequestLog
 from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-from antiphon.model_card.served_model import served_name, served_names
+from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.metrics_publisher import report_of
 from antiphon.service.service import Report
@@ -109,10 +109,8 @@ class GatewayService:
         requests = RequestLog(runtime, model)
         await asyncio.to_thread(requests.check_folders)
         submission = Submission(runtime, model, driver, tokenizers, metrics, access, requests)
-        generations = NatsGenerationEndpoints(runtime, model, submission, driver, metrics, access)
-        embeds = NatsEmbeddingEndpoints(
-            served_names(settings), submission, driver, tokenizers, metrics, access
-        )
+        generations = NatsGenerationEndpoints(submission)
+        embeds = NatsEmbeddingEndpoints(submission)
         detached = DetachedTasks(runtime.group)
         bodies = BodyReader()
         served = all_operations(

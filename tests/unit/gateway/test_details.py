@@ -9,7 +9,7 @@ from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
 from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
-from antiphon.gateway.requests.token_output_budget import TEXT_BYTES
+from antiphon.gateway.requests.submission import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
 from antiphon.wire.ids import ClientKey

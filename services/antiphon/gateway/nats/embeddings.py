@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.gather import gather
-from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
+from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vector
@@ -25,16 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.gateway.access.access import Access
-    from antiphon.gateway.owner.driver import OwnerDriver
-    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.pooling import Pooled, Prompt
-    from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.requests.token_output_budget import TokenOutputBudget
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.requests.submission import Submission, TokenOutputBudget
     from antiphon.service.endpoint import Endpoint
     from antiphon.wire.generate import EmbedRequest
-    from antiphon.wire.ids import ModelName, TenantId
+    from antiphon.wire.ids import TenantId
     from antiphon.wire.tokenize import PoolingCard
 
 VECTORS_BYTES_MAX = 512 * 1024
@@ -47,30 +42,25 @@ _NUMBER_BYTES = 4
 class NatsEmbeddingEndpoints:
     """Replies to each request once: nothing is retried by key or resumed."""
 
-    served: Sequence[ModelName]  # the first is the name in replies
     submission: Submission
-    driver: OwnerDriver
-    tokenizers: TokenizerClient
-    metrics: GatewayMetrics
-    access: Access
 
     def endpoints(self) -> Sequence[Endpoint]:
         return [
             RequestEndpoint(route=EMBED, handler=self._embed, address={"model": name})
-            for name in self.served
+            for name in self.submission.served
         ]
 
     async def _embed(self, request: EmbedRequest, delivery: Delivery) -> EmbedReply:
-        with self.metrics.count_rejections():
-            tenant = self.access.authenticate_tenant(request.api_key, tenant_of(delivery))
-        with self.metrics.count_rejections(tenant):
-            self.access.count_request(tenant)
-            if request.model not in self.served:
-                raise UnknownModel.of(request.model, self.served)
-            card = (await self.tokenizers.card(CARD_TIMEOUT_S)).pooling
+        submission = self.submission
+        tenant = authenticate(submission, request.api_key, delivery)
+        with submission.metrics.count_rejections(tenant):
+            submission.access.count_request(tenant)
+            if request.model not in submission.served:
+                raise UnknownModel.of(request.model, submission.served)
+            card = (await submission.tokenizers.card(CARD_TIMEOUT_S)).pooling
             gen_requests = _requests(request, card, tenant)
-        budget = self.submission.token_output_budget()
-        slots = asyncio.Semaphore(self.submission.max_concurrent(tenant, OPEN_MAX))
+        budget = submission.token_output_budget()
+        slots = asyncio.Semaphore(submission.max_concurrent(tenant, OPEN_MAX))
 
         async def one(gen_request: GenerationRequest) -> Pooled:
             async with slots:
@@ -78,7 +68,7 @@ class NatsEmbeddingEndpoints:
 
         pooled = await gather([one(gen_request) for gen_request in gen_requests])
         return EmbedReply(
-            model=self.served[0],
+            model=submission.served[0],
             vectors=tuple(each.vector for each in pooled),
             labels=card.labels if card is not None else (),
             usage=Usage(
@@ -95,7 +85,7 @@ class NatsEmbeddingEndpoints:
                 for event in await stream.get():
                     collected.add(event)
                     if isinstance(event, TextDelta):
-                        self.driver.mark_consumed(stream, event)
+                        self.submission.driver.mark_consumed(stream, event)
             if stream.ended.error is not None:
                 raise stream.ended.error
             return pooled_vector(collected)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
+from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.stream.stream import raise_if_failed
-from antiphon.model_card.served_model import served_names
 from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import FinishReason
@@ -48,16 +47,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.gateway.access.access import Access
     from antiphon.gateway.owner.actions import StreamEvent
-    from antiphon.gateway.owner.driver import OwnerDriver
-    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.endpoint import Endpoint
-    from antiphon.service.service import Runtime
     from antiphon.wire.generate import GenerateRequest, TextCursor
-    from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId, TenantId
+    from antiphon.wire.ids import ClientKey, InstanceId, RequestId, TenantId
 
 log = logging.getLogger(__name__)
 
@@ -70,21 +65,10 @@ _PING_S = 0.5
 
 
 class NatsGenerationEndpoints:
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ModelName,
-        submission: Submission,
-        driver: OwnerDriver,
-        metrics: GatewayMetrics,
-        access: Access,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
+    def __init__(self, submission: Submission) -> None:
         self._submission = submission
-        self._driver = driver
-        self._metrics = metrics
-        self._access = access
+        self._runtime = submission.runtime
+        self._driver = submission.driver
         self._by_name: dict[tuple[TenantId, ClientKey], NatsGeneration] = {}
         self._by_id: dict[RequestId, NatsGeneration] = {}
         self._retained: list[NatsGeneration] = []
@@ -96,7 +80,7 @@ class NatsGenerationEndpoints:
         return (
             *(
                 RequestEndpoint(route=GENERATE, handler=self._generate, address={"model": name})
-                for name in served_names(self._runtime.settings)
+                for name in self._submission.served
             ),
             RequestEndpoint(
                 route=GATEWAY_CONTROL,
@@ -118,10 +102,9 @@ class NatsGenerationEndpoints:
                 await self._send(generation, generation.replay(()))
 
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
-        with self._metrics.count_rejections():
-            tenant = self._access.authenticate_tenant(request.api_key, tenant_of(delivery))
+        tenant = authenticate(self._submission, request.api_key, delivery)
         request = msgspec.structs.replace(request, api_key=None)  # not retained
-        with self._metrics.count_rejections(tenant):
+        with self._submission.metrics.count_rejections(tenant):
             gen_request = _to_generation_request(request, tenant)
             earlier = self._by_name.get((tenant, request.key))
             digest = _digest(request)
@@ -131,7 +114,7 @@ class NatsGenerationEndpoints:
                 raise DuplicateRequest(
                     f"a request with the key '{request.key}' is already running", param="key"
                 )
-            self._access.count_request(tenant)
+            self._submission.access.count_request(tenant)
         generation = NatsGeneration(request, tenant, digest, delivery)
         self._by_name[tenant, request.key] = generation
         try:

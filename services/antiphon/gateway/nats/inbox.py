@@ -1,4 +1,4 @@
-"""Shared by the NATS APIs: validation of reply subjects, and timeouts."""
+"""Shared by the NATS APIs: their clients' inboxes and keys, and timeouts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from antiphon.wire.ids import TenantId
 
 if TYPE_CHECKING:
     from antiphon.bus.bus import Delivery
+    from antiphon.gateway.requests.submission import Submission
 
 TIMEOUT_MAX_S = 24 * 3600.0
 
 _CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
+
+
+def authenticate(submission: Submission, api_key: str | None, delivery: Delivery) -> TenantId:
+    """Return the tenant of a request, whose key must be one of the tenant's."""
+    with submission.metrics.count_rejections():
+        return submission.access.authenticate_tenant(api_key, tenant_of(delivery))
 
 
 def tenant_of(delivery: Delivery) -> TenantId:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from antiphon.gateway.requests.generation_request import (
     validate_request,
 )
 from antiphon.gateway.requests.sampling import Seeds, sampling_params
-from antiphon.gateway.requests.token_output_budget import TokenOutputBudget, check_logprob_start
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
@@ -40,14 +40,14 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.gateway.request_metrics import GatewayMetrics
-    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
@@ -56,41 +56,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TEXT_BYTES = 16
+"""Approximate message bytes of a token's text, bytes and id."""
 RESERVED_OUTPUT_TOKENS = 6
 """Context tokens that truncation leaves for the output, as in SGLang."""
 
 
+@dataclass(eq=False)
 class Submission:
     """Tokenizes and opens requests, and keeps the ids of running ones."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ModelName,
-        driver: OwnerDriver,
-        tokenizers: TokenizerClient,
-        metrics: GatewayMetrics,
-        access: Access,
-        request_log: RequestLog,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._driver = driver
-        self._tokenizers = tokenizers
-        self._metrics = metrics
-        self._access = access
-        self._request_log = request_log
-        gateway = runtime.settings.gateway
-        self._model_defaults = gateway.sampling_defaults == "model"
+    runtime: Runtime
+    model: ModelName
+    driver: OwnerDriver
+    tokenizers: TokenizerClient
+    metrics: GatewayMetrics
+    access: Access
+    request_log: RequestLog
+    _submitting: int = field(default=0, init=False)
+    _probes: int = field(default=0, init=False)
+    _names: set[tuple[TenantId, ClientKey]] = field(
+        default_factory=set["tuple[TenantId, ClientKey]"], init=False
+    )
+
+    def __post_init__(self) -> None:
+        gateway = self.runtime.settings.gateway
         self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
-        self._served = served_names(runtime.settings)
-        self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
-        self._submitting = 0
-        self._probes = 0
-        self._names: set[tuple[TenantId, ClientKey]] = set()
+        self.served = served_names(self.runtime.settings)
+        self._seeds = Seeds.of(self.runtime.settings, self.runtime.process.instance)
 
     def token_output_budget(self) -> TokenOutputBudget:
-        return TokenOutputBudget(self._runtime.settings.gateway.details_bytes_max)
+        return TokenOutputBudget(self.runtime.settings.gateway.details_bytes_max)
 
     async def submit(
         self, gen_request: GenerationRequest, budget: TokenOutputBudget
@@ -108,21 +104,21 @@ class Submission:
             Unavailable: This process is draining, or no tokenizer is available.
             EngineError: The request is invalid, or its prompt does not fit.
         """
-        with self._metrics.count_rejections(gen_request.tenant):
-            if gen_request.model is not None and gen_request.model not in self._served:
-                raise UnknownModel.of(gen_request.model, self._served)
+        with self.metrics.count_rejections(gen_request.tenant):
+            if gen_request.model is not None and gen_request.model not in self.served:
+                raise UnknownModel.of(gen_request.model, self.served)
             validate_request(gen_request)
             self._check_capacity(gen_request)
             with self._reserve_name(gen_request):
                 return await self._submit_with_reservation(gen_request, budget)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
-        with self._metrics.count_rejections(tenant):
-            self._access.check_concurrency(tenant, prompts)
+        with self.metrics.count_rejections(tenant):
+            self.access.check_concurrency(tenant, prompts)
 
     def max_concurrent(self, tenant: TenantId, most: int) -> int:
         """Number of prompts of one body that may run at once, at most `most`."""
-        return self._access.max_concurrent(tenant, most)
+        return self.access.max_concurrent(tenant, most)
 
     @property
     def idle(self) -> bool:
@@ -133,19 +129,19 @@ class Submission:
 
         With a `tenant`, only its requests.
         """
-        for stream in self._driver.streams():
+        for stream in self.driver.streams():
             if tenant is not None and stream.submit.tenant != tenant:
                 continue
             name = stream.name[1] if stream.name is not None else stream.submit.request_id
             if name == prefix or (name.startswith(prefix) and not exact):
-                self._driver.abort(stream)
+                self.driver.abort(stream)
 
     def release(self, stream: RequestStream) -> None:
         """Free the request's id; cancel the request if it has not ended."""
         if stream.name is not None:
             self._names.discard(stream.name)
         self._probes -= stream.api == PROBE_API
-        self._driver.cancel(stream)
+        self.driver.cancel(stream)
 
     @contextmanager
     def _reserve_name(self, gen_request: GenerationRequest) -> Generator[None]:
@@ -170,13 +166,13 @@ class Submission:
             self._submitting -= 1
 
     def _check_capacity(self, gen_request: GenerationRequest) -> None:
-        if self._runtime.health.state is not ProcessState.READY:
-            text = f"this gateway is {self._runtime.health.state}"
+        if self.runtime.health.state is not ProcessState.READY:
+            text = f"this gateway is {self.runtime.health.state}"
             raise Unavailable(text, retry_after_s=1.0)
-        most = self._runtime.settings.gateway.requests_max
+        most = self.runtime.settings.gateway.requests_max
         if gen_request.api == PROBE_API:
             return  # health checks have a slot of their own
-        if self._driver.open_count + self._submitting - self._probes >= most:
+        if self.driver.open_count + self._submitting - self._probes >= most:
             raise Overloaded(
                 f"too many open requests: the limit is {most}; retry later", retry_after_s=1.0
             )
@@ -185,7 +181,7 @@ class Submission:
         self, gen_request: GenerationRequest, budget: TokenOutputBudget
     ) -> RequestStream:
         """Reserve the tenant's quota until the request ends, or until submission fails."""
-        reservation = self._access.admit(gen_request, self._model)
+        reservation = self.access.admit(gen_request, self.model)
         # The seed is set before the first await, so that seeds follow the order of arrival.
         sampling = (
             gen_request.sampling
@@ -193,7 +189,7 @@ class Submission:
             else self._seeds.fill(gen_request.sampling)
         )
         priority = reservation.tenant.priority(gen_request.priority)
-        salt = self._access.cache_salt(gen_request)
+        salt = self.access.cache_salt(gen_request)
         gen_request = msgspec.structs.replace(
             gen_request, priority=priority, sampling=sampling, cache_salt=salt
         )
@@ -210,11 +206,11 @@ class Submission:
         reservation: QuotaReservation,
         budget: TokenOutputBudget,
     ) -> RequestStream:
-        clock = self._runtime.clock
+        clock = self.runtime.clock
         came_at = clock.now()
-        timeout_s = gen_request.timeout_s or self._runtime.settings.gateway.request_timeout_s
+        timeout_s = gen_request.timeout_s or self.runtime.settings.gateway.request_timeout_s
         deadline_unix_ms = deadline_in(timeout_s, clock)
-        record = self._request_log.begin(gen_request, request_id)
+        record = self.request_log.begin(gen_request, request_id)
         trace = span(
             f"gateway.{gen_request.api}",
             gen_request.traceparent,
@@ -223,7 +219,7 @@ class Submission:
         ).start()
         try:
             with request_context(request_id), span("gateway.encode", trace.traceparent) as here:
-                encoded = await self._tokenizers.encode(
+                encoded = await self.tokenizers.encode(
                     gen_request,
                     request_id,
                     deadline_unix_ms,
@@ -234,7 +230,7 @@ class Submission:
             with request_context(request_id):
                 encoded = self._truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))
-            gen_request = self._tokenizers.template_defaults.with_reasoning_default(gen_request)
+            gen_request = self.tokenizers.template_defaults.with_reasoning_default(gen_request)
             gen_request, inside = _apply_reasoning(gen_request, encoded.text_end)
             tokens_max = self._reserve(gen_request, encoded, reservation)
             submit = self._build_submit_request(
@@ -244,10 +240,10 @@ class Submission:
         except BaseException as error:
             trace.end(error)
             if record is not None:
-                self._request_log.refuse(record, error, came_at)
+                self.request_log.refuse(record, error, came_at)
             raise
         kind = (
-            RequestStream if record is None else partial(RecordedStream, record, self._request_log)
+            RequestStream if record is None else partial(RecordedStream, record, self.request_log)
         )
         stream = kind(
             submit,
@@ -259,14 +255,14 @@ class Submission:
         )
         stream.starts_in_reasoning = inside
         stream.truncated = encoded.untruncated_tokens is not None
-        stream.labels = self._metrics.custom.current()
+        stream.labels = self.metrics.custom.current()
         stream.name = _name(gen_request)
-        self._driver.open(stream)
+        self.driver.open(stream)
         return stream
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
         """Whether the prompt or the token limit may be reduced to fit."""
-        allowed = self._runtime.settings.gateway.allow_auto_truncate
+        allowed = self.runtime.settings.gateway.allow_auto_truncate
         # A truncated fill-in-the-middle prompt would lose the suffix and its special token.
         return allowed and gen_request.auto_truncate and gen_request.suffix is None
 
@@ -307,7 +303,7 @@ class Submission:
             preferred=self._preferred.max_new_tokens,
             truncate=self._may_truncate(gen_request),
         )
-        return self._access.reserve(
+        return self.access.reserve(
             reservation, gen_request, prompt_tokens=prompt_tokens, tokens_max=tokens_max
         )
 
@@ -321,12 +317,12 @@ class Submission:
         traceparent: str | None,
     ) -> SubmitRequest:
         sampling = self._sampling(gen_request, encoded, tokens_max)
-        content = (self._model, encoded.token_ids, sampling, gen_request.stop, gen_request.choices)
+        content = (self.model, encoded.token_ids, sampling, gen_request.stop, gen_request.choices)
         return SubmitRequest(
             request_id=request_id,
-            owner=self._runtime.process,
+            owner=self.runtime.process,
             tenant=gen_request.tenant,
-            model=self._model,
+            model=self.model,
             digest=hashlib.sha256(msgspec.msgpack.encode(content)).digest(),
             prompt_ids=encoded.token_ids,
             block_digests=encoded.block_digests,
@@ -349,7 +345,10 @@ class Submission:
         if most is not None and least > most:
             text = f"min_tokens is {least}, more than {gen_request.tokens_field}"
             raise InvalidRequest(text, param="min_tokens")
-        recommended = self._model_defaults and gen_request.model_defaults
+        recommended = (
+            self.runtime.settings.gateway.sampling_defaults == "model"
+            and gen_request.model_defaults
+        )
         return sampling_params(
             gen_request.sampling,
             *((self._preferred, encoded.defaults) if recommended else (self._preferred,)),
@@ -359,11 +358,11 @@ class Submission:
 
     def _context_lengths(self, encoded: EncodeReply) -> set[int]:
         """Context length of each worker: its cache may be smaller than the model's context."""
-        beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self.runtime.peers.with_role(Role.WORKER)]
         contexts = {
             min(encoded.context_tokens, beat.worker.context_tokens)
             for beat in beats
-            if beat.worker is not None and beat.model == self._model
+            if beat.worker is not None and beat.model == self.model
         }
         return contexts or {encoded.context_tokens}
 
@@ -401,3 +400,63 @@ def _apply_reasoning(
     behind = after_thinking(grammar, reasoning.format, inside=inside, end_id=reasoning.end_id)
     sampling = msgspec.structs.replace(gen_request.sampling, grammar=behind)
     return msgspec.structs.replace(gen_request, sampling=sampling), inside
+
+
+def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> None:
+    wanted = gen_request.sampling.details
+    if wanted is not None and wanted.prompt_start > prompt_tokens:
+        field = gen_request.detail_fields.start
+        text = (
+            f"{field} ({wanted.prompt_start}) is higher than the number of input tokens "
+            f"({prompt_tokens})"
+        )
+        raise InvalidRequest(text, param=field)
+
+
+class TokenOutputBudget:
+    """Byte budget for the token outputs of all prompts of one body."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def reserve(
+        self, submit: SubmitRequest, fields: TokenOutputFields, *, hidden_size: int
+    ) -> None:
+        """Reserve the maximum size of a request's token outputs.
+
+        Raises:
+            InvalidRequest: The budget is exceeded; names the field with the largest share.
+        """
+        columns = _bytes_per_token(submit, hidden_size)
+        tokens = _reported_tokens(submit)
+        self._bytes += sum(columns.values()) * tokens
+        if self._bytes <= self._bytes_max:
+            return
+        field = str(msgspec.structs.asdict(fields)[max(columns, key=lambda name: columns[name])])
+        raise InvalidRequest.at(
+            field,
+            f"token outputs may take {self._bytes} bytes ({sum(columns.values())} per token for "
+            f"{tokens} tokens); the limit is {self._bytes_max} bytes (gateway.details_bytes_max). "
+            "Request fewer choices, fewer tokens or fewer outputs",
+        )
+
+
+def _reported_tokens(submit: SubmitRequest) -> int:
+    """Number of tokens with outputs. A request for no new tokens has one for the next position."""
+    first = submit.sampling.details_from(id_count(submit.prompt_ids)) or 0
+    return submit.choices * (max(1, submit.sampling.max_new_tokens) - first)
+
+
+def _bytes_per_token(submit: SubmitRequest, hidden_size: int) -> Mapping[str, int]:
+    wanted = submit.sampling.details
+    if wanted is None:
+        return {"ids": 0}
+    text = TEXT_BYTES if submit.stop.token_texts else 0
+    return {
+        "ids": 4,
+        "logprobs": 4 * wanted.logprobs + text,
+        "top": (8 + text) * wanted.top,
+        "named_ids": 4 * len(wanted.named_ids),
+        "hidden": 4 * hidden_size * wanted.hidden,
+    }

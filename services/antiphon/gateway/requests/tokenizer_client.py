@@ -70,7 +70,7 @@ class TokenizerClient:
         self._model = model
         self._hedge_s = runtime.settings.gateway.encode_hedge_s
         self.template_defaults = TemplateDefaults(runtime.settings.gateway.chat_template_kwargs)
-        self._lost_calls = LostCalls(runtime, Role.TOKENIZER)
+        self._lost_calls = LostCalls(runtime)
         cluster = runtime.settings.cluster
         self._root = namespace(cluster.model_digest, cluster.hash_salt)
         self._card: EncodeReply | None = None
@@ -139,14 +139,8 @@ class TokenizerClient:
     async def token_id_of(self, mark: str) -> int | None:
         """Return the token id of a delimiter, if it is a single token."""
         if mark not in self._marks:
-            request = EncodeRequest(
-                request_id=new_request_id(),
-                model=self._model,
-                prompt=mark,
-                special_tokens=False,
-                deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
-            )
-            ids = unpack_ids((await self._hedged(request, CARD_TIMEOUT_S)).token_ids)
+            reply = await self._encode_text(mark, CARD_TIMEOUT_S, special_tokens=False)
+            ids = unpack_ids(reply.token_ids)
             self._marks[mark] = ids[0] if len(ids) == 1 else None
         return self._marks[mark]
 
@@ -160,15 +154,7 @@ class TokenizerClient:
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
         """Return the model's metadata, from any earlier reply or a new call."""
         if self._card is None:
-            self._card = await self._hedged(
-                EncodeRequest(
-                    request_id=new_request_id(),
-                    model=self._model,
-                    prompt="-",
-                    deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
-                ),
-                patience_s,
-            )
+            self._card = await self._encode_text("-", patience_s)
         return self._card
 
     async def formats(self) -> Formats:
@@ -206,6 +192,18 @@ class TokenizerClient:
             second_from=None,
             untruncated_tokens=untruncated_tokens,
         )
+
+    async def _encode_text(
+        self, text: str, patience_s: float, *, special_tokens: bool = True
+    ) -> EncodeReply:
+        request = EncodeRequest(
+            request_id=new_request_id(),
+            model=self._model,
+            prompt=text,
+            special_tokens=special_tokens,
+            deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+        )
+        return await self._hedged(request, patience_s)
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
         outcome = await self._call_until_answered(request, patience_s)
@@ -313,12 +311,11 @@ def _public_error(error: EngineError) -> EngineError:
 
 
 class LostCalls:
-    """Tracks the processes of a role. The receiver of a call is unknown, so every one counts."""
+    """Tracks the tokenizers. The receiver of a call is unknown, so every one counts."""
 
-    def __init__(self, runtime: Runtime, role: Role) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._peers = runtime.peers
         self._clock = runtime.clock
-        self._role = role
         service, scheduler = runtime.settings.service, runtime.settings.scheduler
         self._silence_s = service.heartbeat_s * scheduler.dead_beats
         self._until = -STALE_S
@@ -326,7 +323,7 @@ class LostCalls:
 
     @property
     def live_count(self) -> int:
-        return len(self._peers.accepting_work(self._role))
+        return len(self._peers.accepting_work(Role.TOKENIZER))
 
     def may_be_lost(self, called_at: float) -> bool:
         """Whether a call sent at `called_at` may have gone to a process that is stale or gone.
@@ -336,16 +333,16 @@ class LostCalls:
         """
         if not self.live_count:
             return False
-        silent = any(
-            peer.liveness is not Liveness.ALIVE for peer in self._peers.with_role(self._role)
-        )
+        tokenizers = self._peers.with_role(Role.TOKENIZER)
+        silent = any(peer.liveness is not Liveness.ALIVE for peer in tokenizers)
         return silent or called_at <= self._until
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """Record a death. A process that drained has answered its calls."""
-        if change is not PeerChange.DIED or peer.heartbeat.role != self._role:
+        beat = peer.heartbeat
+        if change is not PeerChange.DIED or beat.role != Role.TOKENIZER:
             return
-        if peer.heartbeat.state is ProcessState.DRAINING:
+        if beat.state is ProcessState.DRAINING:
             return
         # The previous incarnation of a restarted process lost its calls and receives no more.
         came_back = self._peers.age_s(peer) < self._silence_s

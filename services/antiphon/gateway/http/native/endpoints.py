@@ -13,6 +13,7 @@ from msgspec import Meta
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import with_thinking_budget
 from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import Operation
@@ -153,15 +154,16 @@ class GenerateEndpoints:
         streams: Sequence[RequestStream],
         keep: PersistReply | None = None,
     ) -> GenerateResponseWriter:
-        return GenerateResponseWriter(
-            parsed,
+        outputs = GenerateOutputs(
             streams,
+            parsed.all_reply_options,
             firsts=await self._first_texts(parsed, streams),
             rank_of=self.rank_of,
             weight_version=weight_version(self.runtime),
-            incremental=self.runtime.settings.gateway.stream_output,
-            keep=keep,
+            persist=keep,
         )
+        incremental = self.runtime.settings.gateway.stream_output
+        return GenerateResponseWriter(parsed, outputs, incremental=incremental)
 
     async def _first_texts(
         self, parsed: ParsedGenerateRequest, streams: Sequence[RequestStream]

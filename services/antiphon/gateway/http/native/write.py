@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
-from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.meta_info import UNSET, MetaInfo, UnsetType
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.owner.actions import Finished, TextDelta
     from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
 
@@ -37,39 +35,24 @@ class GenerateResponseWriter(ResponseWriter):
     """Writes responses of /generate. Events are cumulative, unless `incremental`."""
 
     def __init__(
-        self,
-        parsed: ParsedGenerateRequest,
-        streams: Sequence[RequestStream],
-        *,
-        firsts: Sequence[str | None],
-        rank_of: RankOf,
-        weight_version: str,
-        incremental: bool,
-        keep: PersistReply | None = None,
+        self, parsed: ParsedGenerateRequest, outputs: GenerateOutputs, *, incremental: bool
     ) -> None:
         self._parsed = parsed
         self._incremental = incremental
-        self._record = GenerateOutputs(
-            streams,
-            parsed.all_reply_options,
-            firsts=firsts,
-            rank_of=rank_of,
-            weight_version=weight_version,
-            persist=keep,
-        )
-        self._replies = self._record.replies
+        self._outputs = outputs
+        self._replies = outputs.replies
         self._sent_tokens = [0] * len(self._replies)
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        self._record.add_all(answers)
+        self._outputs.add_all(answers)
         replies = [self._reply(index) for index in range(len(self._replies))]
         return msgspec.json.encode(replies if self._parsed.batch else replies[0])
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
         met: dict[int, None] = {}
         for each in events:
-            self._record.add(prompt, each)
-            met[self._record.index(prompt, each.choice)] = None
+            self._outputs.add(prompt, each)
+            met[self._outputs.index(prompt, each.choice)] = None
         return b"".join(self._event(index) for index in met if self._event_due(prompt, index))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
@@ -79,7 +62,7 @@ class GenerateResponseWriter(ResponseWriter):
         return event(msgspec.json.encode(envelope(error))) + DONE
 
     async def persist(self) -> None:
-        await self._record.persist()
+        await self._outputs.persist()
 
     def _event_due(self, prompt: int, index: int) -> bool:
         """Whether an output has enough new tokens for an event; its first token always has."""
@@ -96,11 +79,14 @@ class GenerateResponseWriter(ResponseWriter):
 
     def _reply(self, index: int) -> GenerateReply:
         prompt = index // self._parsed.gen_requests[0].choices
-        ids, reply_options = self._record.prompt_ids[prompt], self._parsed.all_reply_options[prompt]
+        ids, reply_options = (
+            self._outputs.prompt_ids[prompt],
+            self._parsed.all_reply_options[prompt],
+        )
         reply = GenerateReply(
             text="",
             output_ids=[],
-            meta_info=self._record.meta_info(index),
+            meta_info=self._outputs.meta_info(index),
             prompt_token_ids=list(ids) if reply_options.prompt_ids else UNSET,
             index=index if self._parsed.batch else UNSET,
         )

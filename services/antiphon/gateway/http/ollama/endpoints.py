@@ -20,9 +20,10 @@ from antiphon.gateway.http.ollama.schema import (
     OllamaGenerateReply,
 )
 from antiphon.gateway.http.ollama.write import (
-    OllamaChatResponseWriter,
-    OllamaGenerateResponseWriter,
     OllamaPiece,
+    OllamaResponseWriter,
+    chat_reply,
+    generate_reply,
 )
 from antiphon.wire.errors import UnknownModel
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.http.ollama.schema import OllamaBody
-    from antiphon.gateway.http.ollama.write import OllamaResponseWriter
+    from antiphon.gateway.http.ollama.write import ReplyFormat
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.ids import ModelName
@@ -91,7 +92,7 @@ class OllamaGenerationEndpoints:
             lambda body: (body, parse_chat(body, formats, self.served)),
             OLLAMA_CHAT_UNSUPPORTED,
         )
-        return await self._answer(request, body, parsed, OllamaChatResponseWriter)
+        return await self._answer(request, body, parsed, chat_reply)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
@@ -101,30 +102,30 @@ class OllamaGenerationEndpoints:
             lambda body: (body, parse_generate(body, formats, self.served)),
             OLLAMA_GENERATE_UNSUPPORTED,
         )
-        return await self._answer(request, body, parsed, OllamaGenerateResponseWriter)
+        return await self._answer(request, body, parsed, generate_reply)
 
     async def _answer(
         self,
         request: web.Request,
         body: OllamaBody,
         parsed: ParsedOllamaRequest | None,
-        kind: type[OllamaResponseWriter],
+        reply: ReplyFormat,
     ) -> web.StreamResponse:
         if parsed is None:
-            return self._loaded(body, kind)
+            return self._loaded(body, reply)
         gen_request = await with_end_token(parsed.gen_request, self.tokenizers)
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return kind(body.model or self.model, streams[0], parsed)
+            return OllamaResponseWriter(body.model or self.model, streams[0], parsed, reply)
 
         return await self.response_handler.answer(
             request, [gen_request], writer, streamed=parsed.stream
         )
 
-    def _loaded(self, body: OllamaBody, kind: type[OllamaResponseWriter]) -> web.Response:
+    def _loaded(self, body: OllamaBody, reply: ReplyFormat) -> web.Response:
         """Respond to a request that only checks that the model is loaded."""
         other = model_of(body.model, self.served)
         if other is not None:
             raise UnknownModel.of(other, self.served)
-        reply = kind.reply(body.model or self.model, OllamaPiece(), done=True)
-        return json_reply(msgspec.structs.replace(reply, done_reason="load"))
+        loaded = reply(body.model or self.model, OllamaPiece())
+        return json_reply(msgspec.structs.replace(loaded, done=True, done_reason="load"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -28,7 +28,7 @@ from antiphon.gateway.parsing.events import CallEnd, Collector, Content, Reasoni
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from antiphon.gateway.http.core.logprobs import TokenLogprob
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
+    ReplyFormat = Callable[[str, "OllamaPiece"], OllamaReply]
+
 
 class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
     content: str = ""
@@ -46,13 +48,32 @@ class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[OllamaCall, ...] = ()
 
 
+def chat_reply(model: str, piece: OllamaPiece) -> OllamaReply:
+    message = OllamaMessage(
+        content=piece.content, thinking=piece.thinking or UNSET, tool_calls=piece.calls or UNSET
+    )
+    return OllamaChatReply(model=model, created_at=now(), done=False, message=message)
+
+
+def generate_reply(model: str, piece: OllamaPiece) -> OllamaReply:
+    return OllamaGenerateReply(
+        model=model,
+        created_at=now(),
+        done=False,
+        response=piece.content,
+        thinking=piece.thinking or UNSET,
+    )
+
+
 class OllamaResponseWriter(ResponseWriter):
     """Shared by chats and prompts; a response has one choice."""
 
     CONTENT_TYPE: ClassVar[str] = NDJSON
 
-    def __init__(self, model: str, stream: RequestStream, parsed: ParsedOllamaRequest) -> None:
-        self._model = model
+    def __init__(
+        self, model: str, stream: RequestStream, parsed: ParsedOllamaRequest, reply: ReplyFormat
+    ) -> None:
+        self._reply = partial(reply, model)
         self._stream = stream
         self._wants_logprobs = parsed.logprobs
         self._parser = OutputParser(
@@ -77,7 +98,7 @@ class OllamaResponseWriter(ResponseWriter):
 
     def ping(self) -> bytes:
         """Return a line without text: the format has no comments, and clients parse every line."""
-        return line(msgspec.json.encode(self.reply(self._model, OllamaPiece(), done=False)))
+        return line(msgspec.json.encode(self._reply(OllamaPiece())))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         (usage,) = usages
@@ -86,14 +107,10 @@ class OllamaResponseWriter(ResponseWriter):
     def failure(self, error: EngineError) -> bytes:
         return line(msgspec.json.encode(plain(error)))
 
-    @staticmethod
-    @abstractmethod
-    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
-        """Return an object with a piece of the output."""
-
     def _last(self, piece: OllamaPiece, usage: Usage) -> OllamaReply:
         return msgspec.structs.replace(
-            self.reply(self._model, piece, done=True),
+            self._reply(piece),
+            done=True,
             done_reason=self._reason.value,
             **measured(self._stream, usage),
         )
@@ -107,7 +124,7 @@ class OllamaResponseWriter(ResponseWriter):
             logprobs = self._logprobs(chunk_event.details)
         if logprobs is not UNSET and not pieces:
             pieces = [OllamaPiece()]
-        replies = [self.reply(self._model, piece, done=False) for piece in pieces]
+        replies = [self._reply(piece) for piece in pieces]
         if replies:
             replies[0] = msgspec.structs.replace(replies[0], logprobs=logprobs)
         return b"".join(line(msgspec.json.encode(reply)) for reply in replies)
@@ -130,27 +147,6 @@ class OllamaResponseWriter(ResponseWriter):
                     yield _ollama_call(self._collector.parsed().calls[index])
                 case _:
                     self._collector.add(event)
-
-
-class OllamaChatResponseWriter(OllamaResponseWriter):
-    @staticmethod
-    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
-        message = OllamaMessage(
-            content=piece.content, thinking=piece.thinking or UNSET, tool_calls=piece.calls or UNSET
-        )
-        return OllamaChatReply(model=model, created_at=now(), done=done, message=message)
-
-
-class OllamaGenerateResponseWriter(OllamaResponseWriter):
-    @staticmethod
-    def reply(model: str, piece: OllamaPiece, *, done: bool) -> OllamaReply:
-        return OllamaGenerateReply(
-            model=model,
-            created_at=now(),
-            done=done,
-            response=piece.content,
-            thinking=piece.thinking or UNSET,
-        )
 
 
 def _merge_pieces(pieces: Iterable[OllamaPiece]) -> OllamaPiece:
