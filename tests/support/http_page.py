@@ -32,8 +32,7 @@ from antiphon.gateway.http.ollama.schema import (
     OllamaGenerateBody,
 )
 from antiphon.gateway.http.openai import unsupported as openai
-from antiphon.gateway.http.openai.classify import ClassifyBody
-from antiphon.gateway.http.openai.embeddings import EmbeddingBody
+from antiphon.gateway.http.openai.embeddings import ClassifyBody, EmbeddingBody
 from antiphon.gateway.http.openai.rerank import RerankBody
 from antiphon.gateway.http.openai.responses.schema import ResponsesBody
 from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody

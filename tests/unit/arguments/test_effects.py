@@ -21,7 +21,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.requests.sampling import SamplingOptions, Seeds
+from antiphon.gateway.requests.generation_request import SamplingOptions, Seeds
 from antiphon.model_card.card import RecurrentStates, read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import msgspec
@@ -14,21 +14,8 @@ from hypothesis import strategies as some
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 
-from antiphon.gateway.http.openai.responses.events import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    ItemAdded,
-    ItemDone,
-    OutputTextDelta,
-    OutputTextDone,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
-    ResponseEvent,
-    ResponseEventBuilder,
-)
 from antiphon.gateway.http.openai.responses.items import CallItem, CustomCallItem, OutputItem
+from antiphon.gateway.http.openai.responses.write import ResponseEventBuilder
 from antiphon.gateway.parsing.events import (
     CallArguments,
     CallBegin,
@@ -383,11 +370,10 @@ def joined(parts: list[Content | Reasoning | tuple[list[str], bool]]) -> list[Ev
 
 @given(answers())
 def test_whatever_is_said_each_item_begins_grows_and_ends_as_its_deltas(said: list[Event]) -> None:
-    numbers = itertools.count()
-    teller = ResponseEventBuilder(lambda: next(numbers))
+    teller = ResponseEventBuilder()
     told = [event for each in said for event in teller.add(each)]
     told += teller.end("completed")
-    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
     follower = Follower()
     for event in told:
         follower.follow(event)
@@ -406,37 +392,38 @@ class Follower:
         self.closed: str | None = None
         self.done: list[OutputItem] = []
 
-    def follow(self, event: ResponseEvent) -> None:
-        match event:
-            case ItemAdded():
+    def follow(self, event: dict[str, Any]) -> None:
+        item = event.get("item")
+        match event["type"].removeprefix("response.").split("."):
+            case ["output_item", "added"]:
                 assert self.open is None
-                assert event.output_index == len(self.done)
-                self.open, self.grown, self.closed = event.item.id, "", None
-                assert event.item.status == "in_progress"
-            case PartAdded():
-                assert event.item_id == self.open
+                assert event["output_index"] == len(self.done)
+                self.open, self.grown, self.closed = item.id, "", None
+                assert item.status == "in_progress"
+            case ["content_part", "added"]:
+                assert event["item_id"] == self.open
                 assert not self.part
                 self.part = True
-            case OutputTextDelta() | ReasoningDelta() | ArgumentsDelta():
-                assert event.item_id == self.open
+            case ["output_text" | "reasoning_text" | "function_call_arguments" as kind, "delta"]:
+                assert event["item_id"] == self.open
                 assert self.closed is None
-                assert self.part or isinstance(event, ArgumentsDelta)
-                self.grown += event.delta
-            case OutputTextDone() | ReasoningDone():
-                assert event.text == self.grown
-                self.closed = event.text
-            case ArgumentsDone():
-                assert event.arguments == self.grown
-                self.closed = event.arguments
-            case PartDone():
-                assert event.part.text == self.closed
+                assert self.part or kind == "function_call_arguments"
+                self.grown += event["delta"]
+            case ["output_text" | "reasoning_text", "done"]:
+                assert event["text"] == self.grown
+                self.closed = event["text"]
+            case ["function_call_arguments", "done"]:
+                assert event["arguments"] == self.grown
+                self.closed = event["arguments"]
+            case ["content_part", "done"]:
+                assert event["part"].text == self.closed
                 self.part = False
-            case ItemDone():
-                assert event.item.id == self.open
+            case ["output_item", "done"]:
+                assert item.id == self.open
                 assert self.closed is not None
                 assert not self.part
                 self.open = None
-                self.done.append(event.item)
+                self.done.append(item)
             case _:
                 raise AssertionError(event)
 

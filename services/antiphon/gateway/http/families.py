@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.anthropic.endpoints import MessagesEndpoints
 from antiphon.gateway.http.core.keepalive import Keepalive
-from antiphon.gateway.http.core.operation import OpenApi
-from antiphon.gateway.http.core.pooling import PoolingHandler
+from antiphon.gateway.http.core.operation import openapi_operation
 from antiphon.gateway.http.core.respond import ResponseHandler
 from antiphon.gateway.http.core.session_requests import SessionRequests
 from antiphon.gateway.http.native.absent_routes import absent_operations
@@ -21,12 +20,13 @@ from antiphon.gateway.http.native.parsing import ParsingEndpoints
 from antiphon.gateway.http.ollama.embeddings import OllamaEmbeddingEndpoints
 from antiphon.gateway.http.ollama.endpoints import OllamaGenerationEndpoints
 from antiphon.gateway.http.ollama.models import OllamaModelsEndpoints
-from antiphon.gateway.http.openai.classify import ClassifyEndpoints
 from antiphon.gateway.http.openai.embeddings import EmbeddingsEndpoints
 from antiphon.gateway.http.openai.endpoints import CompletionsEndpoints
 from antiphon.gateway.http.openai.models import ModelsEndpoints
 from antiphon.gateway.http.openai.rerank import RerankEndpoints
+from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
 from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
+from antiphon.gateway.http.openai.responses.store import ResponseStore
 from antiphon.gateway.http.openai.score import ScoreEndpoints
 from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
 from antiphon.gateway.sessions.sessions import Sessions
@@ -71,7 +71,6 @@ def all_operations(
         submission, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
     )
     workers = WorkerControl(runtime, model)
-    vectors = PoolingHandler(response_handler, tokenizers)
 
     async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
         if owner == runtime.process:
@@ -90,23 +89,23 @@ def all_operations(
     )
     served_as = served_names(runtime.settings)
     in_session = SessionRequests(response_handler, tokenizers, sessions, runtime)
+    common = (response_handler, tokenizers, runtime, model)
     endpoints = (
-        CompletionsEndpoints(
-            response_handler, tokenizers, runtime, model, in_session, workers.dp_rank
+        CompletionsEndpoints(*common, in_session, workers.dp_rank),
+        MessagesEndpoints(*common),
+        ResponsesEndpoints(
+            *common, submission, ResponseStore(runtime), ReasoningCipher(runtime.settings.access)
         ),
-        MessagesEndpoints(response_handler, tokenizers, runtime, model),
-        ResponsesEndpoints(response_handler, submission, tokenizers, runtime, model),
-        ModelsEndpoints(runtime, model, tokenizers, access),
-        TokenizeEndpoints(response_handler, tokenizers, runtime, model),
-        ScoreEndpoints(response_handler, model),
-        EmbeddingsEndpoints(response_handler, vectors, model),
-        ClassifyEndpoints(response_handler, vectors, model),
-        RerankEndpoints(response_handler, vectors, tokenizers),
-        EncodeEndpoints(response_handler, vectors, runtime),
+        ModelsEndpoints(*common, access, created=runtime.clock.unix_ms() // 1000),
+        TokenizeEndpoints(*common),
+        ScoreEndpoints(*common),
+        EmbeddingsEndpoints(*common),
+        RerankEndpoints(*common),
+        EncodeEndpoints(*common),
         GenerateEndpoints(
             response_handler, tokenizers, sessions, in_session, runtime, workers.dp_rank
         ),
-        OllamaEmbeddingEndpoints(response_handler, vectors, served_as),
+        OllamaEmbeddingEndpoints(*common, served_as),
         OllamaGenerationEndpoints(response_handler, tokenizers, model, served_as),
         OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access),
         InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics),
@@ -115,4 +114,4 @@ def all_operations(
         ParsingEndpoints(response_handler),
     )
     served = (*(one for each in endpoints for one in each.operations()), *absent_operations())
-    return (*served, *OpenApi(served, gateway.root_path.rstrip("/")).operations())
+    return (*served, openapi_operation(served, gateway.root_path.rstrip("/")))

@@ -12,8 +12,7 @@ import msgspec
 
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.sampling import SamplingOptions
+from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.tasks import isolated

@@ -16,10 +16,11 @@ from antiphon.gateway.parsing.grammars import after_thinking
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
+    Seeds,
     answer_tokens,
+    sampling_params,
     validate_request,
 )
-from antiphon.gateway.requests.sampling import Seeds, sampling_params
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names

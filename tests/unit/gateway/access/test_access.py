@@ -12,8 +12,7 @@ from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import AccessLevel, Caller
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.sampling import SamplingOptions
+from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.wire.errors import (
     EngineError,
     Forbidden,

@@ -26,12 +26,15 @@ from antiphon.gateway.http.core.chat import (
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import decode, model_of
-from antiphon.gateway.http.core.generation_fields import single_grammar
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling_fields import single_grammar
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered, plan_tools
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.gateway.requests.generation_request import GenerationRequest, ReasoningParams
-from antiphon.gateway.requests.sampling import SamplingOptions
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    ReasoningParams,
+    SamplingOptions,
+)
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
         PromptBody,
         ToolBody,
     )
-    from antiphon.gateway.http.core.generation_fields import RequestedGrammar
+    from antiphon.gateway.http.core.sampling_fields import RequestedGrammar
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan

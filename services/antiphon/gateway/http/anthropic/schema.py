@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.generation_fields import Json, TokensMax
-from antiphon.gateway.http.core.limits import Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.limits import Json, Messages, Name, Parts, TokensMax, Tools
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
 if TYPE_CHECKING:

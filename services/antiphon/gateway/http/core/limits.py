@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 from msgspec import Meta
 
-from antiphon.wire.generate import IDS_MAX
+from antiphon.wire.generate import CHOICES_MAX, IDS_MAX
 from antiphon.wire.tokenize import MESSAGES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import msgspec
 
 T = TypeVar("T")
 
@@ -62,6 +61,10 @@ FREE_FORM = frozenset(
 )
 """Fields that are, or contain, free-form JSON."""
 
+Json = dict[str, msgspec.Raw]
+Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
+TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=256)]
 """Name of a function or of a speaker. OpenAI's API allows 64 characters."""
 CallId = Annotated[str, Meta(max_length=1024)]

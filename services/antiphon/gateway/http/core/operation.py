@@ -77,21 +77,17 @@ def json_reply(body: msgspec.Struct | Sequence[msgspec.Struct]) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-class OpenApi:
-    """The document, built once; `prefix` is the path prefix of a proxy."""
+def openapi_operation(operations: Sequence[Operation], prefix: str) -> Operation:
+    """Return the operation that serves the document of the others; `prefix` is that of a proxy."""
+    whole = document(operations)
+    if prefix:
+        whole["servers"] = [{"url": prefix}]
+    body = msgspec.json.encode(whole)
 
-    def __init__(self, operations: Sequence[Operation], prefix: str = "") -> None:
-        whole = document(operations)
-        if prefix:
-            whole["servers"] = [{"url": prefix}]
-        self._document = msgspec.json.encode(whole)
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json")
 
-    def operations(self) -> list[Operation]:
-        """Return the operation that serves the document, which does not include it."""
-        return [Operation("GET", "/openapi.json", self._answer, "OpenAPI document of this server.")]
-
-    async def _answer(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._document, content_type="application/json")
+    return Operation("GET", "/openapi.json", answer, "OpenAPI document of this server.")
 
 
 def document(operations: Sequence[Operation]) -> Object:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.gateway.http.core.endpoints import Endpoints
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_vector
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.pooling import Pooled, Prompt
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.wire.sampling import PoolParams
     from antiphon.wire.tokenize import PoolingCard
 
@@ -28,12 +26,8 @@ INPUTS_MAX = 2048
 """Maximum number of inputs in a body, as in OpenAI's API."""
 
 
-@dataclass(frozen=True)
-class PoolingHandler:
-    """Runs pooling requests and checks that the model supports them."""
-
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
+class PoolingEndpoints(Endpoints):
+    """Endpoints that run pooling requests, and check that the model supports them."""
 
     async def card(self, does: str) -> PoolingCard:
         card = (await self.tokenizers.card(CARD_TIMEOUT_S)).pooling
@@ -59,7 +53,7 @@ class PoolingHandler:
             )
         return card
 
-    async def collect(
+    async def pooled(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[Pooled]:
         """Run all requests and return their results in order. A client disconnect aborts them."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.generation_fields import Rid
-from antiphon.gateway.http.core.limits import Ids
+from antiphon.gateway.http.core.limits import Ids, Rid
 from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.pooling import (
+    INPUTS_MAX,
+    PoolingEndpoints,
+    check_not_blank,
+    pooling_requests,
+)
 from antiphon.gateway.http.native.parse import prompts_of
 from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
 from antiphon.gateway.requests.pooling import pool_params
@@ -24,11 +27,8 @@ from antiphon.wire.sampling import Dimensions, Priority, TokenId
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.core.pooling import PoolingHandler
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.pooling import Pooled
-    from antiphon.service.service import Runtime
     from antiphon.wire.tokenize import PoolingCard
 
 
@@ -73,12 +73,7 @@ class EncodeResult(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: EncodeMeta
 
 
-@dataclass(frozen=True)
-class EncodeEndpoints:
-    response_handler: ResponseHandler
-    vectors: PoolingHandler
-    runtime: Runtime
-
+class EncodeEndpoints(PoolingEndpoints):
     def operations(self) -> list[Operation]:
         several = "Several texts return a list."
         score = f"Score a text with a classification model. {several}"
@@ -102,17 +97,17 @@ class EncodeEndpoints:
         ]
 
     async def _encode(self, request: web.Request) -> web.Response:
-        return await self._answer(request, await self.vectors.card("embed"), "encode")
+        return await self._answer(request, await self.card("embed"), "encode")
 
     async def _classify(self, request: web.Request) -> web.Response:
-        return await self._answer(request, await self.vectors.scorer("classify"), "classify")
+        return await self._answer(request, await self.scorer("classify"), "classify")
 
     async def _answer(self, request: web.Request, card: PoolingCard, api: str) -> web.Response:
         began = time.monotonic()
         gen_requests, batch = await self.response_handler.parse_body(
             request, EncodeBody, lambda body: _requests(body, card, api), ENCODE_UNSUPPORTED
         )
-        pooled = await self.vectors.collect(request, gen_requests)
+        pooled = await self.pooled(request, gen_requests)
         seconds = time.monotonic() - began
         results = [self._reply(one, seconds) for one in pooled]
         return json_reply(results if batch else results[0])

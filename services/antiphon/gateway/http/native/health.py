@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.requests.generation_request import PROBE_API, GenerationRequest
-from antiphon.gateway.requests.sampling import SamplingOptions
+from antiphon.gateway.requests.generation_request import (
+    PROBE_API,
+    GenerationRequest,
+    SamplingOptions,
+)
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error
 from antiphon.wire.sampling import PoolParams

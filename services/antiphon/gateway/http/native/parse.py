@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from antiphon.gateway.http.core.generation_fields import (
+from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
+from antiphon.gateway.http.core.sampling_fields import (
     NAME,
     processor_of,
     schema_grammar,
     single_grammar,
 )
-from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
 from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
 from antiphon.wire.digests import cache_salt
@@ -23,7 +23,7 @@ from antiphon.wire.sampling import NAMED_MAX, GrammarKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.generation_fields import RequestedGrammar
+    from antiphon.gateway.http.core.sampling_fields import RequestedGrammar
     from antiphon.gateway.requests.pooling import Prompt
     from antiphon.wire.sampling import LogitProcessor
 

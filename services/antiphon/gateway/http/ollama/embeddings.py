@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.generation_fields import Json
+from antiphon.gateway.http.core.limits import Json
 from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.pooling import (
+    INPUTS_MAX,
+    PoolingEndpoints,
+    check_not_blank,
+    pooling_requests,
+)
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OLLAMA_EMBED_UNSUPPORTED
 from antiphon.gateway.requests.pooling import pool_params
@@ -22,8 +27,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.pooling import PoolingHandler
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.pooling import Prompt
     from antiphon.wire.ids import ModelName
@@ -74,9 +77,7 @@ class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class OllamaEmbeddingEndpoints:
-    response_handler: ResponseHandler
-    vectors: PoolingHandler
+class OllamaEmbeddingEndpoints(PoolingEndpoints):
     served: Sequence[ModelName]
 
     def operations(self) -> list[Operation]:
@@ -106,14 +107,14 @@ class OllamaEmbeddingEndpoints:
 
     async def _embed(self, request: web.Request) -> web.Response:
         began = time.monotonic()
-        card = await self.vectors.embedder()
+        card = await self.embedder()
         gen_requests = await self.response_handler.parse_body(
             request,
             OllamaEmbedBody,
             lambda body: self._requests(body, card),
             OLLAMA_EMBED_UNSUPPORTED,
         )
-        pooled = await self.vectors.collect(request, gen_requests)
+        pooled = await self.pooled(request, gen_requests)
         return json_reply(
             OllamaEmbedReply(
                 model=tagged(self.served[0]),
@@ -124,11 +125,11 @@ class OllamaEmbeddingEndpoints:
         )
 
     async def _embed_one(self, request: web.Request) -> web.Response:
-        card = await self.vectors.embedder()
+        card = await self.embedder()
         gen_requests = await self.response_handler.parse_body(
             request, OllamaEmbeddingBody, lambda body: self._requests(body, card)
         )
-        (pooled,) = await self.vectors.collect(request, gen_requests)
+        (pooled,) = await self.pooled(request, gen_requests)
         return json_reply(OllamaEmbeddingReply(pooled.numbers))
 
     def _requests(

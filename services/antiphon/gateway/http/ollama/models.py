@@ -16,7 +16,7 @@ from antiphon.gateway.http.core.writer import NDJSON, line
 from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OllamaOptions, written
 from antiphon.gateway.parsing.formats import parsers_of
-from antiphon.gateway.requests.sampling import set_fields
+from antiphon.gateway.requests.generation_request import set_fields
 from antiphon.model_card.served_model import served_names
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported

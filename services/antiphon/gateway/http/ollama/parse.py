@@ -14,17 +14,17 @@ from antiphon.gateway.http.core.chat import (
     to_json,
     with_tool_constraints,
 )
-from antiphon.gateway.http.core.generation_fields import as_tuple
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling_fields import as_tuple
 from antiphon.gateway.http.ollama.schema import OLLAMA_OPTIONS_UNSUPPORTED, OllamaOptions
 from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
+    SamplingOptions,
     TokenOutputFields,
 )
-from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings, TokenOutputParams
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
@@ -32,7 +32,7 @@ from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.generation_fields import Json
+    from antiphon.gateway.http.core.limits import Json
     from antiphon.gateway.http.ollama.schema import (
         OllamaBody,
         OllamaChatBody,

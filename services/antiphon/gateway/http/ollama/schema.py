@@ -13,10 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.generation_fields import Json, Stops
-from antiphon.gateway.http.core.limits import CallId, Messages, Name, Parts, Tools
+from antiphon.gateway.http.core.limits import CallId, Json, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
-from antiphon.gateway.requests.sampling import SamplingFields
+from antiphon.gateway.http.core.sampling_fields import SamplingFields, Stops
 from antiphon.wire.sampling import RepetitionPenalty, Seed
 
 if TYPE_CHECKING:

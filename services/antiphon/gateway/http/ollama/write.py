@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from antiphon.gateway.http.core.errors import plain
-from antiphon.gateway.http.core.generation_fields import Json
+from antiphon.gateway.http.core.limits import Json
 from antiphon.gateway.http.core.logprobs import chat_logprobs
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter, line

@@ -1,37 +1,41 @@
-"""/v1/embeddings: one vector per input."""
+"""/v1/embeddings and /v1/classify: a vector, or the probabilities of labels, per input."""
 
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import math
+import time
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.fields import EMBEDDING
-from antiphon.gateway.http.core.generation_fields import Rid
-from antiphon.gateway.http.core.limits import Ids
-from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.limits import Ids, Rid
+from antiphon.gateway.http.core.operation import json_reply
+from antiphon.gateway.http.core.pooling import (
+    INPUTS_MAX,
+    PoolingEndpoints,
+    check_not_blank,
+    pooling_requests,
+    sigmoid,
+)
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.sampling import Dimensions, Priority, TokenId
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.sampling import Dimensions, PoolParams, Priority, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.pooling import PoolingHandler
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.pooling import Pooled, Prompt
-    from antiphon.wire.ids import ModelName
-    from antiphon.wire.sampling import PoolParams
     from antiphon.wire.tokenize import PoolingCard
 
 
@@ -115,42 +119,84 @@ class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
-@dataclass(frozen=True)
-class EmbeddingsEndpoints:
-    response_handler: ResponseHandler
-    vectors: PoolingHandler
-    model: ModelName
+class ClassifyBody(PoolingBody, frozen=True, kw_only=True):
+    """Classify each input."""
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/v1/embeddings",
-                self._embed,
-                "Create embedding vectors. Requires an embedding model.",
-                body=EmbeddingBody,
-                reply=EmbeddingReply,
-                unsupported=EMBEDDING,
-                examples=(
-                    {"input": "Hello"},
-                    {"input": ["One", "Two"], "encoding_format": "base64"},
-                    {"input": [[1, 2], [3]]},
-                ),
-            )
-        ]
+    input: Input
+    """Text or token ids to process, or a list of up to 2048 of either."""
 
+
+class ClassifyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The most likely label of an input, and the probability of every label."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Labels, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassifyResult]
+    usage: UsageBody
+
+
+class EmbeddingsEndpoints(PoolingEndpoints):
+    @operation(
+        "POST",
+        "/v1/embeddings",
+        "Create embedding vectors. Requires an embedding model.",
+        body=EmbeddingBody,
+        reply=EmbeddingReply,
+        unsupported=EMBEDDING,
+        examples=(
+            {"input": "Hello"},
+            {"input": ["One", "Two"], "encoding_format": "base64"},
+            {"input": [[1, 2], [3]]},
+        ),
+    )
     async def _embed(self, request: web.Request) -> web.Response:
-        card = await self.vectors.embedder()
+        card = await self.embedder()
         body, gen_requests = await self.response_handler.parse_body(
-            request, EmbeddingBody, lambda body: (body, _requests(body, card)), EMBEDDING
+            request, EmbeddingBody, lambda body: (body, _embedding_requests(body, card)), EMBEDDING
         )
-        pooled = await self.vectors.collect(request, gen_requests)
+        pooled = await self.pooled(request, gen_requests)
         as_text = body.encoding_format == "base64"
         return json_reply(
             EmbeddingReply(
                 data=[_embedding(index, one, as_text=as_text) for index, one in enumerate(pooled)],
                 model=self.model,
                 usage=usage_body(total_usage([one.usage for one in pooled])),
+            )
+        )
+
+    @operation(
+        "POST",
+        "/v1/classify",
+        "Classify texts. Requires a classification model.",
+        body=ClassifyBody,
+        reply=ClassifyReply,
+        unsupported=EMBEDDING,
+        examples=({"input": "Good!"}, {"input": ["Good!", "Bad!"]}),
+    )
+    async def _classify(self, request: web.Request) -> web.Response:
+        card = await self.scorer("classify")
+        gen_requests = await self.response_handler.parse_body(
+            request, ClassifyBody, _classify_requests, EMBEDDING
+        )
+        scored = await self.pooled(request, gen_requests)
+        return json_reply(
+            ClassifyReply(
+                id=f"classify-{new_request_id()}",
+                created=int(time.time()),
+                model=self.model,
+                data=[_classified(index, one, card) for index, one in enumerate(scored)],
+                usage=usage_body(total_usage([one.usage for one in scored])),
             )
         )
 
@@ -175,7 +221,7 @@ def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
     return tuple(given) if isinstance(given, list) else str(given)
 
 
-def _requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
+def _embedding_requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
     return body.requests(
         prompts_of(body.input, "input"),
         api="embeddings",
@@ -188,3 +234,23 @@ def _requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]
 def _embedding(index: int, pooled: Pooled, *, as_text: bool) -> EmbeddingObject:
     written = base64.b64encode(pooled.vector).decode() if as_text else pooled.numbers
     return EmbeddingObject(embedding=written, index=index)
+
+
+def probabilities(scores: list[float], *, several: bool) -> list[float]:
+    """Label probabilities: softmax, or sigmoid per label for multi-label models."""
+    if several or len(scores) == 1:
+        return [sigmoid(score) for score in scores]
+    highest = max(scores)
+    weights = [math.exp(score - highest) for score in scores]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _classify_requests(body: ClassifyBody) -> list[GenerationRequest]:
+    prompts = prompts_of(body.input, "input")
+    return body.requests(prompts, api="classify", field="input", pool=PoolParams())
+
+
+def _classified(index: int, scored: Pooled, card: PoolingCard) -> ClassifyResult:
+    probs = probabilities(scored.numbers, several=card.several)
+    label = card.labels[probs.index(max(probs))]
+    return ClassifyResult(index=index, label=label, probs=probs, num_classes=len(probs))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.meta_info import weight_version
-from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
@@ -26,72 +26,35 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
 @dataclass(frozen=True)
-class CompletionsEndpoints:
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
-    runtime: Runtime
-    model: ModelName
+class CompletionsEndpoints(Endpoints):
     in_session: SessionRequests
     rank_of: RankOf
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/v1/chat/completions",
-                self._chat,
-                "Create a chat completion.",
-                body=ChatBody,
-                reply=ChatReply,
-                unsupported=refused.CHAT,
-                examples=(
-                    _HELLO,
-                    _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
-                    _HELLO | {"logprobs": True, "top_logprobs": 2, "temperature": 0, "n": 2},
-                    _HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 32},
-                ),
-            ),
-            Operation(
-                "POST",
-                "/invocations",
-                self._chat,
-                "Create a chat completion, at the path that SageMaker uses.",
-                body=ChatBody,
-                reply=ChatReply,
-                unsupported=refused.CHAT,
-            ),
-            Operation(
-                "POST",
-                "/v1/completions",
-                self._complete,
-                "Create a text completion.",
-                body=CompletionBody,
-                reply=TextReply,
-                unsupported=refused.COMPLETION,
-                examples=(
-                    {"prompt": "Once upon a time", "max_tokens": 8},
-                    {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
-                    {"prompt": [1, 2, 3], "max_tokens": 4, "best_of": 2, "stop": ["\n"]},
-                    {"prompt": "1, 2, ", "suffix": ", 4", "max_tokens": 4},
-                ),
-            ),
-        ]
-
+    @operation(
+        "POST",
+        "/v1/chat/completions /invocations",
+        "Create a chat completion. SageMaker uses the path /invocations.",
+        body=ChatBody,
+        reply=ChatReply,
+        unsupported=refused.CHAT,
+        examples=(
+            _HELLO,
+            _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
+            _HELLO | {"logprobs": True, "top_logprobs": 2, "temperature": 0, "n": 2},
+            _HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 32},
+        ),
+    )
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         parsed = await self.response_handler.parse_body(
@@ -113,6 +76,20 @@ class CompletionsEndpoints:
             request, parsed.gen_requests, writer, streamed=parsed.stream
         )
 
+    @operation(
+        "POST",
+        "/v1/completions",
+        "Create a text completion.",
+        body=CompletionBody,
+        reply=TextReply,
+        unsupported=refused.COMPLETION,
+        examples=(
+            {"prompt": "Once upon a time", "max_tokens": 8},
+            {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
+            {"prompt": [1, 2, 3], "max_tokens": 4, "best_of": 2, "stop": ["\n"]},
+            {"prompt": "1, 2, ", "suffix": ", 4", "max_tokens": 4},
+        ),
+    )
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         parsed, params = await self.response_handler.parse_body(
             request,

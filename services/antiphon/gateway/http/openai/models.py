@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.model_card.served_model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,43 +50,22 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool = False
 
 
-class ModelsEndpoints:
-    def __init__(
-        self, runtime: Runtime, model: ModelName, tokenizers: TokenizerClient, access: Access
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._tokenizers = tokenizers
-        self._access = access
-        self._created = runtime.clock.unix_ms() // 1000
+@dataclass(frozen=True)
+class ModelsEndpoints(Endpoints):
+    access: Access
+    created: int
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "GET",
-                "/v1/models",
-                self._list,
-                "List the served models that the key may use.",
-                reply=ModelList,
-            ),
-            Operation(
-                "GET",
-                "/v1/models/{name:.+}",
-                self._one,
-                "Retrieve a model by name.",
-                reply=ModelEntry,
-            ),
-        ]
-
+    @operation("GET", "/v1/models", "List the served models that the key may use.", reply=ModelList)
     async def _list(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(ModelList(data=(), first_id=None, last_id=None))
-        names = served_names(self._runtime.settings)
+        names = served_names(self.runtime.settings)
         entries = tuple([await self._entry(name) for name in names])
         return json_reply(ModelList(data=entries, first_id=names[0], last_id=names[-1]))
 
+    @operation("GET", "/v1/models/{name:.+}", "Retrieve a model by name.", reply=ModelEntry)
     async def _one(self, request: web.Request) -> web.Response:
-        name, names = request.match_info["name"], served_names(self._runtime.settings)
+        name, names = request.match_info["name"], served_names(self.runtime.settings)
         if not self._shown(request):
             raise UnknownModel.of(name, ())
         if name not in names:
@@ -95,19 +73,19 @@ class ModelsEndpoints:
         return json_reply(await self._entry(name))
 
     def _shown(self, request: web.Request) -> bool:
-        return self._access.may_use_model(tenant_of(request), self._model)
+        return self.access.may_use_model(tenant_of(request), self.model)
 
     async def _entry(self, name: str) -> ModelEntry:
         try:
-            context_tokens = (await self._tokenizers.card()).context_tokens
+            context_tokens = (await self.tokenizers.card()).context_tokens
         except EngineError:
             context_tokens = None
         return ModelEntry(
             id=name,
-            created=self._created,
-            root=self._model,
+            created=self.created,
+            root=self.model,
             max_model_len=context_tokens,
             display_name=name,
-            created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
+            created_at=datetime.fromtimestamp(self.created, UTC).isoformat(),
             max_input_tokens=context_tokens,
         )

@@ -12,13 +12,13 @@ from antiphon.gateway.http.core.chat import (
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import model_of
-from antiphon.gateway.http.core.generation_fields import (
+from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
+from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.sampling_fields import (
     RequestedGrammar,
     processor_of,
     single_grammar,
 )
-from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.openai.schema import (
     COMPLETION_TOKENS,
     PROMPTS_MAX,

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.fields import EMBEDDING
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
+    PoolingEndpoints,
     check_not_blank,
     sigmoid,
 )
 from antiphon.gateway.http.openai.embeddings import PoolingBody
 from antiphon.gateway.http.openai.unsupported import RERANK
+from antiphon.gateway.requests.generation_request import SamplingOptions
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
-from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import PoolParams, TokenOutputParams
@@ -35,10 +37,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.http.core.fields import UnsupportedField
-    from antiphon.gateway.http.core.pooling import PoolingHandler
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.group import CollectedResponse
     from antiphon.wire.tokenize import PoolingCard
 
@@ -87,30 +86,18 @@ class RelevanceScorer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RerankEndpoints:
-    response_handler: ResponseHandler
-    vectors: PoolingHandler
-    tokenizers: TokenizerClient
-
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                method,
-                "/v1/rerank",
-                self._rerank,
-                "Sort documents by relevance. Requires a reranker.",
-                body=RerankBody,
-                reply=list[RerankResult],
-                unsupported=EMBEDDING,
-                examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
-                deprecated=method == "PUT",
-            )
-            for method in ("POST", "PUT")
-        ]
-
+class RerankEndpoints(PoolingEndpoints):
+    @operation(
+        "POST PUT",
+        "/v1/rerank",
+        "Sort documents by relevance. Requires a reranker.",
+        body=RerankBody,
+        reply=list[RerankResult],
+        unsupported=EMBEDDING,
+        examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
+    )
     async def _rerank(self, request: web.Request) -> web.Response:
-        judge = await self._scorer()
+        judge = await self._relevance_scorer()
         body, gen_requests = await self.response_handler.parse_body(
             request, RerankBody, lambda body: (body, _checked(body, judge)), judge.unsupported
         )
@@ -134,7 +121,7 @@ class RerankEndpoints:
         ranked.sort(key=lambda one: -one.score)
         return json_reply(ranked[: body.top_n])
 
-    async def _scorer(self) -> RelevanceScorer:
+    async def _relevance_scorer(self) -> RelevanceScorer:
         model = await self.tokenizers.card(CARD_TIMEOUT_S)
         if model.reranks and model.pooling is None:
             ids = [await self.tokenizers.token_id_of(word) for word in ("yes", "no")]
@@ -142,7 +129,7 @@ class RerankEndpoints:
                 text = "this model does not rerank: its tokenizer has no single token for yes or no"
                 raise Unsupported(text, param="model")
             return YesNoScorer(tuple(each for each in ids if each is not None))
-        card = await self.vectors.scorer("rerank")
+        card = await self.scorer("rerank")
         if card.width != 1:
             text = (
                 f"this model does not rerank: it is a classification model with {card.width} "

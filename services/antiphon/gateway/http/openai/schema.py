@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.generation_fields import (
+from antiphon.gateway.http.core.limits import (
+    CallId,
     Choices,
+    Ids,
     Json,
+    Messages,
+    Name,
+    Parts,
     Rid,
-    SglangSamplingFields,
     TokensMax,
+    Tools,
 )
-from antiphon.gateway.http.core.limits import CallId, Ids, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TopLogprobs
+from antiphon.gateway.http.core.sampling_fields import SglangSamplingFields
 from antiphon.gateway.sessions.session import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported

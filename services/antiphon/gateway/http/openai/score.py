@@ -6,33 +6,31 @@ A causal model generates no tokens for it: only the next-token distribution is r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.limits import Ids
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
+    SamplingOptions,
     TokenOutputFields,
 )
-from antiphon.gateway.requests.sampling import SamplingOptions
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import NAMED_MAX, TokenId, TokenOutputParams
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.wire.ids import ModelName
 
 _Items = Meta(min_length=1, max_length=PROMPTS_MAX)
 
@@ -64,32 +62,23 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
-@dataclass(frozen=True)
-class ScoreEndpoints:
-    response_handler: ResponseHandler
-    model: ModelName
-
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/v1/score",
-                self._score,
-                "Score items by the probability of label tokens as the next token.",
-                body=ScoreBody,
-                reply=ScoreReply,
-                unsupported=refused.SCORE,
-                examples=(
-                    {
-                        "query": "Is this a colour? ",
-                        "items": ["red", "dog"],
-                        "label_token_ids": [5, 6],
-                        "apply_softmax": True,
-                    },
-                ),
-            ),
-        ]
-
+class ScoreEndpoints(Endpoints):
+    @operation(
+        "POST",
+        "/v1/score",
+        "Score items by the probability of label tokens as the next token.",
+        body=ScoreBody,
+        reply=ScoreReply,
+        unsupported=refused.SCORE,
+        examples=(
+            {
+                "query": "Is this a colour? ",
+                "items": ["red", "dog"],
+                "label_token_ids": [5, 6],
+                "apply_softmax": True,
+            },
+        ),
+    )
     async def _score(self, request: web.Request) -> web.Response:
         body = await self.response_handler.parse_body(request, ScoreBody, _checked, refused.SCORE)
         answers = await self.response_handler.collect(request, _requests(body))

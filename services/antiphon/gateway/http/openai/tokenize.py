@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,10 +9,10 @@ from msgspec import Meta
 
 from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import model_of
-from antiphon.gateway.http.core.generation_fields import Json
-from antiphon.gateway.http.core.limits import Messages, Tools
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.limits import Json, Messages, Tools
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.openai.schema import (
     PROMPTS_MAX,
     ChatMessageParam,
@@ -21,10 +20,9 @@ from antiphon.gateway.http.openai.schema import (
     conversation,
 )
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.errors import InvalidRequest, UnknownModel
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import TokenId
 from antiphon.wire.tokenize import TemplateParams
@@ -32,10 +30,6 @@ from antiphon.wire.tokenize import TemplateParams
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 _IDS_MAX = 131_072
 _TIMEOUT_S = 30.0
@@ -87,47 +81,19 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
     text: str | list[str]
 
 
-@dataclass(frozen=True)
-class TokenizeEndpoints:
-    """Handlers that use the tokenizer service only."""
-
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
-    runtime: Runtime
-    model: ModelName
-
-    def operations(self) -> list[Operation]:
-        return [
-            *(
-                Operation(
-                    "POST",
-                    path,
-                    self._tokenize,
-                    "Convert text or a conversation to token ids.",
-                    body=TokenizeBody,
-                    reply=TokenizeReply,
-                    examples=(
-                        {"prompt": "Hello"},
-                        {"prompt": ["One", "Two"], "add_special_tokens": False},
-                        {"messages": [{"role": "user", "content": "Hello"}]},
-                    ),
-                )
-                for path in ("/v1/tokenize", "/tokenize")
-            ),
-            *(
-                Operation(
-                    "POST",
-                    path,
-                    self._detokenize,
-                    "Convert token ids to text.",
-                    body=DetokenizeBody,
-                    reply=DetokenizeReply,
-                    examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
-                )
-                for path in ("/v1/detokenize", "/detokenize")
-            ),
-        ]
-
+class TokenizeEndpoints(Endpoints):
+    @operation(
+        "POST",
+        "/v1/tokenize /tokenize",
+        "Convert text or a conversation to token ids.",
+        body=TokenizeBody,
+        reply=TokenizeReply,
+        examples=(
+            {"prompt": "Hello"},
+            {"prompt": ["One", "Two"], "add_special_tokens": False},
+            {"messages": [{"role": "user", "content": "Hello"}]},
+        ),
+    )
     async def _tokenize(self, request: web.Request) -> web.Response:
         read = await self.response_handler.parse_body(request, TokenizeBody, self._requests)
         gen_requests = [
@@ -154,7 +120,7 @@ class TokenizeEndpoints:
     def _requests(self, body: TokenizeBody) -> list[GenerationRequest]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
-        self._check(body.model)
+        self.check_model(model_of(body.model))
         if body.messages is not None:
             template = TemplateParams(
                 generation_prompt=body.add_generation_prompt is not False,
@@ -182,6 +148,14 @@ class TokenizeEndpoints:
             for prompt in prompts
         ]
 
+    @operation(
+        "POST",
+        "/v1/detokenize /detokenize",
+        "Convert token ids to text.",
+        body=DetokenizeBody,
+        reply=DetokenizeReply,
+        examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
+    )
     async def _detokenize(self, request: web.Request) -> web.Response:
         rows, several, skips = await self.response_handler.parse_body(
             request, DetokenizeBody, self._rows
@@ -190,7 +164,7 @@ class TokenizeEndpoints:
         return json_reply(DetokenizeReply(list(texts) if several else texts[0]))
 
     def _rows(self, body: DetokenizeBody) -> tuple[list[list[int]], bool, bool]:
-        self._check(body.model)
+        self.check_model(model_of(body.model))
         skips = body.skip_special_tokens is not False
         lists = [row for row in body.tokens if isinstance(row, list)]
         if not lists:
@@ -205,11 +179,6 @@ class TokenizeEndpoints:
         if count > _IDS_MAX:
             raise InvalidRequest.at("tokens", f"{count} ids; the limit is {_IDS_MAX}")
         return lists, True, skips
-
-    def _check(self, model: str | None) -> None:
-        requested, served = model_of(model), served_names(self.runtime.settings)
-        if requested is not None and requested not in served:
-            raise UnknownModel.of(requested, served)
 
 
 def _text(value: list[Json] | Json | None) -> str | None:

@@ -11,7 +11,6 @@ from uuid import uuid4
 import msgspec
 
 from antiphon.gateway.http.core.chat import to_json
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses.conversation import turns
 from antiphon.gateway.http.openai.responses.items import (
@@ -42,15 +41,16 @@ from antiphon.gateway.http.openai.schema import (
     OpenAiFields,
     ResponseFormat,
 )
-from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from antiphon.gateway.http.core.generation_fields import Json
+    from antiphon.gateway.http.core.limits import Json
+    from antiphon.gateway.http.core.output_parser import OutputParserOptions
     from antiphon.gateway.parsing.formats import Formats
+    from antiphon.gateway.requests.generation_request import GenerationRequest
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -85,11 +85,6 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     include_encrypted: bool
     warnings: tuple[str, ...]
-
-
-class PreparedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    gen_request: GenerationRequest
-    parser_options: OutputParserOptions
 
 
 def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResponsesRequest:
@@ -130,28 +125,25 @@ def check_include(names: Sequence[str]) -> list[str]:
 
 def prepare_responses_request(
     parsed: ParsedResponsesRequest, items: Sequence[Item], formats: Formats
-) -> PreparedResponsesRequest:
+) -> tuple[GenerationRequest, OutputParserOptions]:
     body = parsed.body
     with _rename_fields(parsed.tools.paths):
         chat = reading.parse_chat(
             _chat(parsed, items), formats, requires_strict=parsed.tools.requires_strict
         )
     (gen_request,) = chat.gen_requests
-    forms = {"response_format": "text.format"}
+    if body.max_output_tokens == 0:
+        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
     gen_request = msgspec.structs.replace(
         gen_request,
         api="responses",
         prompt_field="input",
         tokens_field="max_output_tokens",
-        grammar_field=forms.get(gen_request.grammar_field, gen_request.grammar_field),
+        grammar_field=gen_request.grammar_field.replace("response_format", "text.format"),
         key=ClientKey(parsed.id),
         auto_truncate=body.truncation is None,
     )
-    if body.max_output_tokens == 0:
-        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
-    return PreparedResponsesRequest(
-        gen_request=gen_request, parser_options=chat.reply_options.parser_options
-    )
+    return gen_request, chat.reply_options.parser_options
 
 
 def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:

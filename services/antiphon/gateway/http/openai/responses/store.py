@@ -13,15 +13,9 @@ from antiphon.bus.store import KeyValueStore, StoreLimits
 from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.core.keepalive import HEADERS_S, PING_S
 from antiphon.gateway.http.core.writer import PING
-from antiphon.gateway.http.openai.responses.events import (
-    Completed,
-    Failed,
-    Incomplete,
-    encode_event,
-)
 from antiphon.gateway.http.openai.responses.items import Item
-from antiphon.gateway.http.openai.responses.replies import ItemList, ResponseReply
-from antiphon.gateway.http.openai.responses.write import as_failed
+from antiphon.gateway.http.openai.responses.schema import ItemList, ResponseReply
+from antiphon.gateway.http.openai.responses.write import as_failed, encode_event, response_event
 from antiphon.wire.base import Process
 from antiphon.wire.errors import (
     EngineError,
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.openai.responses.schema import ResponsesBody
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.service.clock import Clock
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import TenantId
 
@@ -69,7 +62,7 @@ _FLUSH_INTERVAL_S = 0.1
 _CHECK_AFTER_S = 1.0
 """After this time without events, the reader checks whether more will come."""
 _ENDS = tuple(
-    f"event: {kind.__struct_config__.tag}\n".encode() for kind in (Completed, Incomplete, Failed)
+    f"event: response.{kind}\n".encode() for kind in ("completed", "incomplete", "failed")
 )
 _PIECES, _ALL = "events", "told"  # keys of stored values, which stay
 
@@ -94,6 +87,7 @@ class ResponseStore:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.clock = runtime.clock
         self._config = config = runtime.settings.responses
         self._owners = GatewayLiveness(runtime)
         limits = StoreLimits(
@@ -137,12 +131,12 @@ class ResponseStore:
 
     async def put_with_retry(self, tenant: TenantId, record: StoredResponse) -> None:
         """Store a record that exists nowhere else; retries for a while."""
-        give_up_at = self._runtime.clock.now() + _INSIST_S
+        give_up_at = self.clock.now() + _INSIST_S
         while True:
             try:
                 return await self.put(tenant, record)
             except Unavailable:
-                if self._runtime.clock.now() >= give_up_at:
+                if self.clock.now() >= give_up_at:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
@@ -165,6 +159,34 @@ class ResponseStore:
     async def delete(self, tenant: TenantId, response_id: str) -> None:
         if not await self.store.forget(tenant, response_id):
             raise UnknownResponse.of(response_id)
+
+    async def cancel(
+        self, tenant: TenantId, record: StoredResponse, submission: Submission
+    ) -> StoredResponse:
+        """Return the response once it has ended: cancelled, or otherwise if that came first.
+
+        Every gateway of the model is notified, until the owner has stored the final state.
+        """
+        give_up_at, say_at = self.clock.now() + _PATIENCE_S, self.clock.now()
+        while not record.response.ended:
+            if self.clock.now() >= give_up_at:
+                raise Unavailable("the response has not ended yet", retry_after_s=1.0)
+            if self.clock.now() >= say_at:
+                say_at = self.clock.now() + _RETRY_INTERVAL_S
+                submission.abort(record.response.id, exact=True)
+                self._publish_abort(record.response)
+            await asyncio.sleep(_LOOK_S)
+            record = await self.get(tenant, record.response.id)
+        return record
+
+    def _publish_abort(self, response: ResponseReply) -> None:
+        not_after_unix_ms = self.clock.unix_ms() + round(_RETRY_INTERVAL_S * 1000)
+        message = AbortRequests(
+            prefix=response.id,
+            sender=self._runtime.process,
+            not_after_unix_ms=not_after_unix_ms,
+        )
+        self._runtime.bus.publish(ABORT, message, model=ModelName(response.model))
 
 
 def page_of(items: Sequence[Item], query: Mapping[str, str]) -> ItemList:
@@ -197,38 +219,6 @@ def _after(items: list[Item], after: str | None) -> list[Item]:
     raise InvalidRequest.at("after", f"unknown item '{after}'")
 
 
-class ResponseCanceller:
-    """Notifies every gateway of the model, until the owner has stored the final state."""
-
-    def __init__(self, runtime: Runtime, submission: Submission, records: ResponseStore) -> None:
-        self._runtime = runtime
-        self._submission = submission
-        self._records = records
-
-    async def cancel(self, tenant: TenantId, record: StoredResponse) -> StoredResponse:
-        """Return the response once it has ended: cancelled, or otherwise if that came first."""
-        clock = self._runtime.clock
-        give_up_at, say_at = clock.now() + _PATIENCE_S, clock.now()
-        while not record.response.ended:
-            if clock.now() >= give_up_at:
-                raise Unavailable("the response has not ended yet", retry_after_s=1.0)
-            if clock.now() >= say_at:
-                say_at = clock.now() + _RETRY_INTERVAL_S
-                await self._publish(record)
-            await asyncio.sleep(_LOOK_S)
-            record = await self._records.get(tenant, record.response.id)
-        return record
-
-    async def _publish(self, record: StoredResponse) -> None:
-        name = record.response.id
-        self._submission.abort(name, exact=True)
-        not_after_unix_ms = self._runtime.clock.unix_ms() + round(_RETRY_INTERVAL_S * 1000)
-        message = AbortRequests(
-            prefix=name, sender=self._runtime.process, not_after_unix_ms=not_after_unix_ms
-        )
-        self._runtime.bus.publish(ABORT, message, model=ModelName(record.response.model))
-
-
 class ResponseEventLog:
     """The events of one response. The gateway that generates it writes; any gateway reads.
 
@@ -236,15 +226,14 @@ class ResponseEventLog:
     with all events.
     """
 
-    def __init__(
-        self, store: KeyValueStore, clock: Clock, tenant: TenantId, response_id: str
-    ) -> None:
-        self._store = store
-        self._clock = clock
+    def __init__(self, records: ResponseStore, tenant: TenantId, response_id: str) -> None:
+        self._records = records
+        self._store = records.store
+        self._clock = records.clock
         self._key = (tenant, response_id)
         self._written: list[bytes] = []
         self._buffered: list[bytes] = []
-        self._buffered_at = clock.now()
+        self._buffered_at = self._clock.now()
 
     async def write(self, data: bytes) -> None:
         """Store more events, now or with the next ones; the last event closes the log.
@@ -267,7 +256,7 @@ class ResponseEventLog:
             self._buffered = [piece]
             log.warning("events not stored", extra={"id": self._key[1], "code": error.code})
 
-    async def read(self, records: ResponseStore, after: int) -> AsyncGenerator[bytes]:
+    async def read(self, after: int) -> AsyncGenerator[bytes]:
         """Yield the events after a sequence number (-1: all) until the last, with pings in between.
 
         Raises:
@@ -285,10 +274,10 @@ class ResponseEventLog:
                 if self._clock.now() < waits_since + _CHECK_AFTER_S:
                     await asyncio.sleep(_LOOK_S)
                     continue
-                record = await records.get(*self._key)
+                record = await self._records.get(*self._key)
                 if record.response.ended and await self._next(piece) is None:
-                    kind = Completed if record.response.status == "completed" else Failed
-                    yield encode_event(kind(sequence_number=number, response=record.response))
+                    kind = "completed" if record.response.status == "completed" else "failed"
+                    yield encode_event(response_event(kind, number, response=record.response))
                     return
                 waits_since = self._clock.now()
                 continue

@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.gateway.http.core.chat import to_json
 from antiphon.gateway.http.core.fields import decode
-from antiphon.gateway.http.core.generation_fields import Json
+from antiphon.gateway.http.core.limits import Json
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:

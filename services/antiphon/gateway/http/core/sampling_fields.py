@@ -1,4 +1,4 @@
-"""Sampling fields of request bodies beyond `requests/sampling.py`, as SGLang's APIs have them."""
+"""Sampling fields of request bodies: those of all HTTP APIs, then OpenAI's and SGLang's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import decode
-from antiphon.gateway.requests.sampling import SamplingFields, SamplingOptions
+from antiphon.gateway.http.core.limits import Json
+from antiphon.gateway.requests.generation_request import SamplingOptions
 from antiphon.wire.errors import InvalidRequest, Unsupported
-from antiphon.wire.generate import CHOICES_MAX, LogitBiases
+from antiphon.wire.generate import LogitBiases
 from antiphon.wire.sampling import (
     REGISTERED,
     STOPS_MAX,
+    AdditivePenalty,
     Grammar,
     GrammarKind,
+    SamplingDefaults,
     StopPattern,
     StopString,
     StopStrings,
@@ -28,16 +31,22 @@ if TYPE_CHECKING:
 
     from antiphon.wire.sampling import LogitProcessor
 
-Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
-Json = dict[str, msgspec.Raw]
-Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Schema = str | Json
 """A JSON schema, as JSON text or as an object."""
 StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_MAX)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
-TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
 NAME = "custom_logit_processor"
+
+
+class SamplingFields(SamplingDefaults):
+    """Sampling fields that the bodies of the HTTP APIs share."""
+
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Number of most likely tokens to consider. -1: all."""
+    frequency_penalty: AdditivePenalty | None = None
+    """Penalty for each time a token was generated."""
+    presence_penalty: AdditivePenalty | None = None
+    """Penalty for tokens that were generated."""
 
 
 class SglangSamplingFields(SamplingFields):
