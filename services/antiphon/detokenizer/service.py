@@ -7,7 +7,6 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.bus.transport import BusDown
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.model_card.served_model import served_name, tokenizer_folder
@@ -17,9 +16,10 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
+from antiphon.service.tasks import perform
 from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Role
-from antiphon.wire.errors import RequestTooLarge, Unsupported
+from antiphon.wire.errors import Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
@@ -138,30 +138,21 @@ class DetokenizerService:
         return TextResumed(rows=rows)
 
     def _do(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._act(action)
+        # Nothing is lost while the link is down: the gateway requests text beyond its offsets, and
+        # a gap at a worker shows again with its next batch or heartbeat.
+        perform(actions, self._act)
         self._moved.set()
 
     def _act(self, action: Action) -> None:
         bus = self._runtime.bus
-        try:
-            match action:
-                case TextBatch():
-                    bus.publish(TEXT, action, gateway=action.gateway.instance)
-                case SendStop(worker, stop):
-                    bus.publish(STOP, stop, worker=worker)
-                case SendResend(worker, resend):
-                    self._runtime.metrics.gaps.labels(TOKENS.name).inc()
-                    bus.publish(STOP, resend, worker=worker)
-        except BusDown:
-            # Nothing is lost: the gateway requests text beyond its offsets once the link is back,
-            # and a gap at a worker shows again with its next batch or heartbeat.
-            return
-        except RequestTooLarge:
-            log.exception("message too large", extra={"action": type(action).__name__})
-        except Exception:
-            # The actions after it are of other requests or for other receivers.
-            log.exception("action failed", extra={"action": type(action).__name__})
+        match action:
+            case TextBatch():
+                bus.publish(TEXT, action, gateway=action.gateway.instance)
+            case SendStop(worker, stop):
+                bus.publish(STOP, stop, worker=worker)
+            case SendResend(worker, resend):
+                self._runtime.metrics.gaps.labels(TOKENS.name).inc()
+                bus.publish(STOP, resend, worker=worker)
 
     async def _tick(self) -> None:
         clock = self._runtime.clock

@@ -17,13 +17,13 @@ from antiphon.scheduler.outbox import Action, RequestBound, RequestRemoved, Requ
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
-from antiphon.service.tasks import isolated
+from antiphon.service.tasks import isolated, perform
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import RunningTotal
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.command import CommandBatch
-from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
+from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, NOTICE, OPEN, SUBMIT
 from antiphon.wire.submit import NoticeBatch
 
@@ -182,8 +182,7 @@ class SchedulerService:
             self._news.clear()
             try:
                 await self._update_subscriptions()
-                for action in self._core.take_actions():
-                    self._act(action)
+                perform(self._core.take_actions(), self._act)
             except Exception as error:  # noqa: BLE001  # logged there
                 self._start_over(error)
             if not self._core.waiting:
@@ -198,28 +197,20 @@ class SchedulerService:
             self._news.set()  # peers learn at once that there is no leader
 
     def _act(self, action: Action) -> None:
-        try:
-            match action:
-                case CommandBatch():
-                    self._runtime.bus.publish(COMMAND, action, worker=action.worker.instance)
-                case NoticeBatch():
-                    self._metrics.lost.inc(len(action.requests))
-                    self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
-                case RequestBound():
-                    self._note_bound(action)
-                case RequestRequeued(request_id, worker):
-                    self._metrics.returned.labels(worker.instance).inc()
-                    fields = {"request_id": request_id, "worker": worker.instance}
-                    log.info("request requeued", extra=fields)
-                case RequestRemoved(request_id):
-                    self._end_span(request_id)
-        except BusDown:
-            return  # the message is sent again from state
-        except RequestTooLarge:
-            log.exception("message too large", extra={"action": type(action).__name__})
-        except Exception:
-            # The actions after it are of other requests or for other receivers.
-            log.exception("action failed", extra={"action": type(action).__name__})
+        match action:
+            case CommandBatch():
+                self._runtime.bus.publish(COMMAND, action, worker=action.worker.instance)
+            case NoticeBatch():
+                self._metrics.lost.inc(len(action.requests))
+                self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
+            case RequestBound():
+                self._note_bound(action)
+            case RequestRequeued(request_id, worker):
+                self._metrics.returned.labels(worker.instance).inc()
+                fields = {"request_id": request_id, "worker": worker.instance}
+                log.info("request requeued", extra=fields)
+            case RequestRemoved(request_id):
+                self._end_span(request_id)
 
     def _note_bound(self, bound: RequestBound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from antiphon.bus.transport import BusDown
 from antiphon.service.inbox import SharedStateBroken
+from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator
+    from collections.abc import Callable, Coroutine, Generator, Iterable
     from contextvars import Context
 
 P = ParamSpec("P")
@@ -29,6 +31,23 @@ async def isolated(
         raise
     except Exception:
         log.exception("task failed", extra={"work": work.__qualname__})
+
+
+def perform(actions: Iterable[T], act: Callable[[T], None]) -> None:
+    """Do each action of a state machine; one that fails does not affect those after it.
+
+    They are of other requests or for other receivers. A message that is not sent while the link is
+    down is sent again from state.
+    """
+    for action in actions:
+        try:
+            act(action)
+        except BusDown:
+            continue
+        except RequestTooLarge:
+            log.exception("message too large", extra={"action": type(action).__name__})
+        except Exception:
+            log.exception("action failed", extra={"action": type(action).__name__})
 
 
 class Tasks(asyncio.TaskGroup):
