@@ -50,16 +50,6 @@ def template(source: str = TURNS) -> ChatTemplate:
     return ChatTemplate(source, {"eos_token": "</s>"})
 
 
-def test_blocks_leave_no_blank_lines():
-    text = template().render(say(("user", "hi"), ("assistant", "yo")), continue_final=False)
-    assert text == "<user>hi</s>\n<assistant>yo</s>\n<assistant>"
-
-
-def test_a_continued_message_is_left_open():
-    text = template().render(say(("user", "hi"), ("assistant", " and so ")), continue_final=True)
-    assert text == "<user>hi</s>\n<assistant>and so"
-
-
 def test_a_template_that_hides_the_last_message_cannot_continue_it():
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         template("{{ messages[0].content }}").render(
@@ -88,18 +78,36 @@ def test_the_sandbox_holds(source: str):
         template(source).render(say(("user", "x")), continue_final=False)
 
 
-def test_generation_marks_and_loop_controls_are_understood():
-    source = (
-        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    text = template(source).render(say(("user", "a"), ("assistant", "b")), continue_final=False)
-    assert text == "b"
+@pytest.mark.parametrize(
+    ("source", "turns", "written"),
+    [
+        (
+            TURNS,
+            (("user", "hi"), ("assistant", "yo")),
+            "<user>hi</s>\n<assistant>yo</s>\n<assistant>",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            (("user", "a"), ("assistant", "b")),
+            "b",
+        ),
+        ("{{ messages | tojson }}", (("user", "<é>"),), '[{"role": "user", "content": "<é>"}]'),
+        (
+            "{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }};{% endfor %}",
+            (("system", "a"), ("developer", "b"), ("user", "c")),
+            "system;dev;user;",
+        ),
+    ],
+    ids=["blocks leave no blank lines", "generation and loop controls", "json", "known developer"],
+)
+def test_template_writes(source: str, turns: tuple[tuple[str, str], ...], written: str) -> None:
+    assert template(source).render(say(*turns), continue_final=False) == written
 
 
-def test_json_keeps_letters_and_angle_brackets():
-    text = template("{{ messages | tojson }}").render(say(("user", "<é>")), continue_final=False)
-    assert text == '[{"role": "user", "content": "<é>"}]'
+def test_a_continued_message_is_left_open():
+    text = template().render(say(("user", "hi"), ("assistant", " and so ")), continue_final=True)
+    assert text == "<user>hi</s>\n<assistant>and so"
 
 
 CALLED = (
@@ -144,12 +152,6 @@ def test_developer_is_system_where_the_template_does_not_know_it():
     )
     only = template().render(say(("developer", "b"), ("user", "c")), continue_final=False)
     assert only == template().render(say(("system", "b"), ("user", "c")), continue_final=False)
-
-
-def test_developer_stays_where_the_template_knows_it():
-    source = "{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }};{% endfor %}"
-    turns = say(("system", "a"), ("developer", "b"), ("user", "c"))
-    assert template(source).render(turns, continue_final=False) == "system;dev;user;"
 
 
 HI = (ChatMessage(role="user", content="hi"),)
@@ -285,54 +287,42 @@ def test_additional_templates_are_read_beside_a_sentencepiece_model(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("template", "tools"),
+    ("field", "expected", "template"),
     [
-        ('<tool_call>\n{"name": <name>, "arguments": <args>}\n</tool_call>', "hermes"),
-        ("<tool_call>\n<function=f>\n<parameter=a>", "qwen3_coder"),
-        ("<tool_call>{name}\n<arg_key>", "glm45"),
-        ("{{ '<|python_tag|>' + tool_call.name }}", "llama3"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n```json", "deepseekv3"),
-        ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseekv31"),
-        ("<|tool_calls_section_begin|>", "kimi_k2"),
-        ("<|channel|>commentary <|constrain|>json", "gpt-oss"),
-        ("<minimax:tool_call>", "minimax-m2"),
-        ("<tool_call><tool_sep><arg_key>", "hunyuan"),
-        ("<|START_ACTION|>", "cohere_command4"),
-        ('<function name="f"><param name="a">', "minicpm5"),
-        ("<|tool_call_start|>", "lfm2"),
-        ("<tool_call>", None),
-        ("[TOOL_CALLS] or <|python_tag|>", None),
-        ("{{ messages }}", None),
+        ("tools", "hermes", '<tool_call>\n{"name": <name>, "arguments": <args>}\n</tool_call>'),
+        ("tools", "qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>"),
+        ("tools", "glm45", "<tool_call>{name}\n<arg_key>"),
+        ("tools", "llama3", "{{ '<|python_tag|>' + tool_call.name }}"),
+        ("tools", "mistral", "[TOOL_CALLS]"),
+        ("tools", "deepseekv3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n```json"),
+        ("tools", "deepseekv31", "<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>"),
+        ("tools", "kimi_k2", "<|tool_calls_section_begin|>"),
+        ("tools", "gpt-oss", "<|channel|>commentary <|constrain|>json"),
+        ("tools", "minimax-m2", "<minimax:tool_call>"),
+        ("tools", "hunyuan", "<tool_call><tool_sep><arg_key>"),
+        ("tools", "cohere_command4", "<|START_ACTION|>"),
+        ("tools", "minicpm5", '<function name="f"><param name="a">'),
+        ("tools", "lfm2", "<|tool_call_start|>"),
+        ("tools", None, "<tool_call>"),
+        ("tools", None, "[TOOL_CALLS] or <|python_tag|>"),
+        ("tools", None, "{{ messages }}"),
+        (
+            "reranks",
+            True,
+            'Judge. Note that the answer can only be "yes" or "no". {{ messages[0] }}',
+        ),
+        ("reranks", True, r"""{{ 'The answer can only be \"yes\" or \"no\".' }}"""),
+        ("reranks", False, 'The answer can only be "good" or "bad".'),
+        ("reranks", False, "{{ messages }}"),
+        ("reasoning", "qwen3", "{{ '<think>\n' + reasoning + '</think>' }}"),
+        ("reasoning", None, "{{ content.split('</think>')[-1] }}"),
+        ("reasoning", "kimi", "◁think▷"),
+        ("reasoning", "mistral", "[THINK]{{ x }}[/THINK]"),
+        ("reasoning", "gpt-oss", "<|channel|>analysis<|message|><think></think>"),
+        ("reasoning", None, ""),
     ],
 )
-def test_calls(template: str, tools: str | None):
-    assert detect_formats(template).tools == tools
-
-
-@pytest.mark.parametrize(
-    ("template", "reranks"),
-    [
-        ('Judge. Note that the answer can only be "yes" or "no". {{ messages[0] }}', True),
-        (r"""{{ 'The answer can only be \"yes\" or \"no\".' }}""", True),
-        ('The answer can only be "good" or "bad".', False),
-        ("{{ messages }}", False),
-    ],
-)
-def test_reranking(template: str, reranks: bool):
-    assert detect_formats(template).reranks is reranks
-
-
-@pytest.mark.parametrize(
-    ("template", "reasoning"),
-    [
-        ("{{ '<think>\n' + reasoning + '</think>' }}", "qwen3"),
-        ("{{ content.split('</think>')[-1] }}", None),
-        ("◁think▷", "kimi"),
-        ("[THINK]{{ x }}[/THINK]", "mistral"),
-        ("<|channel|>analysis<|message|><think></think>", "gpt-oss"),
-        ("", None),
-    ],
-)
-def test_thinking(template: str, reasoning: str | None):
-    assert detect_formats(template).reasoning == reasoning
+def test_formats_show_in_the_source_of_a_template(
+    field: str, expected: object, template: str
+) -> None:
+    assert getattr(detect_formats(template), field) == expected
