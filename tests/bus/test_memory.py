@@ -1,4 +1,4 @@
-"""What the memory broker can do that a server cannot: cut one link, and draw lots from a seed."""
+"""The memory broker cuts links and draws lots from a seed; the injector adds faults to any link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users made from the route table, on a real server: each has exactly its own permissions."""
+"""Users from the route table have their own permissions; discovery verbs are answered as ADR-32."""
 
 from __future__ import annotations
 

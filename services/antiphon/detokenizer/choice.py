@@ -1,4 +1,4 @@
-"""State of one choice: token ids in, text out, its stops, its reasoning tokens, and its end."""
+"""State of a request and its choices: token ids in, text out, stops, reasoning tokens, ends."""
 
 from __future__ import annotations
 

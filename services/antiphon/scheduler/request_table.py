@@ -1,4 +1,4 @@
-"""The requests that a leader has accepted and that have not ended: their gateway and binding."""
+"""The requests that a leader has accepted and that have not ended, and what they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transport of the bus: bytes on subjects, the state of its link, and calling receivers."""
+"""Transport of the bus: bytes on subjects, the state and errors of its link, calls of receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`antiphon config`: print the effective settings and their sources, or SGLang's arguments."""
+"""`antiphon config`: the effective settings and their sources; `serve` loads them the same way."""
 
 from __future__ import annotations
 

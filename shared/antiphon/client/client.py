@@ -1,4 +1,4 @@
-"""The client: a connection, and one stream per request."""
+"""The client: a connection, one stream per request, and batches of texts to embed."""
 
 from __future__ import annotations
 

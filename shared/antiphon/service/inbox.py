@@ -1,4 +1,4 @@
-"""Inboxes between the bus and handlers: bounded, ordered, with a reply to every call."""
+"""Inboxes between the bus and handlers: bounded, ordered, counted, with a reply to every call."""
 
 from __future__ import annotations
 

@@ -8,6 +8,14 @@ import signal
 import socket
 import sys
 
+OPEN_ENTRY_BYTES = 192
+"""Estimated size of an open list entry, rounded up."""
+HELD_ENTRY_BYTES = 224
+"""Estimated size of a running request in a worker's heartbeat, rounded up."""
+_REST_BYTES = 16 * 1024
+_BACKLOG = 1024
+_PR_SET_PDEATHSIG = 1
+
 
 class CannotStart(Exception):
     """An operating condition that prevents startup; the message is one line for an operator."""
@@ -45,17 +53,6 @@ def address_for_others(listening: socket.socket, host: str, advertise_host: str)
     return f"{name}:{listening.getsockname()[1]}"
 
 
-_BACKLOG = 1024
-
-
-OPEN_ENTRY_BYTES = 192
-"""Estimated size of an open list entry, rounded up."""
-HELD_ENTRY_BYTES = 224
-"""Estimated size of a running request in a worker's heartbeat, rounded up."""
-
-_REST_BYTES = 16 * 1024
-
-
 def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
     """Reject a bound whose lists would exceed the broker's message size, with `CannotStart`."""
     # Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
@@ -65,9 +62,6 @@ def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes
             f"{field} = {count}: must be at most {fits}, so that a list of all requests fits into "
             f"one NATS message of {message_bytes_max} bytes"
         )
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:

@@ -1,4 +1,4 @@
-"""An HTTP server on a port that is bound before any other setup, and its TLS."""
+"""HTTP servers of a process, their TLS, and the state that its probes show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console script: commands, help and mistakes."""
+"""The console script: commands, help and mistakes; and the setup of a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of docs/nats-client.md is a message that the other side would read."""
+"""Text is assembled once and in order, and docs/nats-client.md shows the messages that carry it."""
 
 from __future__ import annotations
 

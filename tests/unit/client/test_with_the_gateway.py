@@ -1,4 +1,4 @@
-"""The client and the real gateway, over a link that comes and goes."""
+"""The client and the real gateway, over links and brokers that come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the borders of tokens lie."""
+"""Stops end an answer at their first completion, and reasoning tokens are counted."""
 
 from __future__ import annotations
 

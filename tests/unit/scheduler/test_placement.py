@@ -1,4 +1,4 @@
-"""Where a request goes: to its beginning, unless too much waits there."""
+"""Where a request goes: to its prefix, unless too much waits there, and where it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manual clock stands still, and wakes sleepers in order; deadlines on it."""
+"""Clocks and deadlines, numbers that show loss, and the order by priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between the bus and a handler, by itself."""
+"""What stands between the bus and a handler, and the tasks of handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is, what it is called, and what is said when it is not there."""
+"""Where a model is, what it is called, and models that come as a wheel."""
 
 from __future__ import annotations
 

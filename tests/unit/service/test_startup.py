@@ -1,4 +1,4 @@
-"""How a process ends that may not start."""
+"""What keeps a process from starting, and the probes of one that has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of one trace across processes."""
+"""Spans of one trace across processes, and log lines that name it."""
 
 from __future__ import annotations
 

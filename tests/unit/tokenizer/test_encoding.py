@@ -1,4 +1,4 @@
-"""Prompts become ids, errors stay with their own text, and blocks are named by a chain."""
+"""Prompts become ids and ids texts, errors stay with their own text, gaps are filled."""
 
 from __future__ import annotations
 
