@@ -9,6 +9,9 @@ PKG ?= gateway
 DURATIONS := --durations=15 --durations-min=1
 CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
 
+# The tests start hundreds of processes: without bytecode on disk each compiles the tree again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
   bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site wheel up down image

@@ -48,8 +48,9 @@ def a_shape(
 def one_by_one(
     q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, scale: float
 ) -> Tensor:
-    """Attention as the textbook has it: one query, one head, one softmax at a time."""
+    """Attention as the textbook has it: one query and its softmax at a time."""
     out = torch.empty_like(q)
+    kv_heads = np.arange(q.shape[1]) // rows.shape.queries_per_head
     token = 0
     for row in range(len(rows.query_len)):
         for i in range(rows.query_len[row]):
@@ -60,11 +61,9 @@ def one_by_one(
             seen = np.arange(first, position + 1)
             page_tokens = rows.shape.page_tokens
             pages, offsets = rows.page_table[row, seen // page_tokens], seen % page_tokens
-            for head in range(q.shape[1]):
-                kv_head = head // rows.shape.queries_per_head
-                k, v = keys[pages, offsets, kv_head], values[pages, offsets, kv_head]
-                share = torch.softmax((k.double() @ q[token, head].double()) * scale, dim=0)
-                out[token, head] = (share @ v.double()).to(q.dtype)
+            k, v = (cached[pages, offsets][:, kv_heads].double() for cached in (keys, values))
+            share = torch.softmax(torch.einsum("shd,hd->sh", k, q[token].double()) * scale, dim=0)
+            out[token] = torch.einsum("sh,shd->hd", share, v).to(q.dtype)
             token += 1
     return out
 
