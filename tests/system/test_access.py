@@ -1,4 +1,4 @@
-"""A stack with keys, as an operator starts it: both doors ask for them and count as one."""
+"""Stacks with keys and with a certificate, as an operator starts them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 from tests.system.stack import Stack, run_antiphon, serving, wait_until
+from tests.unit.arguments.certificates import make
 from tests.unit.gateway.keyed import key_of, write_keys
 
 from antiphon.bus.bus import Bus
@@ -142,3 +143,17 @@ def test_a_bad_keys_file_is_told_before_anything_is_started(tmp_path: Path) -> N
     done = run_antiphon("serve", "--gateway-port", "0", "--access-keys-file", str(file))
     assert done.returncode == 1
     assert "tenant acme has no key" in done.stdout
+
+
+def test_a_stack_with_a_certificate_is_talked_to_over_https(tmp_path: Path) -> None:
+    made = make(tmp_path, "served")
+    files = ("--ssl-certfile", str(made.certificate), "--ssl-keyfile", str(made.key))
+    with serving(*files) as stack:
+        assert stack.url.startswith("https://127.0.0.1:")
+        asked = ("chat", "--message", "What is 17 + 25?", "--temperature", "0", "--url")
+        answer = run_antiphon(*asked, f"{stack.url}/v1", "--ca-certs", str(made.certificate))
+        assert (answer.returncode, "42" in answer.stdout) == (0, True), answer.stderr
+        untrusted = run_antiphon(*asked, stack.url)
+        assert untrusted.returncode == 1
+        assert "is not trusted" in untrusted.stderr
+        assert "--ca-certs" in untrusted.stderr

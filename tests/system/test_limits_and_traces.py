@@ -1,4 +1,4 @@
-"""A stack with little room: what does not fit is refused, and one trace crosses all services."""
+"""Stacks with little room: what does not fit is refused or cut. And a trace of all services."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from tests.system.stack import Stack, pages_in_use, serving, stop, wait_until
+from tests.system.stack import Stack, module_stack, pages_in_use, serving, stop, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 BODY_BYTES_MAX = 4000
 MAX_QUEUED = 1
@@ -170,3 +169,34 @@ async def test_one_trace_crosses_all_services(small: Stack, collector: Collector
     assert services == {"gateway", "tokenizer", "scheduler", "worker", "detokenizer"}
     known = {span.span_id for span in spans} | {"b7ad6b7169203331"}
     assert {span.parent_id for span in spans} <= known
+
+
+CONTEXT_TOKENS = 128
+KEPT = 122
+WORDS = [f"word{number}" for number in range(5000)]
+
+
+cutting = module_stack("--allow-auto-truncate", "--context-length", str(CONTEXT_TOKENS))
+
+
+@pytest.mark.parametrize("words", [200, 5000], ids=("light", "heavy"))
+def test_long_prompt_is_answered_from_its_beginning(cutting: Stack, words: int) -> None:
+    text = " ".join(WORDS[:words])
+    few = " ".join(WORDS[:30])
+    tokens = cutting.post("/v1/tokenize", {"prompt": few})["tokens"]
+    sampling = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
+    body = {"sampling_params": sampling, "return_prompt_token_ids": True}
+    reply = cutting.post("/generate", body | {"text": text})
+    ids, meta = reply["prompt_token_ids"], reply["meta_info"]
+    assert len(ids) == meta["prompt_tokens"] == KEPT
+    assert ids[: len(tokens) - 1] == tokens[:-1]
+    assert meta["completion_tokens"] == CONTEXT_TOKENS - KEPT
+    same = cutting.post("/generate", body | {"input_ids": ids})
+    assert same["text"] == reply["text"]
+
+
+def test_truncation_is_logged_by_the_gateway(cutting: Stack) -> None:
+    cutting.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi " * 999}]})
+    lines = [line for line in cutting.log("gateway-0").splitlines() if "prompt truncated" in line]
+    assert lines
+    assert str(KEPT) in lines[-1]
