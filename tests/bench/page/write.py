@@ -6,19 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.machine import INSTRUCTIONS
+from tests.bench.page import engine, stack, worker
 from tests.bench.page.against_peers import peers
-from tests.bench.page.engine import (
-    PLOT,
-    grammar,
-    int8_perplexity,
-    int8_weights,
-    open_load,
-    prose,
-    radix,
-    waiting,
-)
-from tests.bench.page.stack import crowd, large_bodies, planned, services, soaked
-from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, Summary, read
 
@@ -39,21 +28,21 @@ each case.
 
 
 SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
-    ("open-load", open_load),
-    ("radix", radix),
-    ("waiting", waiting),
-    ("int8", int8_weights),
-    ("prose", prose),
-    ("steps", steps),
-    ("share", shares),
-    ("planning", planned),
-    ("loading", loading_weights),
-    ("attention-fp8", eight_bits),
-    ("grammar", grammar),
-    ("services", services),
-    ("crowd", crowd),
-    ("bodies", large_bodies),
-    ("soak", soaked),
+    ("open-load", engine.open_load),
+    ("radix", engine.radix),
+    ("waiting", engine.waiting),
+    ("int8", engine.int8_weights),
+    ("prose", engine.prose),
+    ("steps", worker.steps),
+    ("share", worker.shares),
+    ("planning", stack.planned),
+    ("loading", worker.loading_weights),
+    ("attention-fp8", worker.eight_bits),
+    ("grammar", engine.grammar),
+    ("services", stack.services),
+    ("crowd", stack.crowd),
+    ("bodies", stack.large_bodies),
+    ("soak", stack.soaked),
 )
 """The files below the peers' tables, in the order of the page."""
 
@@ -61,7 +50,7 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
 def write_page() -> None:
     PAGE.write_text(page(RESULTS))
     if (summary := _read(RESULTS, "open-load")) is not None:
-        PAGE.with_name(PLOT).write_text(drawn(summary))
+        PAGE.with_name(engine.PLOT).write_text(drawn(summary))
 
 
 def page(results: Path) -> str:
@@ -78,8 +67,8 @@ def page(results: Path) -> str:
         if (summary := _read(results, name)) is None:
             continue
         parts += section(summary)
-        if section is int8_weights and perplexity is not None:
-            parts += int8_perplexity(perplexity)
+        if section is engine.int8_weights and perplexity is not None:
+            parts += engine.int8_perplexity(perplexity)
     return "".join(parts)
 
 
