@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.models.engine import Engine, Mode
+from tests.models.test_batching_with_model import Engine, Mode
 from tests.models.tiny import VOCABULARY
 
 from antiphon.kernels.cpu.extension import unavailable_reason

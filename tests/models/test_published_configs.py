@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.families import ROWS
+from tests.models.families import ROWS, SIZES, Row, long_rope
 from tests.models.families_moe import ROWS as MOE_ROWS
 from tests.models.families_seeing import ROWS as SEEING_ROWS
-from tests.models.parity import Saved, check_logits, save
+from tests.models.parity import Saved, check_logits, error, logits_of, save, texts
 from tests.models.specs import attention_of
-from tests.support.models import load
+from tests.support.models import load, open_model
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, ModelConfig
+from antiphon.config.settings import Settings
+from antiphon.config.worker import CacheConfig
 from antiphon.kernels.rotary import LinearScaling, RotarySpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import read_quantization
+from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.registry import find_family
 from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.startup.checksums import content_digest
+from antiphon.model_worker.startup.engine import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_card.files import ModelFiles
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 BY_NAME = {row.name: row for row in ROWS + MOE_ROWS}
 LITE = "deepseek-v2 without groups and bottleneck"
@@ -213,3 +222,104 @@ def test_mistral3_is_tied_where_the_whole_says_so(tmp_path: Path) -> None:
     assert config["tie_word_embeddings"]
     assert not config["text_config"]["tie_word_embeddings"]
     check_logits(saved, "plain")
+
+
+LLAMA4 = next(row for row in MOE_ROWS if row.name == "llama4")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_types", ["sliding_attention"] * 3),
+        ("no_rope_layers", [1, 0]),
+        ("num_experts_per_tok", 7),
+    ],
+)
+def test_what_it_cannot_be_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    save(LLAMA4, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(ModelLoadError, match=r"config\.json: "):
+        load(tmp_path)
+
+
+def test_runs_of_tokens_are_whole_pages(tmp_path: Path) -> None:
+    save(LLAMA4, tmp_path)
+    with pytest.raises(ModelLoadError, match="attention_chunk_size 20: pages of 16 tokens"):
+        open_model(tmp_path, page_tokens=16, pages=8)
+
+
+TRAINED, LONGEST = 64, 256
+"""Tokens that the model was trained with, and `max_position_embeddings`."""
+TEXT = texts()[-1]
+LONG_TEXT = (TEXT * 2)[:100]
+
+Implementation = Literal["antiphon", "transformers"]
+BOTH = pytest.mark.parametrize("implementation", ["antiphon", "transformers"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    row = Row(
+        "phi3", transformers.Phi3ForCausalLM, {**long_rope(trained=TRAINED), "sliding_window": None}
+    )
+    assert row.sizes is SIZES
+    return save(row, tmp_path_factory.mktemp("model"))
+
+
+def settings(saved: Saved, context_tokens: int | None) -> Settings:
+    model = ModelConfig(path=str(saved.folder), context_tokens=context_tokens)
+    return Settings(model=model, cache=CacheConfig(tokens_max=512))
+
+
+def files_of(saved: Saved, context_tokens: int | None) -> ModelFiles:
+    return model_files(settings(saved, context_tokens))
+
+
+def opened(
+    saved: Saved, context_tokens: int | None, implementation: Implementation = "antiphon"
+) -> OpenModel:
+    return open_model(
+        files_of(saved, context_tokens), pages=64, dtype="float32", implementation=implementation
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("context_tokens", [len(TEXT), TRAINED])
+def test_context_up_to_the_trained_length_takes_the_short_factors(
+    saved: Saved, context_tokens: int, implementation: Implementation
+) -> None:
+    ours = logits_of(opened(saved, context_tokens, implementation), TEXT, chunk=23)
+    assert error(ours, saved.of_prompt) < saved.row.limit
+
+
+@BOTH
+@pytest.mark.parametrize("context_tokens", [None, 2 * TRAINED, TRAINED + 1])
+def test_longer_context_takes_the_long_factors(
+    saved: Saved, context_tokens: int | None, implementation: Implementation
+) -> None:
+    model = opened(saved, context_tokens, implementation)
+    ours = logits_of(model, LONG_TEXT, chunk=23)
+    assert error(ours, saved.logits(LONG_TEXT)) < saved.row.limit
+
+
+@BOTH
+def test_short_text_in_a_longer_context_differs_from_transformers(
+    saved: Saved, implementation: Implementation
+) -> None:
+    """As docs/models.md states: transformers would take the short factors for this text."""
+    ours = logits_of(opened(saved, None, implementation), TEXT, chunk=23)
+    assert error(ours, saved.of_prompt) > 1000 * saved.row.limit
+    # The text itself is the beginning of a longer one, whose keys transformers rotates alike.
+    begun = saved.logits(LONG_TEXT)[: len(TEXT)]
+    assert error(ours, begun) < saved.row.limit
+
+
+def test_factors_in_use_are_part_of_the_digest_and_of_the_plan(saved: Saved) -> None:
+    whole, short, longer = (content_digest(files_of(saved, n)) for n in (None, TRAINED, LONGEST))
+    assert whole == longer != short
+    for length, factors in ((TRAINED, "short"), (LONGEST, "long")):
+        plan = open_engine(settings(saved, length)).resolved
+        assert plan is not None
+        assert f"rope:{factors}" in plan.bits.value
+        assert f"{factors} rope factors" in plan.context_tokens.reason

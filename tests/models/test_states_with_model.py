@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.models.engine import Engine, Mode
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
 from tests.models.rank import check_two_ranks
 from tests.models.stepper import Stepper, spy_on_logits
+from tests.models.test_batching_with_model import Engine, Mode
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
 from tests.models.tiny import VOCABULARY
 from tests.support.models import load, open_model
