@@ -10,8 +10,13 @@ import torch
 from tests.kernels.rows import Row, rows_of
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
-from antiphon.kernels.bidirectional import QUERIES_MAX, bidirectional_attention
+from antiphon.kernels.attention import (
+    QUERIES_MAX,
+    AttentionMetadata,
+    KvShape,
+    bidirectional_attention,
+    paged_attention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

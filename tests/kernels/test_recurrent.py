@@ -14,9 +14,16 @@ from tests.kernels.rows import Row, rows_of
 from torch import Tensor
 
 from antiphon.kernels.norm import finite_rows, gated_rmsnorm
-from antiphon.kernels.recurrent import NORM_EPS, causal_conv, gated_delta, ssd
+from antiphon.kernels.recurrent import (
+    CHUNK_TOKENS,
+    NORM_EPS,
+    SPAN_TOKENS,
+    StateMetadata,
+    causal_conv,
+    gated_delta,
+    ssd,
+)
 from antiphon.kernels.sampling import argmax
-from antiphon.kernels.states import CHUNK_TOKENS, SPAN_TOKENS, StateMetadata
 
 Compute = Callable[[StateMetadata, Tensor, Tensor], Tensor]
 """Rows, which tokens of all sequences they are, and the states  ->  what comes out of them."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from antiphon.kernels.activation import activate, clamped_swish_mul, gate, silu_mul
-from antiphon.kernels.attention import paged_attention, softcap_sink_attention
-from antiphon.kernels.bidirectional import bidirectional_attention
+from antiphon.kernels.attention import (
+    bidirectional_attention,
+    paged_attention,
+    softcap_sink_attention,
+)
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.attention import NoCache
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.rotary import QkNormWeights
 from antiphon.layers.context import AttentionParams

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from antiphon.kernels.states import LayerStates, StateMetadata
+from antiphon.kernels.recurrent import LayerStates, StateMetadata
 
 if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentHeads

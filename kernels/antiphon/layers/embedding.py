@@ -81,37 +81,23 @@ class VocabParallelEmbedding(Module):
             )
 
 
-class LearnedPositions(Module):
-    """Learned position embeddings, added to those of tokens; replicated on every rank.
+class AddedEmbedding(Module):
+    """A table whose rows are added to the embeddings of tokens; replicated on every rank.
 
-    The first token of a text has row `first` of the table.
+    Learned positions, whose first token of a text has row `first`, or token types.
     """
 
     def __init__(
-        self, name: str, positions: int, first: int, hidden: int, build: BuildContext
+        self, name: str, rows: int, hidden: int, build: BuildContext, *, first: int = 0
     ) -> None:
         self._name, self._first = name, first
-        self._weight = build.empty(first + positions, hidden)
+        self._weight = build.empty(first + rows, hidden)
 
-    def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        assert ctx.positions is not None, "a model with learned positions"
-        return embedded + self._weight[self._first :].index_select(0, ctx.positions)
-
-    def sources(self) -> Iterator[WeightSource]:
-        return replicated_source(f"{self._name}.weight", self._weight)
-
-
-class TokenTypes(Module):
-    """Token-type embeddings, such as for the first and second text; replicated on every rank."""
-
-    def __init__(self, name: str, types: int, hidden: int, build: BuildContext) -> None:
-        self._name = name
-        self._weight = build.empty(types, hidden)
-
-    def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
-        if ctx.token_types is None:
-            return embedded + self._weight[0]
-        return embedded + self._weight.index_select(0, ctx.token_types)
+    def add(self, embedded: Tensor, index: Tensor | None) -> Tensor:
+        """Add the row of each token, by its index (T,); None: the first row."""
+        if index is None:
+            return embedded + self._weight[self._first]
+        return embedded + self._weight[self._first :].index_select(0, index)
 
     def sources(self) -> Iterator[WeightSource]:
         return replicated_source(f"{self._name}.weight", self._weight)

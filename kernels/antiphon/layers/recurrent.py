@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
-from antiphon.kernels.states import StateSpec
+from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, replicated_source, void

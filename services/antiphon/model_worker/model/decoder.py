@@ -13,7 +13,7 @@ import torch
 from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder, FusedDecoderLayer
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
-from antiphon.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
+from antiphon.layers.embedding import AddedEmbedding, VocabParallelEmbedding
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentAttention, LatentSpec
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
@@ -281,14 +281,14 @@ class EmbeddingTransform(Module):
         self._scale = float(torch.tensor(embedding.scale, dtype=build.dtype))
         self._types = self._positions = self._norm = None
         if embedding.types is not None:
-            self._types = TokenTypes(embedding.types, embedding.types_count, spec.hidden, build)
+            self._types = AddedEmbedding(embedding.types, embedding.types_count, spec.hidden, build)
         if embedding.positions is not None:
-            self._positions = LearnedPositions(
+            self._positions = AddedEmbedding(
                 embedding.positions,
                 spec.context_tokens,
-                embedding.positions_first,
                 spec.hidden,
                 build,
+                first=embedding.positions_first,
             )
         if embedding.norm is not None:
             self._norm = build_norm(embedding.norm, embedding.norm_name, spec.hidden, build)
@@ -303,7 +303,8 @@ class EmbeddingTransform(Module):
         if self._scale != 1.0:
             embedded = embedded * self._scale
         if self._types is not None:
-            embedded = self._types.add(ctx, embedded)
+            embedded = self._types.add(embedded, ctx.token_types)
         if self._positions is not None:
-            embedded = self._positions.add(ctx, embedded)
+            assert ctx.positions is not None, "a model with learned positions"
+            embedded = self._positions.add(embedded, ctx.positions)
         return embedded if self._norm is None else self._norm(ctx, embedded)

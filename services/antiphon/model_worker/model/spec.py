@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.attention import NoCache
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.states import StateSpec
+from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.layers.mla import LatentSpec

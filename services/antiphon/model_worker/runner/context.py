@@ -10,8 +10,8 @@ import torch
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
+from antiphon.kernels.recurrent import LayerStates
 from antiphon.kernels.rotary import CosSinCache, apply_rotary
-from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import ForwardContext
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.runner.input_batch import PlanRefused
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderOutput
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.recurrent import StateMetadata
     from antiphon.kernels.rotary import RotarySpec, TokenCosSin
-    from antiphon.kernels.states import StateMetadata
     from antiphon.layers.context import (
         AttentionBackend,
         AttentionParams,

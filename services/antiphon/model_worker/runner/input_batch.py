@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.states import StateMetadata
+from antiphon.kernels.recurrent import StateMetadata
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

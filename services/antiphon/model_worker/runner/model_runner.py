@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.attention import KvShape
-from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.op import DeviceCapability, KernelUnavailable, table
+from antiphon.kernels.op import REFERENCE, DeviceCapability, KernelUnavailable, table
 from antiphon.kernels.ops import select
-from antiphon.kernels.states import StateSpec
+from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_card.files import files_at
@@ -37,10 +36,11 @@ from antiphon.model_worker.runner.input_batch import (
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
 from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.pools import KvPool, StatePool, cache_groups
-from antiphon.model_worker.runner.requirements import require_invariant, require_native_reads
 from antiphon.model_worker.runner.sampling import Sampler, accept, changes_logits, greedy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -54,6 +54,20 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.resolve.resolved_config import ResolvedConfig
+
+log = logging.getLogger(__name__)
+
+BLOCKS = frozenset(
+    {
+        *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
+        *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
+        *("norm.gated_rmsnorm", "recurrent.conv", "recurrent.ssd", "recurrent.gated_delta"),
+        *("attention.heads", "attention.paged", "attention.shaped", "attention.whole"),
+    }
+)
+"""Operations of layers, which only some models call."""
+READERS = frozenset({"attention.paged", "attention.shaped"})
+"""Operations that read the cache for every token."""
 
 
 class ModelRunner:
@@ -341,9 +355,6 @@ def _shape(
     )
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     """A loaded model, ready to run plans whose page tables are in the order of `groups`.
@@ -380,3 +391,34 @@ def open_model(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = No
     require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))
+
+
+def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
+    """Deterministic mode: check that the bits of a row depend on that row alone."""
+    if not model.decoder.invariant:
+        raise KernelUnavailable(
+            "deterministic inference: results of torch's matmul depend on batch composition; "
+            "set model.linear to packed"
+        )
+    if model.build.tp.ranks > 1:
+        raise KernelUnavailable("deterministic inference: only one rank is supported")
+    others = BLOCKS - model.decoder.operations
+    for choice in choices:
+        if not choice.invariant and choice.op not in others:
+            reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
+            raise KernelUnavailable(
+                f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
+                f"results depend on batch composition ({reasons})"
+            )
+
+
+def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
+    """8-bit KV cache: check that no operation of the model reads it through torch."""
+    if model.build.cache_dtype is None:
+        return
+    for choice in choices:
+        if choice.op in READERS & model.decoder.operations and choice.backend == REFERENCE:
+            raise KernelUnavailable(
+                f"fp8 KV cache: {choice.op}, which this model needs, runs on torch, which converts "
+                "fp8 ten times slower than attention reads it"
+            )

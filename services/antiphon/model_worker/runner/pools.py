@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.bidirectional import NoCache
+from antiphon.kernels.attention import NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import KvSpec, is_fp8
 from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.states import StateSpec
+from antiphon.kernels.recurrent import StateSpec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.model.errors import ModelLoadError
 
