@@ -323,3 +323,19 @@ def test_factors_in_use_are_part_of_the_digest_and_of_the_plan(saved: Saved) -> 
         assert plan is not None
         assert f"rope:{factors}" in plan.bits.value
         assert f"{factors} rope factors" in plan.context_tokens.reason
+
+
+STRAY = {
+    "gpt2": {"intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 8},
+    "gpt neox": {"num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("name", sorted(STRAY))
+def test_a_stray_field_changes_neither_plan_nor_logits(tmp_path: Path, name: str) -> None:
+    saved = save(BY_NAME[name], tmp_path)
+    card = read_card(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | STRAY[name]))
+    assert read_card(tmp_path) == card
+    check_logits(saved, "plain")
