@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from tests.support.markdown import DOCS, table
 
 from antiphon.config.sglang.arguments import values
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
+from antiphon.gateway.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 PAGE = DOCS / "tools.md"

@@ -17,8 +17,7 @@ from tests.unit.gateway.cluster import house
 from antiphon.config.fields import fields
 from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from antiphon.layers.methods import LinearMethod
 from antiphon.model_card.packaged import MODELS
 from antiphon.model_card.quantization_config import METHODS as STORED

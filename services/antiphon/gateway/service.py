@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.tenants import Tenants
-from antiphon.gateway.access.access import Access
-from antiphon.gateway.access.keys import KeysFile
+from antiphon.gateway.access.access import Access, KeysFile
 from antiphon.gateway.http.core.app import http_server, metrics_middleware, prefix_of
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader
@@ -21,8 +20,8 @@ from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
 from antiphon.gateway.nats.generate import NatsGenerationEndpoints
 from antiphon.gateway.owner.driver import OwnerDriver
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
-from antiphon.gateway.request_log.crash_dump import dump_on_quit
 from antiphon.gateway.request_log.request_log import RequestLog
+from antiphon.gateway.request_log.writer import dump_on_quit
 from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient

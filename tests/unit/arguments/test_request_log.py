@@ -139,7 +139,7 @@ def test_argument_with_a_bad_value_names_what_is_allowed(
 QUIT = """
 import os, signal, sys
 from pathlib import Path
-from antiphon.gateway.request_log.crash_dump import CrashDump, dump_on_quit
+from antiphon.gateway.request_log.writer import CrashDump, dump_on_quit
 dump = CrashDump(Path(sys.argv[1]), "gateway-0", bytes_max=1000, unix_ms=lambda: 0)
 with dump_on_quit(lambda reason: dump.write(reason, [])):
     os.kill(os.getpid(), signal.SIGQUIT)

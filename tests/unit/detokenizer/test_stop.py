@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, StopMatch, StopScanner
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import REASONING_FORMATS, reasoning_format, tool_format
 from antiphon.text.stop_patterns import StopPatternMatcher, check_patterns, compile_pattern
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest

@@ -8,10 +8,8 @@ from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.native import parsing
 from antiphon.gateway.http.openai.parse import parse_chat
 from antiphon.gateway.http.openai.schema import ChatBody
-from antiphon.gateway.parsing.formats import Formats
+from antiphon.gateway.parsing.formats import Formats, reasoning_format, tool_format
 from antiphon.gateway.parsing.grammars import after_thinking
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import Grammar, GrammarKind
 

@@ -23,7 +23,7 @@ from tests.unit.gateway.test_pooling import EMBEDDER
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.gateway import AccessConfig, RequestLogConfig
-from antiphon.gateway.request_log import crash_dump, request_log, writer
+from antiphon.gateway.request_log import request_log, writer
 from antiphon.gateway.request_log.record import TextTruncator
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.request_log.writer import RecordWriter
@@ -576,6 +576,6 @@ def test_a_dump_that_cannot_be_written_is_logged(
 ) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
-    made = crash_dump.CrashDump(taken, "gateway-0", bytes_max=1000, unix_ms=lambda: 0)
+    made = writer.CrashDump(taken, "gateway-0", bytes_max=1000, unix_ms=lambda: 0)
     made.write("a test", [])
     assert [one.message for one in caplog.records] == ["crash dump not written"]

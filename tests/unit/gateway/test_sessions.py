@@ -8,9 +8,7 @@ import pytest
 from tests.support.clock import ManualClock
 
 from antiphon.bus.store import PART_BYTES
-from antiphon.gateway.sessions.session import SessionParams
-from antiphon.gateway.sessions.sessions import Sessions
-from antiphon.gateway.sessions.store import MemorySessionStore
+from antiphon.gateway.sessions import MemorySessionStore, SessionParams, Sessions
 from antiphon.wire.base import Process
 from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.ids import Incarnation, InstanceId, TenantId

@@ -17,9 +17,7 @@ from tests.unit.gateway.test_stored_responses import joining
 from antiphon.config.gateway import SessionsConfig
 from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.service import GatewayService
-from antiphon.gateway.sessions.session import SessionParams
-from antiphon.gateway.sessions.sessions import Sessions
-from antiphon.gateway.sessions.store import session_store
+from antiphon.gateway.sessions import SessionParams, Sessions, session_store
 from antiphon.service.clock import SystemClock
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids

@@ -18,8 +18,7 @@ from tests.training.skills.tools import TOOL_CALL
 from tests.training.tokenizer import CHAT_TEMPLATE
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import reasoning_format, tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
 from antiphon.tokenizer.model_tokenizer import detect_formats
 

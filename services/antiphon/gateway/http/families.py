@@ -29,8 +29,7 @@ from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
 from antiphon.gateway.http.openai.responses.store import ResponseStore
 from antiphon.gateway.http.openai.score import ScoreEndpoints
 from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
-from antiphon.gateway.sessions.sessions import Sessions
-from antiphon.gateway.sessions.store import session_store
+from antiphon.gateway.sessions import Sessions, session_store
 from antiphon.gateway.worker_control import WorkerControl
 from antiphon.model_card.served_model import served_names
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.events import Collector, Event, EventSink, Parsed
 from antiphon.gateway.parsing.reader import Reader
-from antiphon.gateway.parsing.reasoning.format import ReasoningFormat, bare, thinking
+from antiphon.gateway.parsing.reasoning import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 

@@ -12,7 +12,7 @@ from antiphon.wire.sampling import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.format import CallGrammar
     from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json

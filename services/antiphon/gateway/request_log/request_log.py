@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,16 +17,23 @@ from prometheus_client import Counter
 from antiphon.config.errors import ConfigError
 from antiphon.config.gateway import STDOUT, LogFormat, LogLevel, targets
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.gateway.request_log import lines
-from antiphon.gateway.request_log.crash_dump import CrashDump
 from antiphon.gateway.request_log.record import (
     CUT_CHARACTERS,
+    EVERYTHING,
+    PARAMETERS,
+    TEXTS,
     RecordedInput,
     RequestRecord,
     TextTruncator,
+    as_json,
+    as_text,
+    exported_line,
+    finished_line,
+    received_line,
     sampling_of,
 )
 from antiphon.gateway.request_log.writer import (
+    CrashDump,
     HourlyFile,
     RecordWriter,
     StandardOutput,
@@ -39,13 +47,10 @@ from antiphon.wire.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.gateway.owner.actions import Ended, StreamEvent
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.service.service import Runtime
-    from antiphon.telemetry.tracing import Span
     from antiphon.wire.ids import RequestId
-    from antiphon.wire.submit import SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +142,7 @@ class RequestLog:
         self._open[request_id] = record
         if self.logging.enabled and not record.private:
             record.logged = True
-            self._log(record, lines.received)
+            self._log(record, received_line)
         return record
 
     def refuse(self, record: RequestRecord, error: BaseException, began_at: float) -> None:
@@ -186,10 +191,10 @@ class RequestLog:
     def _take_input(self, record: RequestRecord, gen_request: GenerationRequest) -> None:
         """Record the parts of the input that may be written, and set the limit for the output."""
         level = self.logging.level if self.logging.enabled else -1
-        whole = self.crash_dump is not None or level >= lines.EVERYTHING
-        if whole or level >= lines.PARAMETERS:
+        whole = self.crash_dump is not None or level >= EVERYTHING
+        if whole or level >= PARAMETERS:
             record.sampling = sampling_of(gen_request)
-        if not whole and level < lines.TEXTS:
+        if not whole and level < TEXTS:
             return
         content = RecordedInput.of(gen_request)
         fits = whole and self._make_room(content.size_bytes)
@@ -217,9 +222,9 @@ class RequestLog:
         record.ended_unix_ms = self._clock.unix_ms()
         del self._open[record.request_id]
         if record.logged and self.logging.enabled:
-            self._log(record, lines.finished)
+            self._log(record, finished_line)
         if (file := self._exported) is not None:
-            self._put(_QUEUED_BYTES, record, lambda: lines.exported(record, self._model), [file])
+            self._put(_QUEUED_BYTES, record, lambda: exported_line(record, self._model), [file])
         if self.crash_dump is not None and not record.private:
             self._finished.append(record)
             self._forget_old()
@@ -236,8 +241,8 @@ class RequestLog:
         self, record: RequestRecord, line: Callable[[RequestRecord, int], dict[str, object]]
     ) -> None:
         level, wanted = self.logging.level, list(self._targets.values())
-        size = _QUEUED_BYTES + (record.held_bytes if level >= lines.TEXTS else 0)
-        write = lines.as_json if self.logging.format == "json" else lines.as_text
+        size = _QUEUED_BYTES + (record.held_bytes if level >= TEXTS else 0)
+        write = as_json if self.logging.format == "json" else as_text
         self._put(size, record, lambda: line(record, level), wanted, write)
 
     def _put(
@@ -246,7 +251,7 @@ class RequestLog:
         record: RequestRecord,
         line: Callable[[], dict[str, object]],
         wanted: Sequence[LogTarget],
-        write: Callable[[dict[str, object]], bytes] = lines.as_json,
+        write: Callable[[dict[str, object]], bytes] = as_json,
     ) -> None:
         unix_ms = record.ended_unix_ms or record.received_unix_ms
 
@@ -279,34 +284,20 @@ class RequestLog:
         return HourlyFile(folder_of(name), f"requests_{self._instance}", ".log")
 
 
+@dataclass(eq=False, kw_only=True)
 class RecordedStream(RequestStream):
     """A stream whose events are also recorded."""
 
-    def __init__(
-        self,
-        record: RequestRecord,
-        request_log: RequestLog,
-        submit: SubmitRequest,
-        trace: Span,
-        reservation: QuotaReservation,
-        *,
-        api: str,
-        received_at: float,
-        submitted_at: float,
-    ) -> None:
-        super().__init__(
-            submit, trace, reservation, api=api, received_at=received_at, submitted_at=submitted_at
-        )
-        self._record = record
-        self._request_log = request_log
+    record: RequestRecord
+    request_log: RequestLog
 
     def put(self, event: StreamEvent, now: float) -> None:
         super().put(event, now)
         try:
             if self.ended is None:
-                self._request_log.follow(self._record, event)
+                self.request_log.follow(self.record, event)
             else:
-                self._request_log.end(self._record, self, self.ended)
+                self.request_log.end(self.record, self, self.ended)
         except Exception:
             # The request continues: a failure to record must not affect its client.
             log.exception("event not recorded", extra={"request_id": self.submit.request_id})

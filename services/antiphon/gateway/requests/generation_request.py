@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.text.stop_patterns import check_patterns
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong

@@ -244,7 +244,9 @@ class Submission:
                 self.request_log.refuse(record, error, came_at)
             raise
         kind = (
-            RequestStream if record is None else partial(RecordedStream, record, self.request_log)
+            RequestStream
+            if record is None
+            else partial(RecordedStream, record=record, request_log=self.request_log)
         )
         stream = kind(
             submit,

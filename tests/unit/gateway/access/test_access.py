@@ -10,8 +10,7 @@ from tests.support.clock import ManualClock
 
 from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
-from antiphon.gateway.access.access import Access
-from antiphon.gateway.access.keys import AccessLevel, Caller
+from antiphon.gateway.access.access import Access, AccessLevel, Caller
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.wire.errors import (
     EngineError,

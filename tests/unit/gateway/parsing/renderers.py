@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.formats import TOOL_FORMATS
 
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 

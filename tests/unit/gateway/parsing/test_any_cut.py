@@ -13,16 +13,16 @@ from tests.unit.gateway.parsing.renderers import CALLS_ALONE, FORMATS, RENDERERS
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from antiphon.gateway.parsing.formats import REASONING_FORMATS
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from antiphon.gateway.parsing.events import Event
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 

@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 OFFER = OfferedTools(

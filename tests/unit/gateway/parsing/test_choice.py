@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.gateway.parsing.renderers import FORMATS
 
+from antiphon.gateway.parsing.formats import tool_format
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
-from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import GrammarKind

@@ -11,8 +11,8 @@ from tests.unit.gateway.parsing.test_work import feed, steps
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Content
-from antiphon.gateway.parsing.tools import json_calls, kimi_k3
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import tool_format
+from antiphon.gateway.parsing.tools import json_calls, tags
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})
-AROUND = (*json_calls.COMMAND4_AROUND, *kimi_k3.AROUND)
+AROUND = (*json_calls.COMMAND4_AROUND, *tags.KIMI_K3_AROUND)
 PIECES = [pytest.param(size, id=name) for size, name in ((0, "whole"), (1, "letters"), (5, "5"))]
 OTHER, OFFERED = ("nope", {"at": "Rome", "days": 3}), ("f", {"at": "Oslo"})
 

@@ -6,8 +6,7 @@ import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import REASONING_FORMATS, reasoning_format, tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 from antiphon.wire.errors import InvalidRequest
 

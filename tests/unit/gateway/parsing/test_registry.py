@@ -12,9 +12,12 @@ import pytest
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.sglang.arguments import values
-from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    formats_of,
+    tool_format,
+)
 from antiphon.wire.ids import RequestId
 from antiphon.wire.tokenize import EncodeReply
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from jsonschema import Draft202012Validator
 
-from antiphon.gateway.parsing.tools import schema
-from antiphon.gateway.parsing.tools.schema import checked_schema
+from antiphon.gateway.parsing.tools import tool
+from antiphon.gateway.parsing.tools.tool import checked_schema
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def accepts(value: Json) -> bool:
     return True
 
 
-@pytest.mark.parametrize("keyword", sorted({*schema._FORMS, *schema._SINGLE, "type"}))
+@pytest.mark.parametrize("keyword", sorted({*tool._FORMS, *tool._SINGLE, "type"}))
 def test_form_of_a_keyword_is_that_of_the_metaschema(keyword: str) -> None:
     for value in VALUES:
         written: Json = {"properties": {"a": {keyword: value}}}

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.tools.registry import tool_format
-from antiphon.gateway.parsing.tools.schema import texts_of, types_of
+from antiphon.gateway.parsing.formats import tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
-from antiphon.gateway.parsing.tools.values import converted
+from antiphon.gateway.parsing.tools.values import converted, texts_of, types_of
 
 
 @pytest.mark.parametrize(

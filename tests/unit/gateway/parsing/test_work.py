@@ -10,8 +10,7 @@ from tests.unit.gateway.parsing.renderers import FORMATS, RENDERERS
 
 from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, Content, Reasoning
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import reasoning_format, tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ import pytest
 from tests.unit.model_worker.grammar.speaker import guide_of, speak
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.formats import TOOL_FORMATS, reasoning_format
 from antiphon.gateway.parsing.grammars import after_thinking
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar

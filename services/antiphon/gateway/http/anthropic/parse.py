@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from antiphon.gateway.http.core.sampling_fields import RequestedGrammar
     from antiphon.gateway.parsing.formats import Formats
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from antiphon.gateway.access.access import ANONYMOUS, PROBE_CALLER
-from antiphon.gateway.access.keys import Caller
+from antiphon.gateway.access.access import ANONYMOUS, PROBE_CALLER, Caller
 from antiphon.wire.errors import EngineError, HeadersTooLarge
 
 if TYPE_CHECKING:

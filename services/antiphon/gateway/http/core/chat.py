@@ -11,7 +11,7 @@ from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import ThinkingBudget
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient

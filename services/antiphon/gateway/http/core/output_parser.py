@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallEnd, Content, Event, Reasoning
-from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.gateway.parsing.tools.choice import ToolPlan
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.gateway.sessions.session import SessionParams
-    from antiphon.gateway.sessions.sessions import Sessions
+    from antiphon.gateway.sessions import SessionParams, Sessions
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import TenantId

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.gateway.sessions.sessions import Sessions
+    from antiphon.gateway.sessions import Sessions
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
 

@@ -12,8 +12,7 @@ from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import Tools
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.formats import reasoning_format, tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
 
 if TYPE_CHECKING:

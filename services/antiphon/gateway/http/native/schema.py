@@ -10,7 +10,7 @@ from msgspec import Meta
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import Choices, Ids, Rid, TokensMax
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
-from antiphon.gateway.sessions.session import SessionParams
+from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TokenId, TopLogprobs
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.gateway.http.openai.schema import CompletionFields
-    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json

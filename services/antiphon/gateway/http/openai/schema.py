@@ -25,7 +25,7 @@ from antiphon.gateway.http.core.limits import (
 )
 from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.http.core.sampling_fields import SglangSamplingFields
-from antiphon.gateway.sessions.session import SessionParams
+from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Priority, Seed, TokenId

@@ -300,3 +300,63 @@ HUNYUAN = framed_format(
         "</tool_call>\n</tool_calls>"
     ),
 )
+
+# Kimi K3: blocks that start and end with a name between tokens; so do calls and arguments.
+
+_K3_BEGIN, _K3_END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
+_K3_CALL_END = "<|close|>call<|sep|>"
+_K3_ARGUMENT = '<|open|>argument key="'
+_K3_SEP = '"<|sep|>'
+KIMI_K3_AROUND = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+"""Delimiters around text, and at the end of a message."""
+
+_QUOTED = re.compile(r'[^"<]*')
+_K3_VALUE_END = Marks("<|close|>argument<|sep|>")
+
+
+def _k3_call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    name = yield from reader.word(_QUOTED, NAME_MAX)
+    if not name or not (yield from _k3_attribute(reader, '" index="')):
+        return CallOutcome.NOTHING
+    complete = yield from _k3_arguments(reader, out.begin(reader, name), out.schema(name))
+    out.end(reader, complete=complete)
+    return CallOutcome.DONE if complete else CallOutcome.BROKEN
+
+
+def _k3_attribute(reader: Reader, before: str) -> Steps[str]:
+    """Read the last attribute of a block and the end of its header; empty if it is missing."""
+    if not (yield from reader.starts(before)):
+        return ""
+    value = yield from reader.word(_QUOTED, NAME_MAX)
+    return value if (yield from reader.starts(_K3_SEP)) else ""
+
+
+def _k3_arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
+    written = ArgumentsWriter(schema, emit)
+    while True:
+        yield from reader.space()
+        mark = yield from reader.starts(_K3_ARGUMENT, _K3_CALL_END)
+        if mark == _K3_CALL_END:
+            written.close()
+            return True
+        key = yield from reader.word(_QUOTED, NAME_MAX)
+        kind = yield from _k3_attribute(reader, '" type="')
+        if mark is None or not kind:
+            return False
+        if not (yield from written.value(reader, key, _K3_VALUE_END, text=kind == "string")):
+            return False
+
+
+KIMI_K3 = framed_format(
+    ("kimi_k3",),
+    _K3_BEGIN,
+    _K3_END,
+    repeated('<|open|>call tool="', _K3_END, _k3_call),
+    example=(
+        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="a" type="integer"<|sep|>1<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    around=KIMI_K3_AROUND,
+    call_id=lambda name, number: f"{name}:{number}",
+)

@@ -1,4 +1,4 @@
-"""The validated tools of a request, and what an output may call of them."""
+"""The validated tools of a request, the schemas of their arguments, and what an output may call."""
 
 from __future__ import annotations
 
@@ -8,17 +8,45 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.tools.schema import checked_schema, json_type
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, Unsupported
 from antiphon.wire.schemas import Json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
 
 TOOLS_MAX = 512  # maximum number of tools of one request
+DEPTH_MAX = 100  # maximum nesting depth of schemas
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NO_ARGUMENTS: dict[str, Json] = {"type": "object", "properties": {}}
+
+TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_TYPES_SHOWN = ", ".join(sorted(TYPES))
+_ALIASES = {
+    **dict.fromkeys(("str", "text", "char", "varchar"), "string"),
+    **dict.fromkeys(("int", "bigint", "smallint", "tinyint", "int32", "int64", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal", "float32", "float64"), "number"),
+    "bool": "boolean",
+    **dict.fromkeys(("list", "tuple"), "array"),
+    **dict.fromkeys(("dict", "map"), "object"),
+}
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SINGLE = frozenset(
+    {
+        "items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
+        "propertyNames", "not", "if", "then", "else", "contains", "contentSchema",
+    }
+)  # fmt: skip
+_COUNTS = frozenset(
+    {
+        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+        "minContains", "maxContains",
+    }
+)  # fmt: skip
+_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_TEXTS = frozenset({"pattern", "format", "title", "description", "$ref", "$id", "$anchor"})
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -121,3 +149,79 @@ def _written(function: dict[str, Json], at: str) -> dict[str, Json]:
         raise InvalidRequest(f"{at}: a description must be a string", param=at)
     inner: dict[str, Json] = {word: part for word, part in function.items() if word != "strict"}
     return {"type": "function", "function": inner}
+
+
+def checked_schema(schema: Json, at: str, depth: int = 0) -> Json:
+    """Return the schema with JSON's names of types, if its form is that of Draft 2020-12.
+
+    Raises:
+        InvalidRequest: It is not; `param` has the path of the error, which starts with `at`.
+    """
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{at}: a schema must be an object, true or false", param=at)
+    if depth > DEPTH_MAX:
+        raise InvalidRequest(f"{at}: the schema is nested too deeply", param=at)
+    return {word: _checked_value(word, schema[word], f"{at}.{word}", depth + 1) for word in schema}
+
+
+def _checked_value(word: str, value: Json, at: str, depth: int) -> Json:
+    if word == "type":
+        return _checked_type(value, at)
+    if word in _SINGLE:
+        return checked_schema(value, at, depth)
+    is_valid, wrong = _FORMS.get(word, (None, ""))
+    if is_valid is not None and not is_valid(value):
+        raise InvalidRequest(f"{at}: {wrong}", param=at)
+    if word in _MAPS and isinstance(value, dict):
+        return {name: checked_schema(value[name], f"{at}.{name}", depth) for name in value}
+    if word in _LISTS and isinstance(value, list):
+        return [checked_schema(part, f"{at}.{n}", depth) for n, part in enumerate(value)]
+    return value
+
+
+def _checked_type(value: Json, at: str) -> Json:
+    named = json_type(value)
+    for type_ in named if isinstance(named, list) and named else [named]:
+        if not isinstance(type_, str) or type_ not in TYPES:
+            text = f"{at}: {type_!r} is not a type; the types are {_TYPES_SHOWN}"
+            raise InvalidRequest(text, param=at)
+    return named
+
+
+def json_type(value: Json) -> Json:
+    """Replace names of types of databases and programming languages by JSON's."""
+    if isinstance(value, list):
+        return [json_type(part) for part in value]
+    if isinstance(value, str) and value not in TYPES:
+        return _ALIASES.get(value.lower(), value.lower() if value.lower() in TYPES else value)
+    return value
+
+
+def _are_names(value: Json) -> bool:
+    if not isinstance(value, list):
+        return False
+    names = [name for name in value if isinstance(name, str)]
+    return len(names) == len(value) == len(set(names))
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_FORMS: dict[str, tuple[Callable[[Json], bool], str]] = {
+    **dict.fromkeys(_MAPS, (lambda value: isinstance(value, dict), "must be an object")),
+    **dict.fromkeys(
+        _LISTS, (lambda value: isinstance(value, list) and bool(value), "must be a list of schemas")
+    ),
+    "enum": (lambda value: isinstance(value, list), "must be a list"),
+    "required": (_are_names, "must be a list of distinct names"),
+    **dict.fromkeys(_COUNTS, (_is_count, "must be a non-negative integer")),
+    **dict.fromkeys(_NUMBERS, (_is_number, "must be a number")),
+    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "must be a string")),
+}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.tools.schema import TYPES, property_of, texts_of, types_of
+from antiphon.gateway.parsing.tools.tool import TYPES
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
@@ -22,6 +22,7 @@ _STRING = frozenset({"string"})
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NULLS = frozenset({"null", "none"})
+_REFERENCES_MAX = 8
 
 
 class ArgumentsWriter:
@@ -106,3 +107,48 @@ def _is_json(text: str) -> bool:
     except (msgspec.DecodeError, RecursionError):
         return False
     return True
+
+
+def types_of(schema: Json) -> frozenset[str]:
+    """The types that a value of a schema may have; all if it sets none."""
+    if not isinstance(schema, dict):
+        return TYPES
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared}) & TYPES or TYPES
+    if isinstance(declared, list):
+        return frozenset(type_ for type_ in declared if isinstance(type_, str)) & TYPES or TYPES
+    for word in ("anyOf", "oneOf"):
+        branches = schema.get(word)
+        if isinstance(branches, list) and branches:
+            return frozenset[str]().union(*map(types_of, branches))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return frozenset({"string"})
+    return TYPES
+
+
+def property_of(schema: Json, name: str) -> Json:
+    """The schema of a property of an object; empty if it has none."""
+    part = _member(_member(schema, "properties"), name)
+    for _ in range(_REFERENCES_MAX):
+        reference = _member(part, "$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        part = schema
+        for word in reference.removeprefix("#/").split("/"):
+            part = _member(part, word)
+    return {} if part is None else part
+
+
+def texts_of(schema: Json) -> frozenset[str]:
+    """The strings allowed as a value; empty if it may be any."""
+    values = _member(schema, "enum")
+    if values is None and isinstance(schema, dict) and "const" in schema:
+        values = [schema["const"]]
+    listed = values if isinstance(values, list) else []
+    return frozenset(value for value in listed if isinstance(value, str))
+
+
+def _member(value: Json, name: str) -> Json:
+    return value.get(name) if isinstance(value, dict) else None

@@ -1,1 +1,0 @@
-"""Reasoning formats of models, one per file."""

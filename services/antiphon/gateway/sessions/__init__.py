@@ -1,1 +1,0 @@
-"""Sessions: stored context that later requests continue from, at any gateway."""
