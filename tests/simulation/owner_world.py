@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.support.clock import ManualClock
 
+from antiphon.config.gateway import GatewayConfig
 from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
@@ -18,7 +19,7 @@ from antiphon.gateway.owner.actions import (
     Finished,
     TextDelta,
 )
-from antiphon.gateway.owner.machine import Owner, OwnerLimits
+from antiphon.gateway.owner.machine import Owner
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq
@@ -132,9 +133,7 @@ class World:
         self.random = random.Random(seed)
         self.loss = loss
         self.clock = ManualClock()
-        self.owner = Owner(
-            ME, MODEL, self.clock, OwnerLimits(unread_bytes_max=4096, open_list_s=0.5)
-        )
+        self.owner = Owner(ME, MODEL, self.clock, GatewayConfig(unread_bytes_max=4096))
         self.term = Term(number=1, scheduler=LEADER)
         self.detokenizer = Detokenizer("first", self.term)
         self.heard: dict[RequestId, Heard] = {}

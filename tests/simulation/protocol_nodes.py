@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.bus.transport import BusDown
+from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Deliver, TextDelta
-from antiphon.gateway.owner.machine import Owner, OwnerLimits
+from antiphon.gateway.owner.machine import Owner
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
@@ -205,9 +206,7 @@ class GatewayNode(Node):
         deliver: Callable[[RequestId, StreamEvent], None],
     ) -> None:
         super().__init__(timeline, network, instance, life)
-        self.owner = Owner(
-            self.process, MODEL, self.clock, OwnerLimits(unread_bytes_max=1 << 20, open_list_s=0.5)
-        )
+        self.owner = Owner(self.process, MODEL, self.clock, GatewayConfig())
         self._deliver = deliver
         self.peers.watch(self._watch)
         network.listen(self, TEXT, self._on_text, gateway=instance)

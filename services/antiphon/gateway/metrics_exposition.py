@@ -15,18 +15,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from antiphon.config.metrics import label_names, label_values
 from antiphon.telemetry.catalog import FAMILIES, Kind, Merge, Side
-from antiphon.wire.base import Process, Role
-from antiphon.wire.metrics import MetricFamily
+from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
     from antiphon.config.metrics import MetricsConfig
     from antiphon.telemetry.catalog import MetricSpec, SglangMetric
+    from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName
-    from antiphon.wire.metrics import MetricSeries, MetricsReport
+    from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
 
 FRESH_S = 5.0
 """Maximum age of a report whose gauges count."""
@@ -60,66 +60,44 @@ class FamilyTotal(NamedTuple):
     series: list[Total]
 
 
-class _ProcessReport(msgspec.Struct):
-    """The last report of one incarnation of a process."""
-
-    role: Role
-    process: Process
-    families: tuple[MetricFamily, ...]
-    metrics_port: int
+class _Received(NamedTuple):
+    report: MetricsReport  # the last of one incarnation of a process, with all parts
     at: float
-
-
-class _Parts(msgspec.Struct):
-    """The received parts of one report."""
-
-    number: int
-    families: dict[int, tuple[MetricFamily, ...]]
-
-
-class _Sum(NamedTuple):
-    """Series that are the same under SGLang's labels."""
-
-    values: list[float]
-    counts: list[tuple[float, ...]]
 
 
 class ModelMetrics:
     """Keeps the last report of each process, dead ones included: their counts are part of the sums.
 
     Args:
+        config: Custom labels of request metrics, and whether workers are separate.
         model: Reports of other models are ignored.
         process: This gateway, whose report `own` returns.
         now: Clock of this process.
-        by_worker: Whether to keep the metrics of workers separate.
-        custom: Number of custom labels of request metrics.
     """
 
     def __init__(
         self,
+        config: MetricsConfig,
         model: ModelName,
         process: Process,
         now: Callable[[], float],
         own: Callable[[], MetricsReport],
-        *,
-        by_worker: bool = False,
-        custom: int = 0,
     ) -> None:
-        self._model = model
+        self.model = model
+        self.custom = label_names(config.custom_labels)
+        self.by_worker = config.by_worker
+        self.rejected = 0
+        """Number of unusable reports."""
         self._process = process
         self._now = now
         self._own = own
-        self._by_worker = by_worker
-        self._custom = custom
-        self._reports: OrderedDict[Process, _ProcessReport] = OrderedDict()
-        self._parts: OrderedDict[Process, _Parts] = OrderedDict()
+        self._received: OrderedDict[Process, _Received] = OrderedDict()
+        self._parts: OrderedDict[Process, dict[int, MetricsReport]] = OrderedDict()
         self._folded: dict[SeriesKey, Total] = {}
         self._folded_lives: OrderedDict[Process, None] = OrderedDict()
-        self.rejected = 0
-        """Number of unusable reports."""
 
     def take(self, report: MetricsReport) -> None:
-        if report.process == self._process or report.model not in (None, self._model):
+        if report.process == self._process or report.model not in (None, self.model):
             return
         if (
             report.part >= report.parts
@@ -128,95 +106,76 @@ class ModelMetrics:
         ):
             self.rejected += 1
             return
-        families = self._join(report)
-        if families is not None:
-            self._put(report, families)
+        whole = self._join(report)
+        if whole is not None:
+            self._received[report.process] = _Received(whole, self._now())
+            self._received.move_to_end(report.process)
 
     def ports(self) -> dict[str, int]:
         """Metrics ports of live processes, by name."""
-        own = self._own()
-        live = {str(report.process.instance): report.metrics_port for report in self._fresh()}
-        return dict(sorted({**live, own.process.instance: own.metrics_port}.items()))
+        live = [*self._fresh(), self._own()]
+        return dict(sorted((each.process.instance, each.metrics_port) for each in live))
 
     def totals(self) -> list[FamilyTotal]:
         """All metrics of the model, in the order of the catalog."""
         own = self._own()
-        now = self._now()
-        reports = [
-            *self._reports.values(),
-            _ProcessReport(own.role, own.process, own.families, 0, now),
-        ]
-        fresh = {id(report) for report in (*self._fresh(), reports[-1])}
+        fresh = {report.process for report in (*self._fresh(), own)}
         sums = {key: msgspec.structs.replace(total) for key, total in self._folded.items()}
-        for report in reports:
-            for given in report.families:
-                family = FAMILIES.get(given.name)
-                if family is None or (family.kind is Kind.GAUGE and id(report) not in fresh):
-                    continue
-                self._add(sums, family, given, report)
+        for report in (*(report for report, _ in self._received.values()), own):
+            self._add(sums, report, gauges=report.process in fresh)
         return list(_by_family(sums))
 
-    def _join(self, report: MetricsReport) -> tuple[MetricFamily, ...] | None:
-        """Return the metrics of a report once all parts have arrived."""
+    def _join(self, report: MetricsReport) -> MetricsReport | None:
+        """Return the whole report once all parts have arrived."""
         if report.parts == 1:
             self._parts.pop(report.process, None)
-            return report.families
-        found = self._parts.setdefault(report.process, _Parts(report.number, {}))
-        if found.number != report.number:
-            found.number, found.families = report.number, {}
-        found.families[report.part] = report.families
-        if len(found.families) < report.parts:
+            return report
+        parts = self._parts.setdefault(report.process, {})
+        if any(part.number != report.number for part in parts.values()):
+            parts.clear()
+        parts[report.part] = report
+        if len(parts) < report.parts:
             if len(self._parts) > PARTIAL_MAX:
                 self._parts.popitem(last=False)
             return None
         del self._parts[report.process]
-        return tuple([one for part in sorted(found.families) for one in found.families[part]])
-
-    def _put(self, report: MetricsReport, families: tuple[MetricFamily, ...]) -> None:
-        self._reports[report.process] = _ProcessReport(
-            report.role, report.process, families, report.metrics_port, self._now()
-        )
-        self._reports.move_to_end(report.process)
+        families = tuple([one for part in sorted(parts) for one in parts[part].families])
+        return msgspec.structs.replace(report, families=families)
 
     def _has_room(self, process: Process) -> bool:
         """Whether there is space for a process; the longest silent one may be removed."""
-        if process in self._reports or len(self._reports) < PROCESSES_MAX:
+        if process in self._received or len(self._received) < PROCESSES_MAX:
             return True
-        oldest = next(iter(self._reports.values()))
-        if self._now() - oldest.at < FORGET_S:
+        oldest, at = next(iter(self._received.values()))
+        if self._now() - at < FORGET_S:
             return False
-        del self._reports[oldest.process]
-        for given in oldest.families:
-            family = FAMILIES.get(given.name)
-            if family is not None and family.kind is not Kind.GAUGE:
-                self._add(self._folded, family, given, oldest)
+        del self._received[oldest.process]
+        self._add(self._folded, oldest, gauges=False)
         self._folded_lives[oldest.process] = None
         if len(self._folded_lives) > PROCESSES_MAX:
             self._folded_lives.popitem(last=False)
         return True
 
-    def _fresh(self) -> list[_ProcessReport]:
+    def _fresh(self) -> list[MetricsReport]:
         """The incarnations whose gauges count: the last one of each process."""
         since = self._now() - FRESH_S
-        newest = {report.process.instance: report for report in self._reports.values()}
-        return [report for report in newest.values() if report.at >= since]
+        newest = {each.report.process.instance: each for each in self._received.values()}
+        return [report for report, at in newest.values() if at >= since]
 
-    def _add(
-        self,
-        sums: dict[SeriesKey, Total],
-        family: MetricSpec,
-        given: MetricFamily,
-        report: _ProcessReport,
-    ) -> None:
-        width = len(family.labels) + (self._custom if family.custom else 0)
-        worker = report.process.instance if self._by_worker and report.role is Role.WORKER else ""
-        for series in given.series:
-            if not _usable(family, given, series, width):
-                self.rejected += 1
+    def _add(self, sums: dict[SeriesKey, Total], report: MetricsReport, *, gauges: bool) -> None:
+        worker = report.process.instance if self.by_worker and report.role is Role.WORKER else ""
+        for given in report.families:
+            family = FAMILIES.get(given.name)
+            if family is None or (family.kind is Kind.GAUGE and not gauges):
                 continue
-            key = (family.name, series.labels, worker, given.bounds)
-            total = sums.setdefault(key, Total(series.labels, worker))
-            _merge(total, family, series)
+            width = len(family.labels) + (len(self.custom) if family.custom else 0)
+            for series in given.series:
+                if not _usable(family, given, series, width):
+                    self.rejected += 1
+                    continue
+                key = (family.name, series.labels, worker, given.bounds)
+                total = sums.setdefault(key, Total(series.labels, worker))
+                _merge(total, family, series)
 
 
 def _usable(family: MetricSpec, given: MetricFamily, series: MetricSeries, width: int) -> bool:
@@ -244,12 +203,10 @@ def _by_family(sums: dict[SeriesKey, Total]) -> Iterator[FamilyTotal]:
         found.setdefault(name, {}).setdefault(bounds, []).append(total)
     for name, family in FAMILIES.items():
         if name in found:
-            bounds, series = max(found[name].items(), key=lambda each: _parts(each[1]))
+            bounds, series = max(
+                found[name].items(), key=lambda each: sum(total.parts for total in each[1])
+            )
             yield FamilyTotal(family, bounds, [_settled(family, total) for total in series])
-
-
-def _parts(series: Iterable[Total]) -> int:
-    return sum(total.parts for total in series)
 
 
 def _settled(family: MetricSpec, total: Total) -> Total:
@@ -259,32 +216,15 @@ def _settled(family: MetricSpec, total: Total) -> Total:
 
 
 class Exposition:
-    """`ModelMetrics` in the Prometheus format, under our names and SGLang's.
+    """`ModelMetrics` in the Prometheus format, under our names and SGLang's."""
 
-    Args:
-        config: Custom labels, extra labels of every series, and whether workers are separate.
-        model, process, now, own: See `ModelMetrics`.
-    """
-
-    def __init__(
-        self,
-        config: MetricsConfig,
-        model: ModelName,
-        process: Process,
-        now: Callable[[], float],
-        own: Callable[[], MetricsReport],
-    ) -> None:
-        self._model = model
-        self._custom = label_names(config.custom_labels)
-        self._extra = label_values(config.extra_labels)
-        self._by_worker = config.by_worker
-        self.metrics = ModelMetrics(
-            model, process, now, own, by_worker=config.by_worker, custom=len(self._custom)
-        )
+    def __init__(self, metrics: ModelMetrics, extra_labels: str) -> None:
+        self._metrics = metrics
+        self._extra = label_values(extra_labels)
 
     def collect(self, private: bool) -> Iterator[Metric]:
         """Format all metrics of the model; per-tenant ones only if `private`."""
-        totals = [each for each in self.metrics.totals() if private or not each.family.private]
+        totals = [each for each in self._metrics.totals() if private or not each.family.private]
         workers = sorted({one.worker for each in totals for one in each.series if one.worker})
         ranks = {worker: str(rank) for rank, worker in enumerate(workers)}
         for each in totals:
@@ -295,12 +235,12 @@ class Exposition:
                 if counted:
                     yield self._theirs(each, view, counted, ranks)
 
-    def _names(self, each: FamilyTotal) -> tuple[str, ...]:
-        return (*each.family.labels, *(self._custom if each.family.custom else ()))
+    def _custom(self, each: FamilyTotal) -> tuple[str, ...]:
+        return self._metrics.custom if each.family.custom else ()
 
     def _ours(self, each: FamilyTotal) -> Metric:
-        names = self._names(each)
-        separate = (_WORKER,) if self._by_worker and _WORKER not in names else ()
+        names = (*each.family.labels, *self._custom(each))
+        separate = (_WORKER,) if self._metrics.by_worker and _WORKER not in names else ()
         rows = [
             (
                 {**self._extra, **dict(zip(names, one.labels, strict=True))}
@@ -310,7 +250,7 @@ class Exposition:
             )
             for one in each.series
         ]
-        return _family(each, each.family.full_name, each.family.help, rows)
+        return _family(each, each.family.full_name, rows)
 
     def _theirs(
         self,
@@ -319,16 +259,20 @@ class Exposition:
         series: Sequence[Total],
         ranks: Mapping[str, str],
     ) -> Metric:
-        sums: dict[tuple[tuple[str, str], ...], _Sum] = {}
+        # Series that are the same under SGLang's labels are one.
+        same: dict[tuple[tuple[str, str], ...], list[Total]] = {}
         for one in series:
             key = tuple(self._labels(each, view, one, ranks).items())
-            sums.setdefault(key, _Sum([], [])).values.append(one.value)
-            sums[key].counts.append(one.counts)
+            same.setdefault(key, []).append(one)
         rows = [
-            (dict(key), _merged(each, found.values) * view.scale, _added(found.counts))
-            for key, found in sums.items()
+            (
+                dict(key),
+                _merged(each, [one.value for one in found]) * view.scale,
+                tuple([sum(column) for column in zip(*[one.counts for one in found], strict=True)]),
+            )
+            for key, found in same.items()
         ]
-        return _family(each, f"sglang:{view.name}", each.family.help, rows)
+        return _family(each, f"sglang:{view.name}", rows)
 
     def _labels(
         self, each: FamilyTotal, view: SglangMetric, one: Total, ranks: Mapping[str, str]
@@ -336,11 +280,12 @@ class Exposition:
         """SGLang's labels of one of our series."""
         labels = dict(self._extra)
         if view.side is not Side.PLAIN:
-            labels["model_name"] = self._model
+            labels["model_name"] = self._metrics.model
         if view.side is Side.SCHEDULER:
             labels |= {**_RANKS, _RANK: ranks.get(one.worker, "0")}
-        given = dict(zip(self._names(each), one.labels, strict=True))
-        kept = (*view.labels, *(self._custom if each.family.custom else ()))
+        custom = self._custom(each)
+        given = dict(zip((*each.family.labels, *custom), one.labels, strict=True))
+        kept = (*view.labels, *custom)
         return labels | {name: given[name] for name in kept} | dict(view.fixed)
 
 
@@ -362,17 +307,12 @@ def _merged(each: FamilyTotal, values: list[float]) -> float:
             return sum(values)
 
 
-def _added(counts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple([sum(column) for column in zip(*counts, strict=True)])
-
-
 def _family(
     each: FamilyTotal,
     name: str,
-    help_: str,
-    rows: Iterable[tuple[Mapping[str, str], float, tuple[float, ...]]],
+    rows: Sequence[tuple[Mapping[str, str], float, tuple[float, ...]]],
 ) -> Metric:
-    rows = list(rows)
+    help_ = each.family.help
     names = sorted(rows[0][0])
     if each.family.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(name, help_, labels=names)

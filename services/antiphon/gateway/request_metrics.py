@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.telemetry.catalog import MetricSpec
     from antiphon.telemetry.metrics import Metrics
+    from antiphon.wire.base import Usage
     from antiphon.wire.ids import TenantId
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,6 @@ class GatewayMetrics:
     def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
         self.custom = CustomLabels(config)
         names = self.custom.names
-        bounds_of = partial(_bounds, config)
         self._requests = metrics.counter(catalog.NUM_REQUESTS, *names)
         self._rejected = metrics.counter(catalog.NUM_REJECTED_REQUESTS)
         self._aborted = metrics.counter(catalog.NUM_ABORTED_REQUESTS, *names)
@@ -105,24 +104,15 @@ class GatewayMetrics:
         self._prompt_tokens = metrics.counter(catalog.PROMPT_TOKENS, *names)
         self._generation_tokens = metrics.counter(catalog.GENERATION_TOKENS, *names)
         self._cached_tokens = metrics.counter(catalog.CACHED_TOKENS, *names)
-        self._tenant_requests = metrics.counter(catalog.TENANT_REQUESTS)
-        self._tenant_tokens = metrics.counter(catalog.TENANT_TOKENS)
+        self.tenants = TenantMetrics(metrics)
 
         def histogram(family: MetricSpec) -> Histogram:
-            return metrics.histogram(family, *names, buckets=bounds_of(family))
+            return metrics.histogram(family, *names, buckets=_bounds(config, family))
 
-        self._ttft = histogram(catalog.TIME_TO_FIRST_TOKEN)
-        self._inter_token_latency = histogram(catalog.INTER_TOKEN_LATENCY)
-        self._per_token = histogram(catalog.TIME_PER_OUTPUT_TOKEN)
-        self._e2e_latency = histogram(catalog.E2E_REQUEST_LATENCY)
-        stages = metrics.histogram(catalog.PER_STAGE_LATENCY)
-        self._tokenize = stages.labels("tokenize")
-        self._dispatch = stages.labels("api_server_dispatch")
-        self._process = stages.labels("request_process")
+        self.latencies = LatencyMetrics(metrics, histogram)
         self._sizes = (
             tuple(histogram(family) for family in _SIZES) if config.tokens_histogram else ()
         )
-        self._open = metrics.gauge(catalog.NUM_OPEN_REQS)
         self.get_loads = metrics.histogram(catalog.GET_LOADS)
         self.http_requests = metrics.counter(catalog.HTTP_REQUESTS)
         self.http_responses = metrics.counter(catalog.HTTP_RESPONSES)
@@ -143,32 +133,6 @@ class GatewayMetrics:
             "Number of requests for missing text to a detokenizer.",
             registry=metrics.registry,
         )
-        self._tenants: set[TenantId] = set()
-        self._gaps: dict[tuple[str, ...], list[float]] = {}
-
-    def observe_inter_token_latency(self, stream: RequestStream, seconds: float) -> None:
-        # Called per token, so it must be cheap.
-        self._gaps.setdefault(stream.labels, []).append(seconds)
-
-    def observe_ttft(self, stream: RequestStream, seconds: float) -> None:
-        _with(self._ttft, stream.labels).observe(seconds)
-
-    def flush_inter_token_latencies(self) -> None:
-        """Publish the recorded times: twice a second, and before they are read."""
-        for labels, gaps in self._gaps.items():
-            histogram = _with(self._inter_token_latency, labels)
-            for seconds in gaps:
-                histogram.observe(seconds)
-        self._gaps.clear()
-
-    def watch_open(self, count: Callable[[], int]) -> None:
-        self._open.set_function(count)
-
-    def add_tenants(self, tenants: Iterable[TenantId]) -> None:
-        """Give tenants labels of their own, up to the limit."""
-        for tenant in tenants:
-            if len(self._tenants) < TENANTS_MAX:
-                self._tenants.add(tenant)
 
     @contextmanager
     def count_rejections(self, tenant: TenantId | None = None) -> Generator[None]:
@@ -176,7 +140,18 @@ class GatewayMetrics:
         try:
             yield
         except EngineError as error:
-            self._count_rejection(error, tenant)
+            self._rejected.labels(error.code).inc()
+            if tenant is not None:
+                self.tenants.count(tenant, error.code)
+            log.info(
+                "request rejected",
+                extra={
+                    "code": error.code,
+                    "param": error.param,
+                    "reason": error.message,
+                    "tenant": tenant,
+                },
+            )
             raise
 
     def observe_finished(self, stream: RequestStream, end: Ended) -> None:
@@ -194,16 +169,41 @@ class GatewayMetrics:
         sizes = (usage.prompt_tokens, uncached, usage.completion_tokens)
         for histogram, size in zip(self._sizes, sizes, strict=bool(self._sizes)):
             _with(histogram, labels).observe(size)
-        self._observe_times(stream, usage.completion_tokens)
-        tenant = self._label(stream.submit.tenant)
-        self._tenant_requests.labels(tenant, outcome).inc()
-        self._tenant_tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
-        self._tenant_tokens.labels(tenant, "completion").inc(usage.completion_tokens)
+        self.latencies.observe_finished(stream, usage.completion_tokens)
+        self.tenants.count(stream.submit.tenant, outcome, usage)
         log.info("request ended", extra=_log_fields(stream, end, outcome))
 
-    def _observe_times(self, stream: RequestStream, tokens: int) -> None:
+
+class LatencyMetrics:
+    def __init__(self, metrics: Metrics, histogram: Callable[[MetricSpec], Histogram]) -> None:
+        self._ttft = histogram(catalog.TIME_TO_FIRST_TOKEN)
+        self._inter_token = histogram(catalog.INTER_TOKEN_LATENCY)
+        self._per_token = histogram(catalog.TIME_PER_OUTPUT_TOKEN)
+        self._e2e = histogram(catalog.E2E_REQUEST_LATENCY)
+        stages = metrics.histogram(catalog.PER_STAGE_LATENCY)
+        self._tokenize = stages.labels("tokenize")
+        self._dispatch = stages.labels("api_server_dispatch")
+        self._process = stages.labels("request_process")
+        self._gaps: dict[tuple[str, ...], list[float]] = {}
+
+    def observe_inter_token(self, stream: RequestStream, seconds: float) -> None:
+        # Called per token, so it must be cheap.
+        self._gaps.setdefault(stream.labels, []).append(seconds)
+
+    def observe_ttft(self, stream: RequestStream, seconds: float) -> None:
+        _with(self._ttft, stream.labels).observe(seconds)
+
+    def flush_inter_token(self) -> None:
+        """Publish the recorded times: twice a second, and before they are read."""
+        for labels, gaps in self._gaps.items():
+            histogram = _with(self._inter_token, labels)
+            for seconds in gaps:
+                histogram.observe(seconds)
+        self._gaps.clear()
+
+    def observe_finished(self, stream: RequestStream, tokens: int) -> None:
         assert stream.ended_at is not None
-        _with(self._e2e_latency, stream.labels).observe(stream.ended_at - stream.received_at)
+        _with(self._e2e, stream.labels).observe(stream.ended_at - stream.received_at)
         self._tokenize.observe(stream.submitted_at - stream.received_at)
         if stream.accepted_at is not None:
             self._dispatch.observe(stream.accepted_at - stream.submitted_at)
@@ -212,23 +212,26 @@ class GatewayMetrics:
             seconds = (stream.ended_at - stream.first_token_at) / (tokens - 1)
             _with(self._per_token, stream.labels).observe(seconds)
 
-    def _count_rejection(self, error: EngineError, tenant: TenantId | None) -> None:
-        self._rejected.labels(error.code).inc()
-        if tenant is not None:
-            self._tenant_requests.labels(self._label(tenant), error.code).inc()
-        log.info(
-            "request rejected",
-            extra={
-                "code": error.code,
-                "param": error.param,
-                "reason": error.message,
-                "tenant": tenant,
-            },
-        )
 
-    def _label(self, tenant: TenantId) -> str:
+class TenantMetrics:
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests = metrics.counter(catalog.TENANT_REQUESTS)
+        self._tokens = metrics.counter(catalog.TENANT_TOKENS)
+        self._names: set[TenantId] = set()
+
+    def add(self, tenants: Iterable[TenantId]) -> None:
+        """Give tenants labels of their own, up to the limit."""
+        for tenant in tenants:
+            if len(self._names) < TENANTS_MAX:
+                self._names.add(tenant)
+
+    def count(self, tenant: TenantId, outcome: str, usage: Usage | None = None) -> None:
         # The number of labels is bounded: without keys clients may use any tenant name.
-        return tenant if tenant in self._tenants else _OTHERS
+        label = tenant if tenant in self._names else _OTHERS
+        self._requests.labels(label, outcome).inc()
+        if usage is not None:
+            self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
+            self._tokens.labels(label, "completion").inc(usage.completion_tokens)
 
 
 def _with(metric: M, labels: tuple[str, ...]) -> M:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,11 +16,11 @@ from antiphon.gateway.http.core.body_reader import BodyReader
 from antiphon.gateway.http.core.detached import DetachedTasks
 from antiphon.gateway.http.core.operation import Operation, routes
 from antiphon.gateway.http.families import all_operations
-from antiphon.gateway.metrics_exposition import Exposition
+from antiphon.gateway.metrics_exposition import Exposition, ModelMetrics
 from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
 from antiphon.gateway.nats.generate import NatsGenerationEndpoints
 from antiphon.gateway.owner.driver import OwnerDriver
-from antiphon.gateway.owner.machine import Owner, OwnerLimits
+from antiphon.gateway.owner.machine import Owner
 from antiphon.gateway.request_log.request_log import RequestLog
 from antiphon.gateway.request_log.writer import dump_on_quit
 from antiphon.gateway.request_metrics import GatewayMetrics
@@ -31,6 +32,7 @@ from antiphon.service.metrics_publisher import report_of
 from antiphon.service.service import Report
 from antiphon.service.startup import OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.web import probe_routes
+from antiphon.telemetry.catalog import NUM_OPEN_REQS
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
@@ -39,42 +41,28 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from antiphon.gateway.metrics_exposition import ModelMetrics
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
     from antiphon.wire.submit import AbortRequests
 
 
+@dataclass(frozen=True)
 class GatewayService:
     """Serves one model over HTTP and NATS."""
 
     role: ClassVar = Role.GATEWAY
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ModelName,
-        port: int,
-        driver: OwnerDriver,
-        submission: Submission,
-        generations: NatsGenerationEndpoints,
-        embeds: NatsEmbeddingEndpoints,
-        detached: DetachedTasks,
-        model_metrics: ModelMetrics,
-        request_log: RequestLog,
-    ) -> None:
-        self.port = port
-        """HTTP port."""
-        self._runtime = runtime
-        self._model = model
-        self._driver = driver
-        self._submission = submission
-        self._generations = generations
-        self._embeds = embeds
-        self._detached = detached
-        self._model_metrics = model_metrics
-        self._request_log = request_log
+    runtime: Runtime
+    served: ModelName
+    port: int  # of HTTP
+    driver: OwnerDriver
+    submission: Submission
+    generations: NatsGenerationEndpoints
+    embeds: NatsEmbeddingEndpoints
+    detached: DetachedTasks
+    model_metrics: ModelMetrics
+    request_log: RequestLog
 
     @staticmethod
     @asynccontextmanager
@@ -95,14 +83,11 @@ class GatewayService:
         )
         metrics = GatewayMetrics(runtime.metrics, settings.metrics)
         model_metrics = _show_model(runtime, model)
-        runtime.metrics.before_collect(metrics.flush_inter_token_latencies)
+        runtime.metrics.before_collect(metrics.latencies.flush_inter_token)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
-        metrics.add_tenants(access.names)
-        limits = OwnerLimits(
-            unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s
-        )
-        owner = Owner(runtime.process, model, runtime.clock, limits)
+        metrics.tenants.add(access.names)
+        owner = Owner(runtime.process, model, runtime.clock, gateway)
         driver = OwnerDriver(owner, runtime, model, metrics)
         tokenizers = TokenizerClient(runtime, model)
         requests = RequestLog(runtime, model)
@@ -125,7 +110,7 @@ class GatewayService:
             model_metrics.ports,
             requests,
         )
-        metrics.watch_open(lambda: driver.open_count)
+        runtime.metrics.gauge(NUM_OPEN_REQS).set_function(lambda: driver.open_count)
         async with bodies, _server(runtime, access, served, metrics) as port:
             driver.start()
             if keys is not None:
@@ -150,37 +135,37 @@ class GatewayService:
                 await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        address = {"gateway": self._runtime.process.instance}
+        address = {"gateway": self.runtime.process.instance}
         return (
-            StreamEndpoint(route=TEXT, apply=self._driver.on_text_batch, address=address),
-            StreamEndpoint(route=NOTICE, apply=self._driver.on_notice, address=address),
-            StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self._model}),
-            StreamEndpoint(route=METRICS, apply=self._model_metrics.take),
-            *self._generations.endpoints(),
-            *self._embeds.endpoints(),
+            StreamEndpoint(route=TEXT, apply=self.driver.on_text_batch, address=address),
+            StreamEndpoint(route=NOTICE, apply=self.driver.on_notice, address=address),
+            StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self.served}),
+            StreamEndpoint(route=METRICS, apply=self.model_metrics.take),
+            *self.generations.endpoints(),
+            *self.embeds.endpoints(),
         )
 
     def _on_abort(self, message: AbortRequests) -> None:
-        sender = message.sender or self._runtime.process
-        if self._runtime.peers.is_expired(message.not_after_unix_ms, sender):
-            self._runtime.metrics.late.labels(ABORT.name).inc()
+        sender = message.sender or self.runtime.process
+        if self.runtime.peers.is_expired(message.not_after_unix_ms, sender):
+            self.runtime.metrics.late.labels(ABORT.name).inc()
         else:
-            self._submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
+            self.submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:
-        return self._model
+        return self.served
 
     def report(self) -> Report:
-        return Report(load=self._driver.open_count)
+        return Report(load=self.driver.open_count)
 
     async def drain(self) -> None:
         """Return when every open request has ended and was sent over NATS or stored.
 
         HTTP clients are waited for when the server closes.
         """
-        await self._driver.idle()
-        await self._generations.idle()
-        await self._detached.idle()
+        await self.driver.idle()
+        await self.generations.idle()
+        await self.detached.idle()
 
 
 def _server(
@@ -199,9 +184,10 @@ def _server(
 def _show_model(runtime: Runtime, model: ModelName) -> ModelMetrics:
     """Make `/metrics` cover the whole model."""
     own = partial(report_of, Role.GATEWAY, model, runtime)
-    page = Exposition(runtime.settings.metrics, model, runtime.process, runtime.clock.now, own)
-    runtime.metrics.show(page.collect)
-    return page.metrics
+    config = runtime.settings.metrics
+    model_metrics = ModelMetrics(config, model, runtime.process, runtime.clock.now, own)
+    runtime.metrics.show(Exposition(model_metrics, config.extra_labels).collect)
+    return model_metrics
 
 
 @contextmanager

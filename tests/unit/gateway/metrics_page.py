@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.wire.examples import EXAMPLES
 
-from antiphon.gateway.metrics_exposition import Exposition
+from antiphon.gateway.metrics_exposition import Exposition, ModelMetrics
 from antiphon.gateway.owner.actions import Accepted, Ended, TextDelta
 from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.stream.stream import RequestStream
@@ -45,11 +45,11 @@ class Door:
         self.now = 100.0
         self.metrics = Metrics()
         self.counted = GatewayMetrics(self.metrics, settings.metrics)
-        self.metrics.before_collect(self.counted.flush_inter_token_latencies)
-        self.page = Exposition(
+        self.metrics.before_collect(self.counted.latencies.flush_inter_token)
+        self.model = ModelMetrics(
             settings.metrics, MODEL, GATEWAY, lambda: self.now, lambda: report(self.metrics)
         )
-        self.model = self.page.metrics
+        self.page = Exposition(self.model, settings.metrics.extra_labels)
 
     def serve(self, headers: Mapping[str, str] | None = None) -> None:
         """Serve a request of 40 tokens, 10 of them cached, with three tokens in 0.3 s each.
@@ -64,9 +64,9 @@ class Door:
         stream.put(Accepted(), 0.15)
         for index, now in enumerate((0.3, 0.6, 0.9)):
             if stream.last_token_at is None:
-                self.counted.observe_ttft(stream, now)
+                self.counted.latencies.observe_ttft(stream, now)
             else:
-                self.counted.observe_inter_token_latency(stream, now - stream.last_token_at)
+                self.counted.latencies.observe_inter_token(stream, now - stream.last_token_at)
             stream.put(TextDelta(choice=0, text_offset=index, text="x"), now)
         end = Ended(usage=Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=10))
         stream.put(end, 0.9)

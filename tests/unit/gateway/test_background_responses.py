@@ -17,7 +17,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, SCRIPT, House, house
 from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
-from antiphon.gateway import gateway_liveness as owners
+from antiphon.gateway import peers
 from antiphon.gateway.http.openai.responses import store as journal
 from antiphon.gateway.http.openai.responses.store import ResponseEventLog
 from antiphon.gateway.service import GatewayService
@@ -211,7 +211,7 @@ async def test_a_gateway_that_drains_makes_what_it_has_begun(two: Pair) -> None:
 async def test_what_a_dead_gateway_was_making_has_failed(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owners, "SETTLE_S", 0.1)
+    monkeypatch.setattr(peers, "SETTLE_S", 0.1)
     async with pair(server, drain_timeout_s=0.1) as two:
         two.cluster.hold_at = 2
         made = await two.create(stream=False)

@@ -38,7 +38,7 @@ async def refused(at: House, path: str, body: Body) -> str:
     assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in message
     assert message.startswith(f"{error['param']}: ")
     assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
-    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
     return cast("str", error["param"])
 
 

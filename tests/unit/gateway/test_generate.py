@@ -418,7 +418,7 @@ async def test_client_that_comes_back_in_time_keeps_its_request(at: House, clien
     await client.subscription.drain()
     submitted = at.cluster.submits[0]
     await at.cluster.say(submitted, at.cluster.row(submitted, 2))
-    held = at.service._generations._by_id[submitted.request_id]  # pyright: ignore[reportPrivateUsage]
+    held = at.service.generations._by_id[submitted.request_id]  # pyright: ignore[reportPrivateUsage]
     await until(lambda: held.probing)
     await client.listen()
     await until(lambda: not held.probing)

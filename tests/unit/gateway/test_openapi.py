@@ -97,9 +97,9 @@ async def send(at: House, cases: Sequence[Case]) -> None:
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(work(session))
-    driver = at.service._driver  # pyright: ignore[reportPrivateUsage]
+    driver = at.service.driver  # pyright: ignore[reportPrivateUsage]
     await until(lambda: driver.open_count == 0 and not at.cluster.open)
-    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_every_example_is_served() -> None:

@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
         asked.cancel()
     await until(lambda: len(at.cluster.cancelled) == OPEN_MAX and not at.cluster.open)
     assert len(at.cluster.submits) == OPEN_MAX
-    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_one_text_that_fails_ends_them_all(at: House) -> None:

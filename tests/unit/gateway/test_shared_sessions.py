@@ -15,7 +15,7 @@ from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.config.gateway import SessionsConfig
-from antiphon.gateway import gateway_liveness as owners
+from antiphon.gateway import peers
 from antiphon.gateway.service import GatewayService
 from antiphon.gateway.sessions import SessionParams, Sessions, session_store
 from antiphon.service.clock import SystemClock
@@ -131,7 +131,7 @@ async def test_what_a_dead_gateway_ran_is_forgotten(
         await dying.accept(DEFAULT_TENANT, SessionParams("s", "1"), "2")
     assert await two.say(1, "c" * 20, "s", name="3", rid="1") == 400, "there is no room"
     assert await two.say(1, "c", "s", name="3", rid="2") == 400, "it has not ended"
-    monkeypatch.setattr(owners, "SETTLE_S", 0.0)
+    monkeypatch.setattr(peers, "SETTLE_S", 0.0)
     assert await two.say(0, "c" * 20, "s", name="2", rid="1") == 200
     assert two.prompt == [97, *SAID, *b"c" * 20]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.owner.timers import Timers
+from antiphon.gateway.owner.machine import Timers
 
 
 def test_a_key_wakes_at_the_time_it_was_set_to_last() -> None:

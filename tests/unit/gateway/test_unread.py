@@ -6,8 +6,9 @@ import msgspec
 from tests.simulation.owner_world import LEADER, ME, MODEL, submission
 from tests.support.clock import ManualClock
 
+from antiphon.config.gateway import GatewayConfig
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
-from antiphon.gateway.owner.machine import Owner, OwnerLimits
+from antiphon.gateway.owner.machine import Owner
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Cancelled
@@ -27,9 +28,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.owner = Owner(
-            ME, MODEL, self.clock, OwnerLimits(unread_bytes_max=BYTES_MAX, open_list_s=0.5)
-        )
+        self.owner = Owner(ME, MODEL, self.clock, GatewayConfig(unread_bytes_max=BYTES_MAX))
         self.unread: list[TextDelta] = []
         self.ended: Ended | None = None
         self.seq = 0

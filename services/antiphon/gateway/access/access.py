@@ -236,7 +236,7 @@ class Access:
             news = await asyncio.to_thread(keys.reload_if_changed)
             if isinstance(news, Tenants):
                 self.reload(news)
-                metrics.add_tenants(self.names)
+                metrics.tenants.add(self.names)
                 metrics.keys_read.labels("read").inc()
                 log.info("keys file reloaded", extra={"tenants": len(news.tenants)})
             elif news is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.anthropic.endpoints import MessagesEndpoints
 from antiphon.gateway.http.core.keepalive import Keepalive
 from antiphon.gateway.http.core.operation import openapi_operation
@@ -29,8 +28,8 @@ from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
 from antiphon.gateway.http.openai.responses.store import ResponseStore
 from antiphon.gateway.http.openai.score import ScoreEndpoints
 from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
+from antiphon.gateway.peers import GatewayLiveness, WorkerControl
 from antiphon.gateway.sessions import Sessions, session_store
-from antiphon.gateway.worker_control import WorkerControl
 from antiphon.model_card.served_model import served_names
 
 if TYPE_CHECKING:

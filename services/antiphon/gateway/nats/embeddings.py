@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.gather import gather
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
@@ -14,6 +13,7 @@ from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vect
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.gateway.stream.group import CollectedResponse
 from antiphon.service.endpoint import RequestEndpoint
+from antiphon.service.tasks import gather
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported

@@ -166,9 +166,9 @@ class OwnerDriver:
         now = self._runtime.clock.now()
         if isinstance(action.event, TextDelta):
             if stream.last_token_at is not None:
-                self._metrics.observe_inter_token_latency(stream, now - stream.last_token_at)
+                self._metrics.latencies.observe_inter_token(stream, now - stream.last_token_at)
             else:
-                self._metrics.observe_ttft(stream, now - stream.received_at)
+                self._metrics.latencies.observe_ttft(stream, now - stream.received_at)
         stream.put(action.event, now)
         if isinstance(action.event, Ended):
             del self._streams[action.request_id]
@@ -227,7 +227,7 @@ class OwnerDriver:
             self._start_timer()
 
     def _on_timer(self) -> None:
-        self._metrics.flush_inter_token_latencies()
+        self._metrics.latencies.flush_inter_token()
         actions: Iterable[Action] = ()
         try:
             actions = self._owner.tick()

@@ -8,11 +8,10 @@ deadline, with or without the bus.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from antiphon.gateway.owner.actions import (
     Accepted,
@@ -22,7 +21,6 @@ from antiphon.gateway.owner.actions import (
     TextDelta,
 )
 from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
-from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Process
 from antiphon.wire.errors import (
     Cancelled,
@@ -41,6 +39,7 @@ from antiphon.wire.text import ResumeText
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import StreamSeq
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+K = TypeVar("K")
 
 _SUBMIT_TIMEOUT_S = 5.0
 """How long a new request waits for a leader: a standby takes over within 3 s."""
@@ -69,11 +70,7 @@ _PROMPT_READ_S = 5.0
 """How long more unread token outputs of a prompt than the limit may wait, and the time in which a
 client must read as much as the limit."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-class OwnerLimits(msgspec.Struct, frozen=True):
-    unread_bytes_max: int  # of one request
-    open_list_s: float
+_STALE_LEAST = 64  # number of stale timers below which they are not swept
 
 
 @dataclass(slots=True)
@@ -96,16 +93,16 @@ class Owner:
     """
 
     def __init__(
-        self, process: Process, model: ModelName, clock: Clock, limits: OwnerLimits
+        self, process: Process, model: ModelName, clock: Clock, config: GatewayConfig
     ) -> None:
         self._process = process
         self._clock = clock
-        self._limits = limits
+        self._config = config
         self._requests: dict[RequestId, OwnedRequest] = {}
         self._pending_cancels: dict[RequestId, _PendingCancel] = {}
         self._gaps = StreamGaps(process.instance)
         self._term: Term | None = None
-        self._open_list = OpenListBuilder(process, model, clock, limits.open_list_s)
+        self._open_list = OpenListBuilder(process, model, clock, config.open_list_s)
         self._timers: Timers[_ListTimer | _RequestTimer | _ResumeTimer] = Timers()
         self._timers.set(_LIST_TIMER, clock.now())
         self._actions: list[Action] = []
@@ -273,7 +270,7 @@ class Owner:
         while (key := self._timers.pop_due(now)) is not None:
             match key:
                 case ("list",):
-                    self._timers.set(_LIST_TIMER, now + self._limits.open_list_s)
+                    self._timers.set(_LIST_TIMER, now + self._config.open_list_s)
                     self._actions.append(self._open_list.whole())
                 case ("feed", detokenizer):
                     self._fetch_missing_text(detokenizer)
@@ -381,19 +378,19 @@ class Owner:
             return
         if request.finished:
             self._end(request)
-        elif request.unread.answer_bytes > self._limits.unread_bytes_max:
+        elif request.unread.answer_bytes > self._config.unread_bytes_max:
             self._end_slow_client(request)
         elif request.unread.has_prompt and not self._timers.armed(("unread", request.id)):
             self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
 
     def _check_unread(self, request: OwnedRequest) -> None:
-        if request.unread.is_stalled(self._limits.unread_bytes_max):
+        if request.unread.is_stalled(self._config.unread_bytes_max):
             self._end_slow_client(request)
         elif request.unread.has_prompt:
             self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
 
     def _end_slow_client(self, request: OwnedRequest) -> None:
-        bytes_max = self._limits.unread_bytes_max
+        bytes_max = self._config.unread_bytes_max
         self._end_and_cancel(request, _slow_client_error(request.unread.size_bytes, bytes_max))
 
     def _resume_if_needed(self, detokenizer: Process) -> None:
@@ -446,6 +443,48 @@ class Owner:
         self._announce()
         actions, self._actions = self._actions, []
         return actions
+
+
+class Timers(Generic[K]):
+    """Named timers, earliest first, one time per key. Pure.
+
+    Setting and dropping are cheap; stale entries are skipped later.
+
+    Deadlines are minutes away while requests end soon, so most entries become stale long before
+    their time. They are swept when they are the majority, which costs amortized O(1) per `set`.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._count = 0  # breaks ties, so that keys are never compared
+
+    def set(self, key: K, at: float) -> None:
+        self._at[key] = at
+        self._count += 1
+        heapq.heappush(self._heap, (at, self._count, key))
+        if len(self._heap) > 2 * len(self._at) + _STALE_LEAST:
+            self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: K) -> None:
+        self._at.pop(key, None)
+
+    def armed(self, key: K) -> bool:
+        return key in self._at
+
+    def next_at(self) -> float | None:
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> K | None:
+        at = self.next_at()
+        if at is None or at > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._at[key]
+        return key
 
 
 def _is_retryable(error: EngineError, *, accepted: bool) -> bool:

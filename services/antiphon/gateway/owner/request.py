@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -198,6 +199,7 @@ class OwnedRequest:
                 yield Finished(index, reason, None, choice.bytes_shown, choice.origins)
 
 
+@dataclass(slots=True)
 class UnreadBytes:
     """Bytes of text and token outputs. Pure.
 
@@ -206,10 +208,9 @@ class UnreadBytes:
     seconds, extended as long as it keeps reading.
     """
 
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._prompt_bytes = 0
-        self._taken_bytes = 0
+    size_bytes: int = 0
+    _prompt_bytes: int = 0
+    _taken_bytes: int = 0
 
     @property
     def answer_bytes(self) -> int:

@@ -73,9 +73,8 @@ class Collector:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._begins: list[CallBegin] = []
-        self._arguments: list[list[str]] = []
-        self._complete: list[bool] = []
+        self._calls: list[tuple[CallBegin, list[str]]] = []
+        self._complete: set[int] = set()
 
     def add(self, event: Event) -> None:
         match event:
@@ -84,22 +83,26 @@ class Collector:
             case Reasoning(text):
                 self._reasoning.append(text)
             case CallBegin():
-                self._begins.append(event)
-                self._arguments.append([])
-                self._complete.append(False)
+                self._calls.append((event, []))
             case CallArguments(index, text):
-                self._arguments[index].append(text)
+                self._calls[index][1].append(text)
             case CallEnd(index, complete):
-                self._complete[index] = complete
+                if complete:
+                    self._complete.add(index)
 
     def parsed(self) -> Parsed:
-        rows = zip(self._begins, self._arguments, self._complete, strict=True)
         return Parsed(
             content="".join(self._content),
             reasoning="".join(self._reasoning),
             calls=tuple(
-                ParsedToolCall(begin.index, begin.id, begin.name, "".join(arguments), complete)
-                for begin, arguments, complete in rows
+                ParsedToolCall(
+                    index=call.index,
+                    id=call.id,
+                    name=call.name,
+                    arguments="".join(arguments),
+                    complete=call.index in self._complete,
+                )
+                for call, arguments in self._calls
             ),
         )
 
@@ -119,11 +122,11 @@ class EventSink:
     _shows_frame: bool = True
 
     def knows(self, name: str) -> bool:
-        return self.offer.schema(name) is not None
+        return name in self.offer.schemas
 
     def schema(self, name: str) -> Json:
         """The schema of a tool's arguments; empty if it is unknown."""
-        return self.offer.schema(name) or {}
+        return self.offer.schemas.get(name) or {}
 
     def content(self, text: str) -> None:
         if text:

@@ -133,14 +133,18 @@ def _structural_tag(format_: Json) -> Grammar:
 
 
 def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
-    try:
-        text = msgspec.json.encode(tree).decode()
-    except RecursionError as error:
-        raise InvalidRequest("tools: the schema is nested too deeply", param="tools") from error
+    text = _encoded(tree, "tools: the schema", "tools")
     if len(text) > GRAMMAR_TEXT_MAX:
         message = f"tools: the schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
         raise InvalidRequest(message, param="tools")
     return Grammar(kind=kind, text=text)
+
+
+def _encoded(tree: Json, what: str, param: str) -> str:
+    try:
+        return msgspec.json.encode(tree).decode()
+    except RecursionError as error:
+        raise InvalidRequest(f"{what} is nested too deeply", param=param) from error
 
 
 def after_thinking(
@@ -170,12 +174,7 @@ def after_thinking(
         "type": "structural_tag",
         "format": {"type": "sequence", "elements": [thinking, _node(grammar)]},
     }
-    try:
-        text = msgspec.json.encode(tag).decode()
-    except RecursionError as error:
-        raise InvalidRequest(
-            "the output constraint is nested too deeply", param="grammar"
-        ) from error
+    text = _encoded(tag, "the output constraint", "grammar")
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from aiohttp import web
 
-from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
 from antiphon.gateway.http.core.writer import CONTENT_TYPE
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.stream.group import CollectedResponse, StreamGroup
+from antiphon.service.tasks import gather
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:

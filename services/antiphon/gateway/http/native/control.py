@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.peers import WorkerControl
     from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.worker_control import WorkerControl
 
 B = TypeVar("B", bound=msgspec.Struct)
 

@@ -20,9 +20,9 @@ from antiphon.wire.errors import EngineError, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from antiphon.gateway.peers import WorkerControl
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.gateway.worker_control import WorkerControl
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
     from antiphon.wire.heartbeat import WorkerLoad

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.gather import gather
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import model_of
@@ -21,6 +20,7 @@ from antiphon.gateway.http.openai.schema import (
 )
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.service.clock import deadline_in
+from antiphon.service.tasks import gather
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import new_request_id

@@ -100,6 +100,18 @@ def framed_format(
     )
 
 
+def after(text: str, call: Body) -> Body:
+    """Create a reader of a call that fixed text precedes."""
+
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+        yield from reader.space()
+        if not (yield from reader.starts(text)):
+            return CallOutcome.NOTHING
+        return (yield from call(reader, out))
+
+    return body
+
+
 def repeated(begin: str, end: str, call: Body) -> Body:
     """Create a reader of calls that each start with a delimiter, up to the end delimiter."""
 

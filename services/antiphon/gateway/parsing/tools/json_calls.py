@@ -15,6 +15,7 @@ from antiphon.gateway.parsing.tools.format import (
     CallGrammar,
     CallOutcome,
     ToolFormat,
+    after,
     framed,
     framed_format,
     short_id,
@@ -162,19 +163,11 @@ COMMAND4 = framed_format(
     around=COMMAND4_AROUND,
 )
 
-
-def _plugin(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    yield from reader.space()
-    if not (yield from reader.starts("<|plugin|>")):
-        return CallOutcome.NOTHING
-    return (yield from call(reader, out))
-
-
 INTERN = framed_format(
     ("interns1",),
     "<|action_start|>",
     "<|action_end|>",
-    _plugin,
+    after("<|plugin|>", call),
     example='<|action_start|> <|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>',
 )
 
@@ -388,9 +381,6 @@ MISTRAL = framed_format(
 
 
 def _apertus(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    yield from reader.space()
-    if not (yield from reader.starts("[")):
-        return CallOutcome.NOTHING
     outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
@@ -417,6 +407,6 @@ APERTUS = framed_format(
     ("apertus2509",),
     "<|tools_prefix|>",
     "<|tools_suffix|>",
-    _apertus,
+    after("[", _apertus),
     example='<|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>',
 )

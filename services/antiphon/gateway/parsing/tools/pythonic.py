@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Reader, Steps, drop
 from antiphon.gateway.parsing.tools import json_calls
-from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed_format
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, after, framed_format
 from antiphon.gateway.parsing.tools.values import escaped, quoted
 
 if TYPE_CHECKING:
@@ -108,9 +108,6 @@ def _read(reader: Reader, out: EventSink) -> Steps[None]:
 
 
 def _lfm2(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    yield from reader.space()
-    if not (yield from reader.starts("[")):
-        return CallOutcome.NOTHING
     yield from reader.space()
     if (yield from reader.peek()) == "{":
         return (yield from json_calls.calls_in_list(reader, out))
@@ -225,6 +222,6 @@ LFM2 = framed_format(
     ("lfm2",),
     "<|tool_call_start|>",
     "<|tool_call_end|>",
-    _lfm2,
+    after("[", _lfm2),
     example="<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
 )

@@ -16,6 +16,7 @@ from antiphon.gateway.parsing.tools.format import (
     CallGrammar,
     CallOutcome,
     ToolFormat,
+    after,
     framed_format,
     repeated,
 )
@@ -189,29 +190,18 @@ QWEN3_CODER = framed_format(
 
 # Step 3: invocations in DeepSeek's frame, with other characters.
 
-_step_call = _tagged(
-    Tags(
-        call=('<steptml:invoke name="', '">'),
-        call_end="</steptml:invoke>",
-        argument_begin='<steptml:parameter name="',
-        argument_end="</steptml:parameter>",
-        end="<｜tool_call_end｜>",
-    )
+_step = Tags(
+    call=('<steptml:invoke name="', '">'),
+    call_end="</steptml:invoke>",
+    argument_begin='<steptml:parameter name="',
+    argument_end="</steptml:parameter>",
+    end="<｜tool_call_end｜>",
 )
-
-
-def _step(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    yield from reader.space()
-    if not (yield from reader.starts("function<｜tool_sep｜>")):
-        return CallOutcome.NOTHING
-    return (yield from _step_call(reader, out))
-
-
 STEP3 = framed_format(
     ("step3",),
     "<｜tool_call_begin｜>",
     "<｜tool_call_end｜>",
-    _step,
+    after("function<｜tool_sep｜>", _tagged(_step)),
     section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
     example=(
         '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'

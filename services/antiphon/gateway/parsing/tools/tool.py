@@ -65,10 +65,6 @@ class OfferedTools(msgspec.Struct, frozen=True, kw_only=True):
     calls_before: int = 0  # in the conversation, from which some formats count
     calls_max: int | None = None  # further calls are dropped
 
-    def schema(self, name: str) -> Json:
-        """The schema of a tool's arguments; None if it is unavailable."""
-        return (self.schemas[name] or {}) if name in self.schemas else None
-
 
 def read_tools(tools: Sequence[Json], *, param: str = "tools") -> tuple[Tool, ...]:
     """Validate the tools of a request, in OpenAI's format. Errors have the path in `param`.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.store import KeyValueStore, StoreLimits
-from antiphon.gateway.gateway_liveness import GatewayLiveness
 from antiphon.gateway.http.core.keepalive import HEADERS_S, PING_S
 from antiphon.gateway.http.core.writer import PING
 from antiphon.gateway.http.openai.responses.items import Item
 from antiphon.gateway.http.openai.responses.schema import ItemList, ResponseReply
 from antiphon.gateway.http.openai.responses.write import as_failed, encode_event, response_event
+from antiphon.gateway.peers import GatewayLiveness
 from antiphon.wire.base import Process
 from antiphon.wire.errors import (
     EngineError,

@@ -1,4 +1,4 @@
-"""Operator commands to the workers and other gateways of a model."""
+"""The other processes of a model: commands to them, and detection of dead gateways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.gather import gather
+from antiphon.service.tasks import gather
 from antiphon.wire.base import Role
 from antiphon.wire.command import FlushCache
 from antiphon.wire.errors import Unavailable
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
+    from antiphon.wire.base import Process
     from antiphon.wire.command import ContinueWorker, ControlDone, PauseWorker, SetWeightVersion
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, TenantId
 
     WorkerCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 
+
+SETTLE_S = 10.0
+"""Grace period for a gateway that just started, or whose end is in flight."""
 _ANSWER_S = 15.0
 """Reply timeout; longer than a worker takes to finish a step."""
 _LOOK_S = 0.05
@@ -95,3 +99,19 @@ class WorkerControl:
         return await gather(
             [call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker) for worker in workers]
         )
+
+
+class GatewayLiveness:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._began_at = runtime.clock.now()
+
+    def is_abandoned(self, owner: Process, deadline_unix_ms: int) -> bool:
+        """Whether the owner of some work is dead, or its deadline has passed."""
+        runtime = self._runtime
+        due_ms = runtime.peers.to_local_ms(deadline_unix_ms, owner)
+        if runtime.clock.unix_ms() > due_ms + round(SETTLE_S * 1000):
+            return True
+        if owner == runtime.process or runtime.peers.is_alive(owner):
+            return False
+        return runtime.clock.now() > self._began_at + SETTLE_S
