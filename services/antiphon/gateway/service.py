@@ -53,16 +53,12 @@ class GatewayService:
 
     role: ClassVar = Role.GATEWAY
 
-    runtime: Runtime
-    served: ModelName
-    port: int  # of HTTP
-    driver: OwnerDriver
     submission: Submission
     generations: NatsGenerationEndpoints
     embeds: NatsEmbeddingEndpoints
     detached: DetachedTasks
     model_metrics: ModelMetrics
-    request_log: RequestLog
+    port: int  # of HTTP
 
     @staticmethod
     @asynccontextmanager
@@ -97,19 +93,7 @@ class GatewayService:
         embeds = NatsEmbeddingEndpoints(submission)
         detached = DetachedTasks(runtime.group)
         bodies = BodyReader()
-        served = all_operations(
-            runtime,
-            model,
-            submission,
-            driver,
-            tokenizers,
-            metrics,
-            access,
-            detached,
-            bodies,
-            model_metrics.ports,
-            requests,
-        )
+        served = all_operations(submission, detached, bodies, model_metrics.ports)
         runtime.metrics.gauge(NUM_OPEN_REQS).set_function(lambda: driver.open_count)
         async with bodies, _server(runtime, access, served, metrics) as port:
             driver.start()
@@ -118,16 +102,7 @@ class GatewayService:
             try:
                 with _crash_dump(runtime, requests):
                     yield GatewayService(
-                        runtime,
-                        model,
-                        port,
-                        driver,
-                        submission,
-                        generations,
-                        embeds,
-                        detached,
-                        model_metrics,
-                        requests,
+                        submission, generations, embeds, detached, model_metrics, port
                     )
             finally:
                 driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
@@ -135,35 +110,37 @@ class GatewayService:
                 await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        address = {"gateway": self.runtime.process.instance}
+        driver = self.submission.driver
+        address = {"gateway": self.submission.runtime.process.instance}
         return (
-            StreamEndpoint(route=TEXT, apply=self.driver.on_text_batch, address=address),
-            StreamEndpoint(route=NOTICE, apply=self.driver.on_notice, address=address),
-            StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self.served}),
+            StreamEndpoint(route=TEXT, apply=driver.on_text_batch, address=address),
+            StreamEndpoint(route=NOTICE, apply=driver.on_notice, address=address),
+            StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self.model()}),
             StreamEndpoint(route=METRICS, apply=self.model_metrics.take),
             *self.generations.endpoints(),
             *self.embeds.endpoints(),
         )
 
     def _on_abort(self, message: AbortRequests) -> None:
-        sender = message.sender or self.runtime.process
-        if self.runtime.peers.is_expired(message.not_after_unix_ms, sender):
-            self.runtime.metrics.late.labels(ABORT.name).inc()
+        runtime = self.submission.runtime
+        sender = message.sender or runtime.process
+        if runtime.peers.is_expired(message.not_after_unix_ms, sender):
+            runtime.metrics.late.labels(ABORT.name).inc()
         else:
             self.submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
-    def model(self) -> ModelName | None:
-        return self.served
+    def model(self) -> ModelName:
+        return self.submission.model
 
     def report(self) -> Report:
-        return Report(load=self.driver.open_count)
+        return Report(load=self.submission.driver.open_count)
 
     async def drain(self) -> None:
         """Return when every open request has ended and was sent over NATS or stored.
 
         HTTP clients are waited for when the server closes.
         """
-        await self.driver.idle()
+        await self.submission.driver.idle()
         await self.generations.idle()
         await self.detached.idle()
 

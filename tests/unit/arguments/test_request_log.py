@@ -32,7 +32,7 @@ def served(read: Callable[[], T]) -> Callable[[Settings], Awaitable[T]]:
         async with house(request_log=settings.request_log) as at:
             status, _, _ = await post(at, "/generate", REQUEST)
             assert status == 200
-            at.service.request_log.dump("a test")
+            at.service.submission.request_log.dump("a test")
         return read()
 
     return observe

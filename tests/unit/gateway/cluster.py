@@ -371,7 +371,7 @@ class House:
 
     @property
     def peers(self) -> list[Peer]:
-        return self.service.runtime.peers.all()  # pyright: ignore[reportPrivateUsage]
+        return self.service.submission.runtime.peers.all()  # pyright: ignore[reportPrivateUsage]
 
     @property
     def workers(self) -> list[Peer]:

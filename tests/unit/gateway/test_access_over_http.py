@@ -78,7 +78,7 @@ async def ask(key: openai.AsyncOpenAI, **fields: object) -> str | None:
 
 
 def open_count(at: House) -> int:
-    return at.service.driver.open_count
+    return at.service.submission.driver.open_count
 
 
 async def test_without_keys_nobody_is_asked_for_one() -> None:

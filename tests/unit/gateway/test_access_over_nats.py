@@ -140,7 +140,7 @@ async def test_tokens_places_models_and_priorities_are_the_same(
         async with client(nats, "places", key_of("places")) as asker:
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(asker.complete(MODEL, "hi", timeout_s=10))
-                await until(lambda: at.service.driver.open_count == 1)
+                await until(lambda: at.service.submission.driver.open_count == 1)
                 assert isinstance(await refusal(asker), RateLimited)
                 at.cluster.go.set()
             assert running.result().text == TEXT

@@ -227,7 +227,7 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: len(at.cluster.encodes) > 0)
             broker.cut(link)
             at.cluster.encoding.set()
-            await until(lambda: not at.service.driver.open_count)  # pyright: ignore[reportPrivateUsage]
+            await until(lambda: not at.service.submission.driver.open_count)  # pyright: ignore[reportPrivateUsage]
             broker.heal(link)
         assert lists(asked.result()) == [[3.0, 0.5]]
 

@@ -499,10 +499,10 @@ async def test_an_abort_meets_every_name_that_begins_so(at: House) -> None:
             group.create_task(post(at, GENERATE, {"text": "a", "rid": rid, "stream": False}))
             for rid in ("x1", "x2", "y")
         ]
-        await until(lambda: at.service.driver.open_count == 3)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: at.service.submission.driver.open_count == 3)  # pyright: ignore[reportPrivateUsage]
         assert (await post(at, "/abort_request", {"rid": "", "abort_all": False}))[0] == 400
         assert (await _post_plain(at, "/abort_request", {"rid": "x"}))[0] == 200
-        await until(lambda: at.service.driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: at.service.submission.driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
         at.cluster.go.set()
     ends = [cast("Reply", task.result()[1])["meta_info"]["finish_reason"] for task in told]
     assert [end["type"] for end in ends] == ["abort", "abort", "stop"]
@@ -527,7 +527,7 @@ async def test_an_abort_is_told_to_the_other_gateways(at: House) -> None:
         at.cluster.hold_at = 1
         async with asyncio.TaskGroup() as group:
             told = group.create_task(post(at, GENERATE, {"text": "a", "rid": "x"}))
-            await until(lambda: at.service.driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
+            await until(lambda: at.service.submission.driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
             late = AbortRequests(prefix="x", not_after_unix_ms=0)
             other.publish(ABORT, late, model=MODEL)
             other.publish(ABORT, msgspec.structs.replace(heard[0], prefix="x"), model=MODEL)

@@ -325,14 +325,14 @@ async def test_an_error_in_one_of_several_streams_ends_all_of_them(at: House) ->
     events = await stream(at, COMPLETE, {"prompt": ["a", "b"]})
     assert json.loads(events[-2])["error"]["code"] == "worker_lost"
     assert events[-1] == "[DONE]"
-    assert at.service.driver.open_count == 0  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.driver.open_count == 0  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_an_aborted_request_ends_well(at: House) -> None:
     at.cluster.hold_at = 1
 
     async def abort() -> None:
-        driver = at.service.driver  # pyright: ignore[reportPrivateUsage]
+        driver = at.service.submission.driver  # pyright: ignore[reportPrivateUsage]
         await until(lambda: driver.open_count == 1)
         (one,) = driver.streams()
         await until(lambda: one.first_token_at is not None)

@@ -97,7 +97,7 @@ async def send(at: House, cases: Sequence[Case]) -> None:
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(work(session))
-    driver = at.service.driver  # pyright: ignore[reportPrivateUsage]
+    driver = at.service.submission.driver  # pyright: ignore[reportPrivateUsage]
     await until(lambda: driver.open_count == 0 and not at.cluster.open)
     assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
 

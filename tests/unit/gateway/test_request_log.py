@@ -249,7 +249,7 @@ async def test_keys_and_cache_salts_are_in_no_record(tmp_path: Path) -> None:
         for header in ({"Authorization": "Bearer sk-secret"}, {"X-Api-Key": "sk-secret"}):
             body: Body = {"text": "hi", "cache_salt": "salt-secret", "extra_key": "salt-secret"}
             await answered(at, GENERATE, body, **header)
-        at.service.request_log.dump("a test")
+        at.service.submission.request_log.dump("a test")
     texts = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
     assert len(texts) == 3
     assert all("hi" in text or "request_metrics" for text in texts)
@@ -261,7 +261,7 @@ async def test_no_logs_leaves_a_request_out_of_log_and_dump(tmp_path: Path) -> N
     async with house(request_log=config) as at:
         await answered(at, GENERATE, {"text": "private", "rid": "one", "no_logs": True})
         await answered(at, GENERATE, {"text": "public", "rid": "two"})
-        at.service.request_log.dump("a test")
+        at.service.submission.request_log.dump("a test")
     assert {line["rid"] for line in lines(tmp_path)} == {"two"}
     assert {line["rid"] for line in dump(tmp_path)[1:]} == {"two"}
     counted = lines(tmp_path, "request_metrics_*.jsonl")
@@ -274,8 +274,8 @@ async def test_without_a_recorder_streams_are_plain_and_no_thread_runs() -> None
         at.cluster.hold_at = 1
         async with asyncio.TaskGroup() as group:
             group.create_task(answered(at, GENERATE, {"text": "hi"}))
-            await until(lambda: bool(at.service.driver.streams()))
-            kinds |= {type(each) for each in at.service.driver.streams()}
+            await until(lambda: bool(at.service.submission.driver.streams()))
+            kinds |= {type(each) for each in at.service.submission.driver.streams()}
             at.cluster.go.set()
         assert not [one for one in threading.enumerate() if one.name.startswith("request-log")]
     assert RecordedStream not in kinds
@@ -467,10 +467,10 @@ async def test_a_stranger_chooses_no_folder_where_the_server_has_no_keys(tmp_pat
 )
 async def test_configure_logging_refuses_and_changes_nothing(body: Body, reason: str) -> None:
     async with house(access=AccessConfig(api_key=ADMIN)) as at:
-        before = at.service.request_log.logging
+        before = at.service.submission.request_log.logging
         status, reply, _ = await post(at, CONFIGURE, body, Authorization=f"Bearer {ADMIN}")
         assert (status, reason in str(reply)) == (400, True), reply
-        assert at.service.request_log.logging == before
+        assert at.service.submission.request_log.logging == before
 
 
 async def test_export_writes_a_record_of_numbers_for_each_finished_request(tmp_path: Path) -> None:
@@ -501,8 +501,10 @@ async def crash(at: House) -> None:
     at.cluster.hold_at = 2
     async with asyncio.TaskGroup() as group:
         group.create_task(ask())
-        await until(lambda: any(each.first_token_at for each in at.service.driver.streams()))
-        at.service.runtime.group.create_task(fail())
+        await until(
+            lambda: any(each.first_token_at for each in at.service.submission.driver.streams())
+        )
+        at.service.submission.runtime.group.create_task(fail())
         await at.gateway.gone.wait()
 
 
@@ -531,7 +533,7 @@ async def test_a_crash_dump_is_written_once_and_bounded(tmp_path: Path) -> None:
     async with house(request_log=config) as at:
         for number in range(12):
             await answered(at, GENERATE, {"text": "hi", "rid": str(number)})
-        log = at.service.request_log
+        log = at.service.submission.request_log
         assert log._held_bytes <= 8000
         log.dump("first")
         log.dump("second")
@@ -550,7 +552,7 @@ async def test_finished_requests_are_held_for_300_seconds(
 ) -> None:
     async with house(request_log=RequestLogConfig(crash_dump_folder=str(tmp_path))) as at:
         await answered(at, GENERATE, {"text": "hi"})
-        log = at.service.request_log
+        log = at.service.submission.request_log
         monkeypatch.setattr(request_log, "FINISHED_S", 0.0)
         log.dump("a test")
         assert log._held_bytes == 0
@@ -562,7 +564,7 @@ async def test_texts_that_do_not_fit_are_cut_and_say_so(tmp_path: Path) -> None:
     async with house(request_log=config) as at:
         at.cluster.script = ("y" * 15_000, "z" * 15_000, "!")
         await answered(at, GENERATE, {"text": "hi"})
-        at.service.request_log.dump("a test")
+        at.service.submission.request_log.dump("a test")
     (head,) = dump(tmp_path)[:1]
     records = dump(tmp_path)[1:]
     assert cast("int", head["left_out"]) + len(records) == 1

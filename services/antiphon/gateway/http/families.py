@@ -35,38 +35,33 @@ from antiphon.model_card.served_model import served_names
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from antiphon.gateway.access.access import Access
     from antiphon.gateway.http.core.body_reader import BodyReader
     from antiphon.gateway.http.core.detached import DetachedTasks
     from antiphon.gateway.http.core.operation import Operation
-    from antiphon.gateway.owner.driver import OwnerDriver
-    from antiphon.gateway.request_log.request_log import RequestLog
-    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.service.service import Runtime
     from antiphon.wire.base import Process
-    from antiphon.wire.ids import ModelName, TenantId
+    from antiphon.wire.ids import TenantId
 
 
 def all_operations(
-    runtime: Runtime,
-    model: ModelName,
     submission: Submission,
-    driver: OwnerDriver,
-    tokenizers: TokenizerClient,
-    metrics: GatewayMetrics,
-    access: Access,
     detached: DetachedTasks,
     bodies: BodyReader,
     metrics_ports: Callable[[], Mapping[str, int]],
-    request_log: RequestLog,
 ) -> Sequence[Operation]:
+    runtime, model = submission.runtime, submission.model
+    tokenizers, access = submission.tokenizers, submission.access
     gateway = runtime.settings.gateway
     keepalive = Keepalive(runtime.clock)
     runtime.group.create_task(keepalive.run())
     response_handler = ResponseHandler(
-        submission, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
+        submission,
+        submission.driver,
+        submission.metrics,
+        detached,
+        keepalive,
+        bodies,
+        gateway.body_bytes_max,
     )
     workers = WorkerControl(runtime, model)
 
@@ -106,9 +101,9 @@ def all_operations(
         OllamaEmbeddingEndpoints(*common, served_as),
         OllamaGenerationEndpoints(response_handler, tokenizers, model, served_as),
         OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access),
-        InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics),
+        InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, submission.metrics),
         HealthEndpoints(runtime, model, response_handler, tokenizers),
-        ControlEndpoints(response_handler, submission, workers, request_log, access),
+        ControlEndpoints(response_handler, submission, workers, submission.request_log, access),
         ParsingEndpoints(response_handler),
     )
     served = (*(one for each in endpoints for one in each.operations()), *absent_operations())
