@@ -1,4 +1,4 @@
-"""A task group that can await or cancel its tasks before its block ends."""
+"""Concurrent work: calls, actions, and a task group that can end its tasks before its block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Iterable
+    from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
     from contextvars import Context
 
 P = ParamSpec("P")
@@ -48,6 +48,18 @@ def perform(actions: Iterable[T], act: Callable[[T], None]) -> None:
             log.exception("message too large", extra={"action": type(action).__name__})
         except Exception:
             log.exception("action failed", extra={"action": type(action).__name__})
+
+
+async def gather(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Return all results in order, or raise the first error and cancel the other calls."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class Tasks(asyncio.TaskGroup):
