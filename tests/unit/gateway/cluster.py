@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
@@ -62,82 +63,69 @@ DETOKENIZER = Process(instance=InstanceId("d-0"), incarnation=Incarnation("1"))
 SCRIPT = ("Hel", "lo, ", "wörld", "!")
 
 
+@dataclass(eq=False)
 class Cluster:
-    """Tokenizer, leader, worker and detokenizer. A prompt is encoded as its bytes.
+    """Tokenizer, leader, worker and detokenizer. A prompt is encoded as its bytes."""
 
-    Attributes:
-        script: What every answer says, a piece a step.
-        hold_at: A step before which answers wait for `go`.
-        tokenizers: Who beats as one.
-        encoding: Cleared, tokenizers are slow.
-        submit_error: What the leader answers in place of accepting.
-        row_error: How each answer ends in place of its last step.
-        reason: Why answers end otherwise, and `matched` at what.
-        thought: How many steps of each answer are thinking.
-        pooling: What the model makes of texts, where it does not say its script.
-        vector: Of a prompt's bytes.
-        reranks: Whether its template asks for yes or no.
-        words: Texts that are one token.
-        worker_context: The longest context of the worker.
-        origins: Of what choices say.
-        weights: What heartbeats say that the weights are called.
-    """
-
-    def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
-        self.script: tuple[str, ...] = SCRIPT
-        self.names: str = MODEL
-        self.hold_at: int | None = None
-        self.go = asyncio.Event()
-        self.submit_error: EngineError | None = None
-        self.encode_error: EngineError | None = None
-        self.row_error: EngineError | None = None
-        self.reason = FinishReason.STOP
-        self.matched: int | str | None = 2
-        self.thought = 0
-        self.mute_tokenizers = 0
-        self.pooling: PoolingCard | None = None
-        self.reranks = False
-        self.words: dict[str, int] = {}
-        self.origins: tuple[Origin, ...] = ()
-        self.weights = "7"
-        self.vector: Callable[[bytes], list[float]] = lambda prompt: [float(len(prompt)), 0.5]
-        self.tokenizers = [tokenizer(0)]
-        self.encoding = asyncio.Event()
-        self.encoding.set()
-        self.shown: tuple[str | None, str | None] = (None, None)
-        self.encodes: list[EncodeRequest] = []
-        self.encodes_cancelled: list[RequestId] = []
-        self.token_characters = 0
-        self.worker_context = CONTEXT_TOKENS
-        self.submits: list[SubmitRequest] = []
-        self.cancelled: list[str] = []
-        self.orders: list[Message] = []
-        self.waiting = 0
-        self.figures = WorkerStats()
-        self.draining: set[Role] = set()
-        self.beats = 0
-        self.open: set[RequestId] = set()
-        self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
-        self._bus = bus
-        self._group = group
-        self._seq = 0
+    bus: Bus
+    group: asyncio.TaskGroup
+    names: str = MODEL
+    script: tuple[str, ...] = SCRIPT  # the output, one piece per step
+    hold_at: int | None = None  # the step before which outputs wait for `go`
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    submit_error: EngineError | None = None  # the leader's reply
+    encode_error: EngineError | None = None
+    row_error: EngineError | None = None  # replaces the last step of each output
+    reason: FinishReason = FinishReason.STOP
+    matched: int | str | None = 2
+    thought: int = 0  # reasoning steps of each output
+    mute_tokenizers: int = 0  # calls that get no reply
+    pooling: PoolingCard | None = None  # of a model that generates nothing
+    reranks: bool = False  # the chat template asks for yes or no
+    words: dict[str, int] = field(default_factory=dict)  # texts that are one token
+    origins: tuple[Origin, ...] = ()
+    weights: str = "7"  # weight version in heartbeats
+    vector: Callable[[bytes], list[float]] = lambda prompt: [float(len(prompt)), 0.5]
+    tokenizers: list[Process] = field(default_factory=lambda: [tokenizer(0)])
+    encoding: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: tokenizers are slow
+    shown: tuple[str | None, str | None] = (None, None)  # tool and reasoning parser
+    encodes: list[EncodeRequest] = field(default_factory=list)
+    encodes_cancelled: list[RequestId] = field(default_factory=list)
+    token_characters: int = 0
+    worker_context: int = CONTEXT_TOKENS
+    submits: list[SubmitRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    orders: list[Message] = field(default_factory=list)
+    waiting: int = 0
+    figures: WorkerStats = field(default_factory=WorkerStats)
+    draining: set[Role] = field(default_factory=set)
+    beats: int = 0
+    open: set[RequestId] = field(default_factory=set)
+    roles: set[Role] = field(
+        default_factory=lambda: {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
+    )
+    _seq: int = 0
 
     async def start(self) -> None:
-        """Listen, and let hearts beat."""
-        await self._bus.listen(TOKENIZE, self._encode, model=MODEL)
-        await self._bus.listen(CANCEL_ENCODE, self._encode_cancelled, model=MODEL)
-        await self._bus.listen(DECODE, self._decode, model=MODEL)
-        await self._bus.listen(SUBMIT, self._submit, model=MODEL)
-        await self._bus.listen(CANCEL, self._cancel, model=MODEL)
-        await self._bus.listen(OPEN, self._opened, model=MODEL)
-        await self._bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
-        await self._bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
-        self._group.create_task(self._beat())
+        """Listen, and send heartbeats."""
+        self.encoding.set()
+        for route, handler in (
+            (TOKENIZE, self._encode),
+            (CANCEL_ENCODE, self._encode_cancelled),
+            (DECODE, self._decode),
+            (SUBMIT, self._submit),
+            (CANCEL, self._cancel),
+            (OPEN, self._opened),
+        ):
+            await self.bus.listen(route, handler, model=MODEL)
+        await self.bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
+        await self.bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
+        self.group.create_task(self._beat())
 
     async def _encode(self, delivery: Delivery) -> None:
         request = delivery.read(TOKENIZE)
         self.encodes.append(request)
-        self._group.create_task(self._encoded(delivery, request))
+        self.group.create_task(self._encoded(delivery, request))
 
     def _encode_cancelled(self, delivery: Delivery) -> None:
         self.encodes_cancelled.append(delivery.read(CANCEL_ENCODE).request_id)
@@ -196,7 +184,7 @@ class Cluster:
             delivery.refuse(self.submit_error)
             return
         delivery.respond(SubmitAccepted(request_id=request.request_id, term=TERM, position=0))
-        self._group.create_task(self._generate(request))
+        self.group.create_task(self._generate(request))
 
     async def _generate(self, request: SubmitRequest) -> None:
         for step in range(len(self.script) if request.sampling.pool is None else 1):
@@ -282,7 +270,7 @@ class Cluster:
         batch = TextBatch(
             detokenizer=DETOKENIZER, gateway=request.owner, seq=self._seq, rows=(row,)
         )
-        self._bus.publish(TEXT, batch, gateway=request.owner.instance)
+        self.bus.publish(TEXT, batch, gateway=request.owner.instance)
 
     async def _cancel(self, delivery: Delivery) -> None:
         request = delivery.read(CANCEL)
@@ -310,7 +298,7 @@ class Cluster:
         while True:
             for process, role in self._members():
                 beat = self._heartbeat(role, process)
-                self._bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
+                self.bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
             self.beats += 1
             await asyncio.sleep(0.05)
 
@@ -348,18 +336,13 @@ class Cluster:
         )
 
 
+@dataclass(eq=False)
 class House:
-    """A running gateway, its cluster, and where to knock."""
+    """A running gateway, its cluster, and its transport."""
 
-    def __init__(
-        self,
-        gateway: Running[GatewayService],
-        cluster: Cluster,
-        transport: Callable[[], Transport],
-    ) -> None:
-        self.gateway = gateway
-        self.cluster = cluster
-        self.transport = transport
+    gateway: Running[GatewayService]
+    cluster: Cluster
+    transport: Callable[[], Transport]
 
     @property
     def service(self) -> GatewayService:
@@ -435,37 +418,16 @@ def settings(
 
 @asynccontextmanager
 async def house(
-    transport: Callable[[], Transport] | None = None,
-    *,
-    drain_timeout_s: float = 5.0,
-    access: AccessConfig | None = None,
-    responses: ResponsesConfig | None = None,
-    sessions: SessionsConfig | None = None,
-    model: ModelConfig | None = None,
-    names: str = MODEL,
-    base: Settings = QUICK,
-    request_log: RequestLogConfig | None = None,
-    **gateway: object,
+    transport: Callable[[], Transport] | None = None, *, names: str = MODEL, **options: Any
 ) -> AsyncGenerator[House]:
-    """A gateway among living peers, on a memory bus unless told otherwise."""
+    """A gateway among living peers, on a memory bus by default; options as of `settings`."""
     broker = MemoryBroker()
     transport = transport or (lambda: MemoryTransport(broker))
-    chosen = settings(
-        drain_timeout_s=drain_timeout_s,
-        access=access,
-        responses=responses,
-        sessions=sessions,
-        model=model,
-        names=names,
-        base=base,
-        request_log=request_log,
-        **gateway,
-    )
+    chosen = settings(names=names, **options)
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(client_bus(transport(), "rest", party=Role.SCHEDULER))
         group = await stack.enter_async_context(Tasks())
-        cluster = Cluster(bus, group)
-        cluster.names = names
+        cluster = Cluster(bus, group, names)
         await cluster.start()
         gate = await stack.enter_async_context(
             running(GatewayService, transport(), settings=chosen)
