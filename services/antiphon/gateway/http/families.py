@@ -30,7 +30,6 @@ from antiphon.gateway.http.openai.score import ScoreEndpoints
 from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
 from antiphon.gateway.peers import GatewayLiveness, WorkerControl
 from antiphon.gateway.sessions import Sessions, session_store
-from antiphon.model_card.served_model import served_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -54,15 +53,7 @@ def all_operations(
     gateway = runtime.settings.gateway
     keepalive = Keepalive(runtime.clock)
     runtime.group.create_task(keepalive.run())
-    response_handler = ResponseHandler(
-        submission,
-        submission.driver,
-        submission.metrics,
-        detached,
-        keepalive,
-        bodies,
-        gateway.body_bytes_max,
-    )
+    response_handler = ResponseHandler(submission, detached, keepalive, bodies)
     workers = WorkerControl(runtime, model)
 
     async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
@@ -80,7 +71,6 @@ def all_operations(
         keep_s=runtime.settings.sessions.keep_s,
         timeout_s=gateway.request_timeout_s,
     )
-    served_as = served_names(runtime.settings)
     in_session = SessionRequests(response_handler, tokenizers, sessions, runtime)
     common = (response_handler, tokenizers, runtime, model)
     endpoints = (
@@ -95,16 +85,14 @@ def all_operations(
         EmbeddingsEndpoints(*common),
         RerankEndpoints(*common),
         EncodeEndpoints(*common),
-        GenerateEndpoints(
-            response_handler, tokenizers, sessions, in_session, runtime, workers.dp_rank
-        ),
-        OllamaEmbeddingEndpoints(*common, served_as),
-        OllamaGenerationEndpoints(response_handler, tokenizers, model, served_as),
-        OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access),
-        InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, submission.metrics),
-        HealthEndpoints(runtime, model, response_handler, tokenizers),
-        ControlEndpoints(response_handler, submission, workers, submission.request_log, access),
-        ParsingEndpoints(response_handler),
+        GenerateEndpoints(*common, sessions, in_session, workers.dp_rank),
+        OllamaEmbeddingEndpoints(*common),
+        OllamaGenerationEndpoints(*common),
+        OllamaModelsEndpoints(*common, access, since_unix_ms=runtime.clock.unix_ms()),
+        InfoEndpoints(*common, workers, metrics_ports, submission.metrics),
+        HealthEndpoints(*common),
+        ControlEndpoints(*common, submission, workers),
+        ParsingEndpoints(*common),
     )
     served = (*(one for each in endpoints for one in each.operations()), *absent_operations())
     return (*served, openapi_operation(served, gateway.root_path.rstrip("/")))

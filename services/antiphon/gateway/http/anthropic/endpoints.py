@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from antiphon.gateway.http.anthropic.parse import (
     ParsedMessagesRequest,
@@ -22,28 +19,20 @@ from antiphon.gateway.http.anthropic.schema import (
     MessagesBody,
 )
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
-from antiphon.gateway.http.core.app import REQUEST_ID, warn
-from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.app import warn
 from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
-from antiphon.gateway.http.core.operation import Operation, json_reply
-from antiphon.model_card.served_model import served_names
-from antiphon.service.clock import deadline_in
-from antiphon.wire.codec import id_count
-from antiphon.wire.errors import InvalidRequest, UnknownModel
-from antiphon.wire.ids import new_request_id
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
+from antiphon.gateway.http.core.operation import json_reply
+from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 _VERSION_HEADER = "anthropic-version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
@@ -56,42 +45,21 @@ _TOOL = {"name": "add", "input_schema": {"type": "object", "description": "Two n
 _FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 
-@dataclass(frozen=True)
-class MessagesEndpoints:
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
-    runtime: Runtime
-    model: ModelName
-
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/v1/messages",
-                self._answer,
-                "Create a message.",
-                body=MessagesBody,
-                reply=MessageReply,
-                unsupported=MESSAGES_UNSUPPORTED,
-                examples=(
-                    _HELLO,
-                    _HELLO | {"stream": True, "stop_sequences": ["!"], "system": "Be brief."},
-                    _HELLO | {"tools": [_TOOL], "tool_choice": {"type": "any"}},
-                    _HELLO | {"output_config": {"format": _FORM}, "temperature": 0},
-                ),
-            ),
-            Operation(
-                "POST",
-                "/v1/messages/count_tokens",
-                self._count,
-                "Count the input tokens of a message.",
-                body=CountBody,
-                reply=CountReply,
-                unsupported=COUNT_UNSUPPORTED,
-                examples=({"messages": _ASKED, "system": "Be brief."},),
-            ),
-        ]
-
+class MessagesEndpoints(Endpoints):
+    @operation(
+        "POST",
+        "/v1/messages",
+        "Create a message.",
+        body=MessagesBody,
+        reply=MessageReply,
+        unsupported=MESSAGES_UNSUPPORTED,
+        examples=(
+            _HELLO,
+            _HELLO | {"stream": True, "stop_sequences": ["!"], "system": "Be brief."},
+            _HELLO | {"tools": [_TOOL], "tool_choice": {"type": "any"}},
+            _HELLO | {"output_config": {"format": _FORM}, "temperature": 0},
+        ),
+    )
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
 
@@ -120,6 +88,15 @@ class MessagesEndpoints:
             request, (gen_request,), writer, streamed=parsed.stream
         )
 
+    @operation(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Count the input tokens of a message.",
+        body=CountBody,
+        reply=CountReply,
+        unsupported=COUNT_UNSUPPORTED,
+        examples=({"messages": _ASKED, "system": "Be brief."},),
+    )
     async def _count(self, request: web.Request) -> web.Response:
         formats = await self.tokenizers.formats()
 
@@ -132,14 +109,7 @@ class MessagesEndpoints:
             request, CountBody, make, COUNT_UNSUPPORTED, warns_beyond=MessagesBody
         )
         warn(request, warnings)
-        served = served_names(self.runtime.settings)
-        if gen_request.model is not None and gen_request.model not in served:
-            raise UnknownModel.of(gen_request.model, served)
-        request[REQUEST_ID] = request_id = new_request_id()
-        deadline = deadline_in(_COUNT_S, self.runtime.clock)
-        gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
-        encoded = await self.tokenizers.encode(gen_request, request_id, deadline, None)
-        return json_reply(CountReply(id_count(encoded.token_ids)))
+        return json_reply(CountReply(await self.count_tokens(request, gen_request)))
 
 
 def _check_version(request: web.Request) -> None:

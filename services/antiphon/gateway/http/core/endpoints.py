@@ -37,6 +37,8 @@ def operation(
     methods: str,
     paths: str,
     summary: str,
+    *,
+    deprecated: bool = False,
     **options: Any,  # noqa: ANN401
 ) -> Callable[[Method], Method]:
     """Mark a method of `Endpoints` as the handler of operations with these fields.
@@ -46,10 +48,17 @@ def operation(
 
     def mark(method: Method) -> Method:
         method.__dict__["operations"] = [
-            partial(Operation, verb, path, summary=summary, deprecated=verb == "PUT", **options)
+            partial(
+                Operation,
+                verb,
+                path,
+                summary=summary,
+                deprecated=deprecated or verb == "PUT",
+                **options,
+            )
             for path in paths.split()
             for verb in methods.split()
-        ]
+        ] + method.__dict__.get("operations", [])
         return method
 
     return mark
@@ -71,10 +80,14 @@ class Endpoints:
             for bind in getattr(method, "operations", ())
         ]
 
+    @property
+    def served(self) -> tuple[ModelName, ...]:
+        """Names of the served model."""
+        return served_names(self.runtime.settings)
+
     def check_model(self, requested: str | None) -> None:
-        served = served_names(self.runtime.settings)
-        if requested is not None and requested not in served:
-            raise UnknownModel.of(requested, served)
+        if requested is not None and requested not in self.served:
+            raise UnknownModel.of(requested, self.served)
 
     async def count_tokens(self, request: web.Request, gen_request: GenerationRequest) -> int:
         """Number of tokens of a prompt, which is not submitted."""

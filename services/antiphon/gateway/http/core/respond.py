@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.owner.driver import OwnerDriver
-    from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
     from antiphon.gateway.stream.group import ChoiceEvent
@@ -71,20 +69,17 @@ class ResponseHandler:
     def __init__(
         self,
         submission: Submission,
-        driver: OwnerDriver,
-        metrics: GatewayMetrics,
         detached: DetachedTasks,
         keepalive: Keepalive,
         bodies: BodyReader,
-        body_bytes_max: int,
     ) -> None:
         self._submission = submission
-        self._driver = driver
-        self._metrics = metrics
+        self._driver = submission.driver
+        self._metrics = submission.metrics
         self._detached = detached
         self._keepalive = keepalive
         self._bodies = bodies
-        self._body_bytes_max = body_bytes_max
+        self._body_bytes_max = submission.runtime.settings.gateway.body_bytes_max
 
     async def parse_body(
         self,

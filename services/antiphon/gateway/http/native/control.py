@@ -11,9 +11,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from antiphon.config.gateway import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.request_log.request_log import LoggingOptions
 from antiphon.gateway.request_log.writer import folder_of, make_folder
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
@@ -22,10 +23,7 @@ from antiphon.wire.errors import Forbidden, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.gateway.access.access import Access
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.peers import WorkerControl
-    from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.gateway.requests.submission import Submission
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -115,80 +113,20 @@ class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class ControlEndpoints:
+class ControlEndpoints(Endpoints):
     """Commands go to every worker of the model; logging is configured for this gateway only."""
 
-    response_handler: ResponseHandler
     submission: Submission
     workers: WorkerControl
-    request_log: RequestLog
-    access: Access
 
-    def operations(self) -> list[Operation]:
-        flush = (
-            "Flush the prefix cache of every worker. Fails with 400 while requests are running or "
-            "queued."
-        )
-        wait = "Seconds to wait until no request is running. Defaults to 0."
-        return [
-            *(
-                Operation(
-                    method, "/flush_cache", self._flush, flush, admin=True, query={"timeout": wait}
-                )
-                for method in ("GET", "POST")
-            ),
-            Operation(
-                "POST",
-                "/abort_request",
-                self._abort,
-                "Abort requests, whichever gateway owns them.",
-                admin=True,
-                body=AbortBody,
-                examples=({"rid": "mine"},),
-            ),
-            Operation(
-                "POST",
-                "/pause_generation",
-                self._pause,
-                "Pause generation on every worker.",
-                admin=True,
-                body=PauseBody,
-                reply=ControlReply,
-                examples=({"mode": "in_place"},),
-            ),
-            Operation(
-                "POST",
-                "/continue_generation",
-                self._continue,
-                "Continue generation on every worker.",
-                admin=True,
-                body=ContinueBody,
-                reply=ControlReply,
-                examples=({},),
-            ),
-            Operation(
-                "POST",
-                "/update_weight_version",
-                self._name_weights,
-                "Set the weight version. Cached prefixes of the old version are not reused.",
-                admin=True,
-                body=VersionBody,
-                reply=WeightVersionReply,
-                examples=({"new_version": "2", "abort_all_requests": False},),
-            ),
-            Operation(
-                "POST",
-                "/configure_logging",
-                self._configure_logging,
-                "Change the request log settings of this gateway.",
-                admin=True,
-                body=ConfigureLogging,
-                reply=LoggingConfigured,
-                unsupported=REFUSED,
-                examples=({"log_requests": True, "log_requests_level": 1},),
-            ),
-        ]
-
+    @operation(
+        "GET POST",
+        "/flush_cache",
+        "Flush the prefix cache of every worker. Fails with 400 while requests are running or "
+        "queued.",
+        query={"timeout": "Seconds to wait until no request is running. Defaults to 0."},
+        admin=True,
+    )
     async def _flush(self, request: web.Request) -> web.Response:
         pages = await self.workers.flush(_seconds(request.query.get("timeout", "0")))
         if pages is None:
@@ -198,6 +136,14 @@ class ControlEndpoints:
             )
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
+    @operation(
+        "POST",
+        "/abort_request",
+        "Abort requests, whichever gateway owns them.",
+        body=AbortBody,
+        examples=({"rid": "mine"},),
+        admin=True,
+    )
     async def _abort(self, request: web.Request) -> web.Response:
         body = await self.response_handler.parse_body(
             request, AbortBody, _checked, bytes_max=SMALL_BODY_BYTES_MAX
@@ -206,6 +152,15 @@ class ControlEndpoints:
         await self.workers.abort_elsewhere(body.rid)
         return web.Response()
 
+    @operation(
+        "POST",
+        "/pause_generation",
+        "Pause generation on every worker.",
+        body=PauseBody,
+        reply=ControlReply,
+        examples=({"mode": "in_place"},),
+        admin=True,
+    )
     async def _pause(self, request: web.Request) -> web.Response:
         body = await self._read(request, PauseBody)
         done = await self.workers.command(PauseWorker(mode=body.mode))
@@ -213,11 +168,29 @@ class ControlEndpoints:
         message = f"Generation paused; {running} requests were running."
         return json_reply(ControlReply(message=message))
 
+    @operation(
+        "POST",
+        "/continue_generation",
+        "Continue generation on every worker.",
+        body=ContinueBody,
+        reply=ControlReply,
+        examples=({},),
+        admin=True,
+    )
     async def _continue(self, request: web.Request) -> web.Response:
         await self._read(request, ContinueBody)
         await self.workers.command(ContinueWorker())
         return json_reply(ControlReply(message="Generation continued."))
 
+    @operation(
+        "POST",
+        "/update_weight_version",
+        "Set the weight version. Cached prefixes of the old version are not reused.",
+        body=VersionBody,
+        reply=WeightVersionReply,
+        examples=({"new_version": "2", "abort_all_requests": False},),
+        admin=True,
+    )
     async def _name_weights(self, request: web.Request) -> web.Response:
         body = await self._read(request, VersionBody)
         version = body.new_version
@@ -227,9 +200,19 @@ class ControlEndpoints:
         message = f"The weight version is '{version}'."
         return json_reply(WeightVersionReply(message=message, new_version=version))
 
+    @operation(
+        "POST",
+        "/configure_logging",
+        "Change the request log settings of this gateway.",
+        body=ConfigureLogging,
+        reply=LoggingConfigured,
+        unsupported=REFUSED,
+        examples=({"log_requests": True, "log_requests_level": 1},),
+        admin=True,
+    )
     async def _configure_logging(self, request: web.Request) -> web.Response:
         body = await self._read(request, ConfigureLogging, REFUSED)
-        now = self.request_log.logging
+        now = self.submission.request_log.logging
         wanted = LoggingOptions(
             enabled=now.enabled if body.log_requests is None else body.log_requests,
             level=now.level if body.log_requests_level is None else body.log_requests_level,
@@ -240,7 +223,7 @@ class ControlEndpoints:
             for name in wanted.target:
                 if name != STDOUT:
                     await self._check_folder(name)
-        self.request_log.configure(wanted)
+        self.submission.request_log.configure(wanted)
         return json_reply(
             LoggingConfigured(
                 message=f"Requests are {'' if wanted.enabled else 'not '}logged.",
@@ -263,7 +246,10 @@ class ControlEndpoints:
 
     async def _check_folder(self, name: str) -> None:
         """Reject a folder that is not usable, or that the caller may not choose."""
-        if name not in self.request_log.folders and not self.access.admin_guarded:
+        if (
+            name not in self.submission.request_log.folders
+            and not self.submission.access.admin_guarded
+        ):
             raise Forbidden.at(
                 _TARGET,
                 f"{name} is not in --log-requests-target; other folders are only allowed if the "

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.limits import Ids, Rid
 from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
     PoolingEndpoints,
@@ -73,32 +75,25 @@ class EncodeResult(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: EncodeMeta
 
 
-class EncodeEndpoints(PoolingEndpoints):
-    def operations(self) -> list[Operation]:
-        several = "Several texts return a list."
-        score = f"Score a text with a classification model. {several}"
-        return [
-            Operation(
-                method,
-                path,
-                answer,
-                summary,
-                body=EncodeBody,
-                reply=EncodeResult | list[EncodeResult],
-                unsupported=ENCODE_UNSUPPORTED,
-                examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
-                deprecated=method == "PUT",
-            )
-            for path, answer, summary in (
-                ("/encode", self._encode, f"Encode a text to a vector. {several}"),
-                ("/classify", self._classify, score),
-            )
-            for method in ("POST", "PUT")
-        ]
+_encoding = partial(
+    operation,
+    "POST PUT",
+    body=EncodeBody,
+    reply=EncodeResult | list[EncodeResult],
+    unsupported=ENCODE_UNSUPPORTED,
+    examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
+)
 
+
+class EncodeEndpoints(PoolingEndpoints):
+    @_encoding("/encode", "Encode a text to a vector. Several texts return a list.")
     async def _encode(self, request: web.Request) -> web.Response:
         return await self._answer(request, await self.card("embed"), "encode")
 
+    @_encoding(
+        "/classify",
+        "Score a text with a classification model. Several texts return a list.",
+    )
     async def _classify(self, request: web.Request) -> web.Response:
         return await self._answer(request, await self.scorer("classify"), "classify")
 

@@ -12,11 +12,11 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import with_thinking_budget
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
-from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.sessions import Sessions
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.service import Runtime
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -60,51 +57,40 @@ class CloseSession(msgspec.Struct, frozen=True):
     """Session id."""
 
 
+_STREAMING = {
+    "streaming": UnsupportedField(
+        "session streaming is not supported: sessions store token ids and hold no cache pages",
+        (False,),
+    )
+}
+_EXAMPLES = (
+    {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4}},
+    {
+        "text": ["One", "Two"],
+        "sampling_params": {"max_new_tokens": 3, "temperature": 0, "n": 2},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": 0,
+    },
+    {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3}, "stream": True},
+)
+
+
 @dataclass(frozen=True)
-class GenerateEndpoints:
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
+class GenerateEndpoints(Endpoints):
     sessions: Sessions
     in_session: SessionRequests
-    runtime: Runtime
     rank_of: RankOf
 
-    def operations(self) -> list[Operation]:
-        return [
-            *(
-                Operation(
-                    method,
-                    "/generate",
-                    self._generate,
-                    "Generate text for a prompt. A batch of prompts returns a list.",
-                    body=GenerateBody,
-                    reply=GenerateReply | list[GenerateReply],
-                    unsupported=GENERATE_UNSUPPORTED,
-                    examples=_EXAMPLES,
-                    deprecated=method == "PUT",
-                )
-                for method in ("POST", "PUT")
-            ),
-            Operation(
-                "POST",
-                "/open_session",
-                self._open,
-                "Open a session, usable at every gateway. Returns the session id.",
-                body=OpenSession,
-                reply=str,
-                unsupported={"streaming": _STREAMING},
-                examples=({"capacity_of_str_len": 1000},),
-            ),
-            Operation(
-                "POST",
-                "/close_session",
-                self._close,
-                "Close a session and abort its running requests.",
-                body=CloseSession,
-                examples=({"session_id": "mine"},),
-            ),
-        ]
-
+    @operation(
+        "POST PUT",
+        "/generate",
+        "Generate text for a prompt. A batch of prompts returns a list.",
+        body=GenerateBody,
+        reply=GenerateReply | list[GenerateReply],
+        unsupported=GENERATE_UNSUPPORTED,
+        examples=_EXAMPLES,
+    )
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         parsed, params = await self.response_handler.parse_body(
             request,
@@ -182,34 +168,34 @@ class GenerateEndpoints:
             for options in parsed.all_reply_options
         ]
 
+    @operation(
+        "POST",
+        "/open_session",
+        "Open a session, usable at every gateway. Returns the session id.",
+        body=OpenSession,
+        reply=str,
+        unsupported=_STREAMING,
+        examples=({"capacity_of_str_len": 1000},),
+    )
     async def _open(self, request: web.Request) -> web.Response:
         body = await self.response_handler.parse_body(
-            request, OpenSession, lambda body: body, {"streaming": _STREAMING}
+            request, OpenSession, lambda body: body, _STREAMING
         )
         name = await self.sessions.open(
             tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout
         )
         return web.json_response(name)
 
+    @operation(
+        "POST",
+        "/close_session",
+        "Close a session and abort its running requests.",
+        body=CloseSession,
+        examples=({"session_id": "mine"},),
+    )
     async def _close(self, request: web.Request) -> web.Response:
         body = await self.response_handler.parse_body(
             request, CloseSession, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
         await self.sessions.close(tenant_of(request), body.session_id)
         return web.Response()
-
-
-_STREAMING = UnsupportedField(
-    "session streaming is not supported: sessions store token ids and hold no cache pages", (False,)
-)
-_EXAMPLES = (
-    {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4}},
-    {
-        "text": ["One", "Two"],
-        "sampling_params": {"max_new_tokens": 3, "temperature": 0, "n": 2},
-        "return_logprob": True,
-        "top_logprobs_num": 2,
-        "logprob_start_len": 0,
-    },
-    {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3}, "stream": True},
-)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
     GenerationRequest,
@@ -22,10 +23,6 @@ from antiphon.wire.sampling import PoolParams
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 _GENERATE_S = 20.0
 _MIN_INTERVAL_S = 1.0
@@ -58,52 +55,41 @@ _LINKS = {
 
 
 @dataclass
-class HealthEndpoints:
+class _Probe:
+    """The last health generation."""
+
+    task: asyncio.Task[EngineError | None] | None = None
+    began_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class HealthEndpoints(Endpoints):
     """Handlers of the health checks; all but `/health_generate` return immediately."""
 
-    runtime: Runtime
-    model: ModelName
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
-    _probe: asyncio.Task[EngineError | None] | None = field(default=None, init=False)
-    _probe_at: float = field(default=0.0, init=False)
+    _probe: _Probe = field(default_factory=_Probe, init=False)
 
-    def operations(self) -> list[Operation]:
-        here = "Check readiness by heartbeats: 200, or 503 with the names of the missing services."
-        return [
-            Operation(
-                "GET", "/", self._hello, "Server name and links to documentation.", reply=Root
-            ),
-            *(
-                Operation("GET", path, self._health, here, reply=HealthReply)
-                for path in ("/health", "/ping")
-            ),
-            Operation(
-                "GET",
-                "/ready",
-                self._ready,
-                "Check readiness as /health does, and that no worker is paused.",
-                reply=HealthReply,
-            ),
-            Operation(
-                "GET",
-                "/health_generate",
-                self._generate,
-                "Check health by generating one token, or a vector: 200, or 503 after 20 s. "
-                "Callers share at most one generation per second.",
-                reply=HealthReply,
-            ),
-        ]
-
+    @operation("GET", "/", "Server name and links to documentation.", reply=Root)
     async def _hello(self, _: web.Request) -> web.Response:
         prefix = self.runtime.settings.gateway.root_path.rstrip("/")
         links = {name: f"{prefix}{path}" for name, path in _LINKS.items()}
         return json_reply(Root(version=metadata.version("antiphon"), model=self.model, links=links))
 
+    @operation(
+        "GET",
+        "/health /ping",
+        "Check readiness by heartbeats: 200, or 503 with the names of the missing services.",
+        reply=HealthReply,
+    )
     async def _health(self, _: web.Request) -> web.Response:
         self._check()
         return json_reply(HealthReply())
 
+    @operation(
+        "GET",
+        "/ready",
+        "Check readiness as /health does, and that no worker is paused.",
+        reply=HealthReply,
+    )
     async def _ready(self, _: web.Request) -> web.Response:
         self._check()
         beats = [peer.heartbeat for peer in self.runtime.peers.accepting_work(Role.WORKER)]
@@ -111,6 +97,13 @@ class HealthEndpoints:
             raise Unavailable("generation is paused", retry_after_s=1.0)
         return json_reply(HealthReply())
 
+    @operation(
+        "GET",
+        "/health_generate",
+        "Check health by generating one token, or a vector: 200, or 503 after 20 s. "
+        "Callers share at most one generation per second.",
+        reply=HealthReply,
+    )
     async def _generate(self, request: web.Request) -> web.Response:
         """Wait for the current health generation; start one if the last began over a second ago.
 
@@ -119,12 +112,12 @@ class HealthEndpoints:
         self._check()
         now = self.runtime.clock.now()
         probe = self._probe
-        if probe is None or (probe.done() and now >= self._probe_at + _MIN_INTERVAL_S):
+        if probe.task is None or (probe.task.done() and now >= probe.began_at + _MIN_INTERVAL_S):
             # Other callers wait for it, so a caller's disconnect must not cancel it: it is a task
             # of the process.
-            self._probe = probe = self.runtime.group.create_task(self._generated(request))
-            self._probe_at = now
-        error = await asyncio.shield(probe)
+            probe.task = self.runtime.group.create_task(self._generated(request))
+            probe.began_at = now
+        error = await asyncio.shield(probe.task)
         if error is not None:
             raise decode_error(encode_error(error))
         return json_reply(HealthReply())

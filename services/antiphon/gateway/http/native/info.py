@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang.arguments import rows, shown
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.meta_info import weight_version
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.peers import WorkerControl
     from antiphon.gateway.request_metrics import GatewayMetrics
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.peers import Peer
-    from antiphon.service.service import Runtime
     from antiphon.wire.heartbeat import WorkerLoad
-    from antiphon.wire.ids import ModelName
 
 _SECTIONS = {
     "memory": "memory",
@@ -40,6 +38,7 @@ _ALL, _CORE = "all", "core"
 _JSON, _PROMETHEUS = "json", "prometheus"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the Prometheus exposition."""
+_SERVER_INFO = "All settings except secrets, and the load of each worker."
 _VERSION = metadata.version("antiphon")
 _GIB = 1024**3
 _LABELS = ("dp_rank", "worker")
@@ -174,103 +173,26 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class InfoEndpoints:
-    runtime: Runtime
-    model: ModelName
-    tokenizers: TokenizerClient
+class InfoEndpoints(Endpoints):
     workers: WorkerControl
     metrics_ports: Callable[[], Mapping[str, int]]
     metrics: GatewayMetrics
 
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "GET",
-                "/v1/loads",
-                self._loads,
-                "Load of each worker.",
-                reply=Loads,
-                query={
-                    "dp_rank": "Return only the worker with this index.",
-                    "include": (
-                        "Comma-separated sections to return: core, memory, queues, spec, "
-                        "lora, disagg. Defaults to all; core is always included."
-                    ),
-                    "format": "`json` (default), or `prometheus` for gauges labeled by worker.",
-                },
-                alternative_types=(EXPOSITION,),
+    @operation(
+        "GET",
+        "/v1/loads",
+        "Load of each worker.",
+        reply=Loads,
+        query={
+            "dp_rank": "Return only the worker with this index.",
+            "include": (
+                "Comma-separated sections to return: core, memory, queues, spec, "
+                "lora, disagg. Defaults to all; core is always included."
             ),
-            Operation(
-                "GET",
-                "/get_load",
-                self._older_loads,
-                "Load of each worker. Deprecated: use /v1/loads.",
-                reply=list[OlderLoad],
-                deprecated=True,
-            ),
-            Operation(
-                "GET", "/version", self._show_version, "Version of the server.", reply=Version
-            ),
-            Operation(
-                "GET",
-                "/tokenizer_info",
-                self._tokenizer_info,
-                "Tokenizer information: vocabulary size and context length.",
-                reply=TokenizerInfo,
-            ),
-            *(
-                Operation(
-                    "GET",
-                    path,
-                    self._model_info,
-                    "Model information.",
-                    reply=ModelInfo,
-                    deprecated=path.startswith("/get_"),
-                )
-                for path in ("/model_info", "/get_model_info")
-            ),
-            *(
-                Operation(
-                    "GET",
-                    path,
-                    self._server_info,
-                    "All settings except secrets, and the load of each worker.",
-                    reply=ServerInfo,
-                    deprecated=path.startswith("/get_"),
-                )
-                for path in ("/server_info", "/get_server_info")
-            ),
-        ]
-
-    async def _older_loads(self, _: web.Request) -> web.Response:
-        return json_reply(
-            [
-                OlderLoad(
-                    dp_rank=load.dp_rank,
-                    num_reqs=load.num_total_reqs,
-                    num_waiting_reqs=load.num_waiting_reqs,
-                    num_tokens=load.num_total_tokens,
-                )
-                for load in self._each()
-            ]
-        )
-
-    async def _show_version(self, _: web.Request) -> web.Response:
-        return json_reply(Version(_VERSION))
-
-    async def _tokenizer_info(self, _: web.Request) -> web.Response:
-        settings, card = self.runtime.settings, await self.tokenizers.card()
-        tools, reasoning = parsers_of(settings.gateway, card)
-        return json_reply(
-            TokenizerInfo(
-                tokenizer_path=settings.model.tokenizer_path or settings.model.path,
-                vocab_size=card.vocabulary_size,
-                model_max_length=card.context_tokens,
-                tool_call_parser=tools,
-                reasoning_parser=reasoning,
-            )
-        )
-
+            "format": "`json` (default), or `prometheus` for gauges labeled by worker.",
+        },
+        alternative_types=(EXPOSITION,),
+    )
     async def _loads(self, request: web.Request) -> web.Response:
         with self.metrics.get_loads.time():
             return self._loads_of(request)
@@ -305,9 +227,56 @@ class InfoEndpoints:
             )
         )
 
+    @operation(
+        "GET",
+        "/get_load",
+        "Load of each worker. Deprecated: use /v1/loads.",
+        reply=list[OlderLoad],
+        deprecated=True,
+    )
+    async def _older_loads(self, _: web.Request) -> web.Response:
+        return json_reply(
+            [
+                OlderLoad(
+                    dp_rank=load.dp_rank,
+                    num_reqs=load.num_total_reqs,
+                    num_waiting_reqs=load.num_waiting_reqs,
+                    num_tokens=load.num_total_tokens,
+                )
+                for load in self._each()
+            ]
+        )
+
+    @operation("GET", "/version", "Version of the server.", reply=Version)
+    async def _show_version(self, _: web.Request) -> web.Response:
+        return json_reply(Version(_VERSION))
+
+    @operation(
+        "GET",
+        "/tokenizer_info",
+        "Tokenizer information: vocabulary size and context length.",
+        reply=TokenizerInfo,
+    )
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        settings, card = self.runtime.settings, await self.tokenizers.card()
+        tools, reasoning = parsers_of(settings.gateway, card)
+        return json_reply(
+            TokenizerInfo(
+                tokenizer_path=settings.model.tokenizer_path or settings.model.path,
+                vocab_size=card.vocabulary_size,
+                model_max_length=card.context_tokens,
+                tool_call_parser=tools,
+                reasoning_parser=reasoning,
+            )
+        )
+
+    @operation("GET", "/model_info", "Model information.", reply=ModelInfo)
+    @operation("GET", "/get_model_info", "Model information.", reply=ModelInfo, deprecated=True)
     async def _model_info(self, _: web.Request) -> web.Response:
         return json_reply(await self._describe())
 
+    @operation("GET", "/server_info", _SERVER_INFO, reply=ServerInfo)
+    @operation("GET", "/get_server_info", _SERVER_INFO, reply=ServerInfo, deprecated=True)
     async def _server_info(self, _: web.Request) -> web.Response:
         settings, model = self.runtime.settings, await self._describe()
         loads = self._each()

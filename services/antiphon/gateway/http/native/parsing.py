@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from antiphon.gateway.http.core.chat import to_json
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import Tools
-from antiphon.gateway.http.core.operation import Operation
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.formats import reasoning_format, tool_format
 from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
@@ -18,7 +17,6 @@ from antiphon.gateway.parsing.tools.tool import OfferedTools, read_tools
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.wire.schemas import Json
 
 Object = dict[str, msgspec.Raw]
@@ -70,44 +68,35 @@ class SeparateReply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-@dataclass(frozen=True)
-class ParsingEndpoints:
-    response_handler: ResponseHandler
-
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/parse_function_call",
-                self._calls,
-                "Parse the tool calls in a text.",
-                body=ParseBody,
-                reply=ParseReply,
-                examples=(
-                    {
-                        "text": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
-                        "tools": [{"type": "function", "function": {"name": "f"}}],
-                        "tool_call_parser": "hermes",
-                    },
-                ),
-            ),
-            Operation(
-                "POST",
-                "/separate_reasoning",
-                self._separate,
-                "Separate the reasoning from a text.",
-                body=SeparateBody,
-                reply=SeparateReply,
-                unsupported=_SEPARATE,
-                examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
-            ),
-        ]
-
+class ParsingEndpoints(Endpoints):
+    @operation(
+        "POST",
+        "/parse_function_call",
+        "Parse the tool calls in a text.",
+        body=ParseBody,
+        reply=ParseReply,
+        examples=(
+            {
+                "text": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_call_parser": "hermes",
+            },
+        ),
+    )
     async def _calls(self, request: web.Request) -> web.Response:
         return await self.response_handler.compute(
             request, ParseBody, parsed_calls, inline_bytes_max=_INLINE_BYTES_MAX
         )
 
+    @operation(
+        "POST",
+        "/separate_reasoning",
+        "Separate the reasoning from a text.",
+        body=SeparateBody,
+        reply=SeparateReply,
+        unsupported=_SEPARATE,
+        examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
+    )
     async def _separate(self, request: web.Request) -> web.Response:
         return await self.response_handler.compute(
             request, SeparateBody, separated, _SEPARATE, inline_bytes_max=_INLINE_BYTES_MAX

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.limits import Json
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
     PoolingEndpoints,
@@ -23,13 +23,10 @@ from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.sampling import Dimensions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiohttp import web
 
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.pooling import Prompt
-    from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import PoolingCard
 
 
@@ -76,35 +73,16 @@ class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
     embedding: list[float]
 
 
-@dataclass(frozen=True)
 class OllamaEmbeddingEndpoints(PoolingEndpoints):
-    served: Sequence[ModelName]
-
-    def operations(self) -> list[Operation]:
-        return [
-            Operation(
-                "POST",
-                "/api/embed",
-                self._embed,
-                "Create embedding vectors. Requires an embedding model.",
-                body=OllamaEmbedBody,
-                reply=OllamaEmbedReply,
-                unsupported=OLLAMA_EMBED_UNSUPPORTED,
-                examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
-            ),
-            Operation(
-                "POST",
-                "/api/embeddings",
-                self._embed_one,
-                "Create an embedding vector. Requires an embedding model. "
-                "Deprecated: use /api/embed.",
-                body=OllamaEmbeddingBody,
-                reply=OllamaEmbeddingReply,
-                examples=({"prompt": "Hello"},),
-                deprecated=True,
-            ),
-        ]
-
+    @operation(
+        "POST",
+        "/api/embed",
+        "Create embedding vectors. Requires an embedding model.",
+        body=OllamaEmbedBody,
+        reply=OllamaEmbedReply,
+        unsupported=OLLAMA_EMBED_UNSUPPORTED,
+        examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
+    )
     async def _embed(self, request: web.Request) -> web.Response:
         began = time.monotonic()
         card = await self.embedder()
@@ -124,6 +102,15 @@ class OllamaEmbeddingEndpoints(PoolingEndpoints):
             )
         )
 
+    @operation(
+        "POST",
+        "/api/embeddings",
+        "Create an embedding vector. Requires an embedding model. Deprecated: use /api/embed.",
+        body=OllamaEmbeddingBody,
+        reply=OllamaEmbeddingReply,
+        examples=({"prompt": "Hello"},),
+        deprecated=True,
+    )
     async def _embed_one(self, request: web.Request) -> web.Response:
         card = await self.embedder()
         gen_requests = await self.response_handler.parse_body(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.http.core.chat import with_end_token
-from antiphon.gateway.http.core.operation import Operation, json_reply
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
+from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.writer import NDJSON
 from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate
 from antiphon.gateway.http.ollama.schema import (
@@ -25,65 +25,38 @@ from antiphon.gateway.http.ollama.write import (
     chat_reply,
     generate_reply,
 )
-from antiphon.wire.errors import UnknownModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.http.ollama.schema import OllamaBody
     from antiphon.gateway.http.ollama.write import ReplyFormat
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.ids import ModelName
 
 
-@dataclass(frozen=True)
-class OllamaGenerationEndpoints:
-    response_handler: ResponseHandler
-    tokenizers: TokenizerClient
-    model: ModelName
-    served: Sequence[ModelName]
+_HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
-    def operations(self) -> list[Operation]:
-        hello = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
-        return [
-            Operation(
-                "POST",
-                "/api/chat",
-                self._chat,
-                "Generate the assistant's reply to a conversation.",
-                body=OllamaChatBody,
-                reply=OllamaChatReply,
-                streamed_as=NDJSON,
-                unsupported=OLLAMA_CHAT_UNSUPPORTED,
-                examples=(
-                    hello,
-                    hello | {"stream": False, "format": "json", "options": {"num_predict": 32}},
-                    hello | {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0}},
-                    {"messages": []},
-                ),
-            ),
-            Operation(
-                "POST",
-                "/api/generate",
-                self._generate,
-                "Generate text for a prompt.",
-                body=OllamaGenerateBody,
-                reply=OllamaGenerateReply,
-                streamed_as=NDJSON,
-                unsupported=OLLAMA_GENERATE_UNSUPPORTED,
-                examples=(
-                    {"prompt": "What is 2 + 3?", "system": "Be brief.", "stream": False},
-                    {"prompt": "Once upon a time", "raw": True, "options": {"num_predict": 8}},
-                ),
-            ),
-        ]
 
+class OllamaGenerationEndpoints(Endpoints):
+    @operation(
+        "POST",
+        "/api/chat",
+        "Generate the assistant's reply to a conversation.",
+        body=OllamaChatBody,
+        reply=OllamaChatReply,
+        streamed_as=NDJSON,
+        unsupported=OLLAMA_CHAT_UNSUPPORTED,
+        examples=(
+            _HELLO,
+            _HELLO | {"stream": False, "format": "json", "options": {"num_predict": 32}},
+            _HELLO | {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0}},
+            {"messages": []},
+        ),
+    )
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         body, parsed = await self.response_handler.parse_body(
@@ -94,6 +67,19 @@ class OllamaGenerationEndpoints:
         )
         return await self._answer(request, body, parsed, chat_reply)
 
+    @operation(
+        "POST",
+        "/api/generate",
+        "Generate text for a prompt.",
+        body=OllamaGenerateBody,
+        reply=OllamaGenerateReply,
+        streamed_as=NDJSON,
+        unsupported=OLLAMA_GENERATE_UNSUPPORTED,
+        examples=(
+            {"prompt": "What is 2 + 3?", "system": "Be brief.", "stream": False},
+            {"prompt": "Once upon a time", "raw": True, "options": {"num_predict": 8}},
+        ),
+    )
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         body, parsed = await self.response_handler.parse_body(
@@ -124,8 +110,6 @@ class OllamaGenerationEndpoints:
 
     def _loaded(self, body: OllamaBody, reply: ReplyFormat) -> web.Response:
         """Respond to a request that only checks that the model is loaded."""
-        other = model_of(body.model, self.served)
-        if other is not None:
-            raise UnknownModel.of(other, self.served)
+        self.check_model(model_of(body.model, self.served))
         loaded = reply(body.model or self.model, OllamaPiece())
         return json_reply(msgspec.structs.replace(loaded, done=True, done_reason="load"))

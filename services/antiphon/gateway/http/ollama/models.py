@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.operation import Operation, json_reply, refusal
 from antiphon.gateway.http.core.writer import NDJSON, line
@@ -17,16 +19,12 @@ from antiphon.gateway.http.ollama.parse import model_of, tagged
 from antiphon.gateway.http.ollama.schema import OllamaOptions, written
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.gateway.requests.generation_request import set_fields
-from antiphon.model_card.served_model import served_names
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported
 from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.http.core.respond import ResponseHandler
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
-    from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import EncodeReply
 
@@ -143,110 +141,62 @@ class OllamaVersion(msgspec.Struct, frozen=True):
     version: str
 
 
-class OllamaModelsEndpoints:
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        runtime: Runtime,
-        model: ModelName,
-        access: Access,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._runtime = runtime
-        self._model = model
-        self._served = served_names(runtime.settings)
-        self._access = access
-        self._name = tagged(model)
-        self._digest = _digest(runtime.settings.cluster.model_digest, model)
-        self._since = written(datetime.fromtimestamp(runtime.clock.unix_ms() / 1000, UTC))
+@dataclass(frozen=True)
+class OllamaModelsEndpoints(Endpoints):
+    access: Access
+    since_unix_ms: int  # start time of this gateway
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("GET", "/api/tags", self._list, "List the served model.", reply=OllamaModels),
-            Operation(
-                "GET",
-                "/api/ps",
-                self._running,
-                "List the served model if a worker is running it.",
-                reply=OllamaProcesses,
-            ),
-            Operation(
-                "POST",
-                "/api/show",
-                self._show,
-                "Show model information.",
-                body=ShowBody,
-                reply=OllamaShowReply,
-                examples=({},),
-            ),
-            Operation(
-                "GET",
-                "/api/version",
-                self._version,
-                "Version of the Ollama API that is implemented.",
-                reply=OllamaVersion,
-            ),
-            Operation(
-                "POST",
-                "/api/pull",
-                self._pull,
-                "Pull a model. Succeeds for the served model; other models are not downloaded.",
-                body=PullBody,
-                reply=PullStatus,
-                streamed_as=NDJSON,
-                examples=({"stream": False},),
-            ),
+            *super().operations(),
             *(
                 Operation(method, path, refusal(Unsupported, reason), f"Not supported: {reason}.")
                 for path, (method, reason) in _UNSERVED.items()
             ),
         ]
 
+    @operation("GET", "/api/tags", "List the served model.", reply=OllamaModels)
     async def _list(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(OllamaModels(()))
-        model = OllamaModel(
-            name=self._name,
-            model=self._name,
-            modified_at=self._since,
-            size=self._weight_bytes(),
-            digest=self._digest,
-            details=await self._details(),
-        )
+        model = OllamaModel(modified_at=self._since, **await self._described())
         return json_reply(OllamaModels((model,)))
 
+    @operation(
+        "GET",
+        "/api/ps",
+        "List the served model if a worker is running it.",
+        reply=OllamaProcesses,
+    )
     async def _running(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(OllamaProcesses(()))
-        beats = [peer.heartbeat for peer in self._runtime.peers.accepting_work(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self.runtime.peers.accepting_work(Role.WORKER)]
         contexts = [beat.worker.context_tokens for beat in beats if beat.worker is not None]
-        details = await self._details()
-        running = [
-            OllamaProcess(
-                name=self._name,
-                model=self._name,
-                size=self._weight_bytes(),
-                digest=self._digest,
-                details=details,
-                context_length=max(contexts),
-            )
-            for _ in contexts[:1]
-        ]
-        return json_reply(OllamaProcesses(tuple(running)))
+        if not contexts:
+            return json_reply(OllamaProcesses(()))
+        running = OllamaProcess(context_length=max(contexts), **await self._described())
+        return json_reply(OllamaProcesses((running,)))
 
+    @operation(
+        "POST",
+        "/api/show",
+        "Show model information.",
+        body=ShowBody,
+        reply=OllamaShowReply,
+        examples=({},),
+    )
     async def _show(self, request: web.Request) -> web.Response:
-        name = await self._response_handler.parse_body(
+        name = await self.response_handler.parse_body(
             request, ShowBody, _requested_name, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        other = model_of(name, self._served)
+        other = model_of(name, self.served)
         if not self._shown(request):
-            raise UnknownModel.of(other or self._model, ())
+            raise UnknownModel.of(other or self.model, ())
         if other is not None:
-            raise UnknownModel.of(other, self._served)
-        card = await self._tokenizers.card()
-        tools, reasoning = parsers_of(self._runtime.settings.gateway, card)
+            raise UnknownModel.of(other, self.served)
+        card = await self.tokenizers.card()
+        tools, reasoning = parsers_of(self.runtime.settings.gateway, card)
         capabilities = {"completion": True, "tools": tools, "thinking": reasoning}
         return json_reply(
             OllamaShowReply(
@@ -255,7 +205,7 @@ class OllamaModelsEndpoints:
                 # Clients look up the context length under the architecture's name.
                 model_info={
                     "general.architecture": (family := card.model_type or _FAMILY),
-                    "general.basename": self._model,
+                    "general.basename": self.model,
                     "general.parameter_count": self._parameter_count(),
                     f"{family}.context_length": card.context_tokens,
                     f"{family}.vocab_size": card.vocabulary_size,
@@ -265,16 +215,34 @@ class OllamaModelsEndpoints:
             )
         )
 
+    @operation(
+        "GET",
+        "/api/version",
+        "Version of the Ollama API that is implemented.",
+        reply=OllamaVersion,
+    )
+    async def _version(self, _: web.Request) -> web.Response:
+        return json_reply(OllamaVersion(API_VERSION))
+
+    @operation(
+        "POST",
+        "/api/pull",
+        "Pull a model. Succeeds for the served model; other models are not downloaded.",
+        body=PullBody,
+        reply=PullStatus,
+        streamed_as=NDJSON,
+        examples=({"stream": False},),
+    )
     async def _pull(self, request: web.Request) -> web.Response:
         """Nothing is downloaded; clients pull before they run a model."""
-        body = await self._response_handler.parse_body(
+        body = await self.response_handler.parse_body(
             request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        other = model_of(_requested_name(body), self._served)
+        other = model_of(_requested_name(body), self.served)
         if other is not None or not self._shown(request):
             raise UnknownModel(
-                f"model '{other or self._model}' is not served and cannot be downloaded: "
-                f"{_CHOSEN}; this server serves {', '.join(self._served)}",
+                f"model '{other or self.model}' is not served and cannot be downloaded: "
+                f"{_CHOSEN}; this server serves {', '.join(self.served)}",
                 param="model",
             )
         if body.stream is False:
@@ -283,13 +251,23 @@ class OllamaModelsEndpoints:
         lines = b"".join(line(msgspec.json.encode(PullStatus(step))) for step in steps)
         return web.Response(body=lines, content_type=NDJSON)
 
+    async def _described(self) -> dict[str, Any]:
+        """Fields of the model, listed or running."""
+        return {
+            "name": tagged(self.model),
+            "model": tagged(self.model),
+            "size": self._weight_bytes(),
+            "digest": _digest(self.runtime.settings.cluster.model_digest, self.model),
+            "details": await self._details(),
+        }
+
     async def _details(self) -> OllamaDetails:
         """Describe the weights: their family from the tokenizer, their size from workers."""
         try:
-            family = (await self._tokenizers.card()).model_type or _FAMILY
+            family = (await self.tokenizers.card()).model_type or _FAMILY
         except EngineError:
             family = _FAMILY  # unknown until a tokenizer has replied
-        model = self._runtime.settings.model
+        model = self.runtime.settings.model
         stored = str(model.quantization or "")
         return OllamaDetails(
             format="safetensors",
@@ -301,21 +279,22 @@ class OllamaModelsEndpoints:
 
     def _weight_bytes(self) -> int:
         """Weight bytes of the model in a worker's memory; 0 while there is no worker."""
-        beats = [peer.heartbeat for peer in self._runtime.peers.with_role(Role.WORKER)]
+        beats = [peer.heartbeat for peer in self.runtime.peers.with_role(Role.WORKER)]
         figures = [beat.worker.figures for beat in beats if beat.worker is not None]
         return max((each.weight_bytes for each in figures), default=0)
 
     def _parameter_count(self) -> int:
         """Approximate number of parameters, from the weight bytes and the configured dtype."""
-        model = self._runtime.settings.model
+        model = self.runtime.settings.model
         item_bytes = 1 if model.quantization else _ITEM_BYTES.get(str(model.dtype), 2)
         return self._weight_bytes() // item_bytes
 
-    def _shown(self, request: web.Request) -> bool:
-        return self._access.may_use_model(tenant_of(request), self._model)
+    @property
+    def _since(self) -> str:
+        return written(datetime.fromtimestamp(self.since_unix_ms / 1000, UTC))
 
-    async def _version(self, _: web.Request) -> web.Response:
-        return json_reply(OllamaVersion(API_VERSION))
+    def _shown(self, request: web.Request) -> bool:
+        return self.access.may_use_model(tenant_of(request), self.model)
 
 
 def _digest(configured: str, model: ModelName) -> str:
