@@ -22,13 +22,14 @@ from antiphon.gateway.http.native.schema import (
     GENERATE_UNSUPPORTED,
     GenerateBody,
 )
-from antiphon.gateway.http.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingBody
 from antiphon.gateway.http.ollama.models import ShowBody
 from antiphon.gateway.http.ollama.schema import (
     OLLAMA_CHAT_UNSUPPORTED,
     OLLAMA_EMBED_UNSUPPORTED,
     OLLAMA_GENERATE_UNSUPPORTED,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
     OllamaGenerateBody,
 )
 from antiphon.gateway.http.openai import unsupported as openai

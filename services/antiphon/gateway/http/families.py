@@ -16,8 +16,7 @@ from antiphon.gateway.http.native.endpoints import GenerateEndpoints
 from antiphon.gateway.http.native.health import HealthEndpoints
 from antiphon.gateway.http.native.info import InfoEndpoints
 from antiphon.gateway.http.native.parsing import ParsingEndpoints
-from antiphon.gateway.http.ollama.embeddings import OllamaEmbeddingEndpoints
-from antiphon.gateway.http.ollama.endpoints import OllamaGenerationEndpoints
+from antiphon.gateway.http.ollama.endpoints import OllamaEndpoints
 from antiphon.gateway.http.ollama.models import OllamaModelsEndpoints
 from antiphon.gateway.http.openai.embeddings import EmbeddingsEndpoints
 from antiphon.gateway.http.openai.endpoints import CompletionsEndpoints
@@ -86,8 +85,7 @@ def all_operations(
         RerankEndpoints(*common),
         EncodeEndpoints(*common),
         GenerateEndpoints(*common, sessions, in_session, workers.dp_rank),
-        OllamaEmbeddingEndpoints(*common),
-        OllamaGenerationEndpoints(*common),
+        OllamaEndpoints(*common),
         OllamaModelsEndpoints(*common, access, since_unix_ms=runtime.clock.unix_ms()),
         InfoEndpoints(*common, workers, metrics_ports, submission.metrics),
         HealthEndpoints(*common),

@@ -1,21 +1,32 @@
-"""/api/chat and /api/generate."""
+"""/api/chat, /api/generate and /api/embed."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.http.core.chat import with_end_token
-from antiphon.gateway.http.core.endpoints import Endpoints, operation
+from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.operation import json_reply
+from antiphon.gateway.http.core.pooling import (
+    PoolingEndpoints,
+    check_not_blank,
+    pooling_requests,
+)
 from antiphon.gateway.http.core.writer import NDJSON
-from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate
+from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate, tagged
 from antiphon.gateway.http.ollama.schema import (
     OLLAMA_CHAT_UNSUPPORTED,
+    OLLAMA_EMBED_UNSUPPORTED,
     OLLAMA_GENERATE_UNSUPPORTED,
     OllamaChatBody,
     OllamaChatReply,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
+    OllamaEmbeddingReply,
+    OllamaEmbedReply,
     OllamaGenerateBody,
     OllamaGenerateReply,
 )
@@ -25,6 +36,7 @@ from antiphon.gateway.http.ollama.write import (
     chat_reply,
     generate_reply,
 )
+from antiphon.gateway.requests.pooling import pool_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,13 +47,16 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
     from antiphon.gateway.http.ollama.schema import OllamaBody
     from antiphon.gateway.http.ollama.write import ReplyFormat
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.pooling import Prompt
     from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.tokenize import PoolingCard
 
 
 _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
-class OllamaGenerationEndpoints(Endpoints):
+class OllamaEndpoints(PoolingEndpoints):
     @operation(
         "POST",
         "/api/chat",
@@ -113,3 +128,72 @@ class OllamaGenerationEndpoints(Endpoints):
         self.check_model(model_of(body.model, self.served))
         loaded = reply(body.model or self.model, OllamaPiece())
         return json_reply(msgspec.structs.replace(loaded, done=True, done_reason="load"))
+
+    @operation(
+        "POST",
+        "/api/embed",
+        "Create embedding vectors. Requires an embedding model.",
+        body=OllamaEmbedBody,
+        reply=OllamaEmbedReply,
+        unsupported=OLLAMA_EMBED_UNSUPPORTED,
+        examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
+    )
+    async def _embed(self, request: web.Request) -> web.Response:
+        began = time.monotonic()
+        card = await self.embedder()
+        gen_requests = await self.response_handler.parse_body(
+            request,
+            OllamaEmbedBody,
+            lambda body: self._requests(body, card),
+            OLLAMA_EMBED_UNSUPPORTED,
+        )
+        pooled = await self.pooled(request, gen_requests)
+        return json_reply(
+            OllamaEmbedReply(
+                model=tagged(self.served[0]),
+                embeddings=[one.numbers for one in pooled],
+                total_duration=int((time.monotonic() - began) * 1e9),
+                prompt_eval_count=sum(one.usage.prompt_tokens for one in pooled),
+            )
+        )
+
+    @operation(
+        "POST",
+        "/api/embeddings",
+        "Create an embedding vector. Requires an embedding model. Deprecated: use /api/embed.",
+        body=OllamaEmbeddingBody,
+        reply=OllamaEmbeddingReply,
+        examples=({"prompt": "Hello"},),
+        deprecated=True,
+    )
+    async def _embed_one(self, request: web.Request) -> web.Response:
+        card = await self.embedder()
+        gen_requests = await self.response_handler.parse_body(
+            request, OllamaEmbeddingBody, lambda body: self._requests(body, card)
+        )
+        (pooled,) = await self.pooled(request, gen_requests)
+        return json_reply(OllamaEmbeddingReply(pooled.numbers))
+
+    def _requests(
+        self, body: OllamaEmbedBody | OllamaEmbeddingBody, card: PoolingCard
+    ) -> list[GenerationRequest]:
+        if isinstance(body, OllamaEmbeddingBody):
+            field, given, dimensions, truncate = "prompt", body.prompt, None, None
+        else:
+            field, given, dimensions = "input", body.input, body.dimensions
+            truncate = body.truncate
+        prompts: list[Prompt] = [given] if isinstance(given, str) else [*given]
+        check_not_blank(prompts, field)
+        gen_requests = pooling_requests(
+            prompts,
+            api="ollama",
+            field=field,
+            model=model_of(body.model, self.served),
+            pool=pool_params(card, dimensions),
+        )
+        if truncate is not False:
+            return gen_requests
+        return [
+            msgspec.structs.replace(gen_request, auto_truncate=False)
+            for gen_request in gen_requests
+        ]

@@ -1,4 +1,4 @@
-"""Bodies, rejected fields and responses of /api/chat and /api/generate.
+"""Bodies, rejected fields and responses of generation and embedding.
 
 A null is equivalent to an omitted field. Ollama options that configure model loading (`num_ctx`,
 `num_gpu`, ...) are ignored: loading is configured by the operator.
@@ -15,8 +15,9 @@ from msgspec import Meta
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import CallId, Json, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
+from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import SamplingFields, Stops
-from antiphon.wire.sampling import RepetitionPenalty, Seed
+from antiphon.wire.sampling import Dimensions, RepetitionPenalty, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,6 +133,33 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     """Whether to use the prompt as is, without a chat template."""
 
 
+class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    """Name of the served model. Optional."""
+    options: Json | None = None
+    """Accepted and ignored: no tokens are sampled."""
+    keep_alive: str | float | None = None
+    """Accepted and ignored: the model stays loaded."""
+
+
+class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
+    """Create an embedding vector for each input."""
+
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
+    """Text to embed, or a list of texts."""
+    dimensions: Dimensions | None = None
+    """Number of leading dimensions to return, for Matryoshka models."""
+    truncate: bool | None = None
+    """Whether to truncate a text that is too long. Only false is supported."""
+
+
+class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
+    """Create an embedding vector for one text."""
+
+    prompt: str
+    """Text to embed."""
+
+
 _CUT = UnsupportedField("truncation of prompts is configured by the operator", (False,))
 
 OLLAMA_CHAT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
@@ -204,6 +232,22 @@ class OllamaGenerateReply(OllamaReply, frozen=True, kw_only=True):
 
     response: str
     thinking: str | UnsetType = UNSET
+
+
+class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Embedding vectors, in the order of the inputs. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
+    """One embedding vector."""
+
+    embedding: list[float]
 
 
 def now() -> str:
