@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.stream.group import StreamGroup
+    from antiphon.gateway.stream.stream import StreamGroup
 
 COMMENT = b": ping"
 BODIES: dict[str, Body] = {

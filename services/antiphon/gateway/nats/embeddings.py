@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vector
+from antiphon.gateway.requests.pooling import OPEN_MAX, Pooled, Prompt, pool_params, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
-from antiphon.gateway.stream.group import CollectedResponse
-from antiphon.service.endpoint import RequestEndpoint
+from antiphon.gateway.stream.stream import CollectedResponse
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import gather
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
-from antiphon.wire.generate import EmbedReply
+from antiphon.wire.generate import EmbedReply, EmbedRequest
 from antiphon.wire.routes import EMBED
 from antiphon.wire.sampling import PoolParams
 
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.gateway.requests.submission import Submission, TokenOutputBudget
-    from antiphon.service.endpoint import Endpoint
-    from antiphon.wire.generate import EmbedRequest
     from antiphon.wire.ids import TenantId
     from antiphon.wire.tokenize import PoolingCard
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
-from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
+from antiphon.gateway.owner.actions import Ended, Finished, StreamEvent, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
-from antiphon.gateway.stream.stream import raise_if_failed
-from antiphon.service.endpoint import RequestEndpoint
+from antiphon.gateway.stream.stream import RequestStream, raise_if_failed
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
@@ -34,8 +34,10 @@ from antiphon.wire.generate import (
     GenerateCancel,
     GenerateDone,
     GenerateEnd,
+    GenerateRequest,
     GenerateResume,
     GenerateText,
+    TextCursor,
 )
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
@@ -46,11 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.endpoint import Endpoint
-    from antiphon.wire.generate import GenerateRequest, TextCursor
     from antiphon.wire.ids import ClientKey, InstanceId, RequestId, TenantId
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -12,7 +12,7 @@ from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.text.stop_patterns import check_patterns
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
-from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
+from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, InstanceId, TenantId
 from antiphon.wire.sampling import (
     BIAS_MAX,
     GRAMMAR_TEXT_MAX,
@@ -31,10 +31,7 @@ from antiphon.wire.token_outputs import pack_floats
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from antiphon.config.settings import Settings
-    from antiphon.wire.ids import InstanceId
 
 SEED_BITS = 63
 

@@ -9,11 +9,10 @@ import msgspec
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import Cancelled, InvalidRequest
 from antiphon.wire.sampling import PoolParams
-from antiphon.wire.token_outputs import unpack_floats
+from antiphon.wire.token_outputs import TokenOutputs, unpack_floats
 
 if TYPE_CHECKING:
-    from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.wire.token_outputs import TokenOutputs
+    from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.tokenize import PoolingCard
 
 OPEN_MAX = 64

@@ -13,15 +13,17 @@ import msgspec
 
 from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.parsing.grammars import after_thinking
-from antiphon.gateway.request_log.request_log import RecordedStream
+from antiphon.gateway.request_log.request_log import RecordedStream, RequestLog
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
+    GenerationRequest,
     Seeds,
+    TokenOutputFields,
     answer_tokens,
     sampling_params,
     validate_request,
 )
-from antiphon.gateway.requests.tokenizer_client import truncated
+from antiphon.gateway.requests.tokenizer_client import TokenizerClient, truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
@@ -36,7 +38,7 @@ from antiphon.wire.errors import (
     UnknownModel,
     Unsupported,
 )
-from antiphon.wire.ids import new_request_id
+from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
 
@@ -46,12 +48,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.gateway.owner.driver import OwnerDriver
-    from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.gateway.request_metrics import GatewayMetrics
-    from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
-    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
     from antiphon.wire.tokenize import EncodeReply
 
 

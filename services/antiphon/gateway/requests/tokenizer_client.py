@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.gateway import read_template_kwargs
-from antiphon.gateway.parsing.formats import formats_of
+from antiphon.gateway.parsing.formats import Formats, formats_of
 from antiphon.service.clock import deadline_in, remaining_s
-from antiphon.service.peers import Liveness, PeerChange
+from antiphon.service.peers import Liveness, Peer, PeerChange
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import (
@@ -30,7 +30,7 @@ from antiphon.wire.errors import (
     PromptTooLong,
     Unavailable,
 )
-from antiphon.wire.ids import new_request_id
+from antiphon.wire.ids import ModelName, RequestId, new_request_id
 from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
 from antiphon.wire.tokenize import (
     CancelEncode,
@@ -43,11 +43,8 @@ from antiphon.wire.tokenize import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName, RequestId
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import msgspec
 
 from antiphon.gateway.http.anthropic.schema import (
+    Block,
     ContextManagement,
+    MessageParam,
+    MessagesBody,
     OutputConfig,
+    OutputFormat,
+    PromptBody,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ThinkingBody,
+    ToolBody,
     ToolResultBlock,
     ToolUseBlock,
     Unread,
@@ -27,9 +33,15 @@ from antiphon.gateway.http.core.chat import (
 )
 from antiphon.gateway.http.core.fields import decode, model_of
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
-from antiphon.gateway.http.core.sampling_fields import single_grammar
-from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered, plan_tools
-from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.gateway.http.core.sampling_fields import RequestedGrammar, single_grammar
+from antiphon.gateway.parsing.tools.choice import (
+    Mode,
+    ToolChoice,
+    ToolPlan,
+    not_offered,
+    plan_tools,
+)
+from antiphon.gateway.parsing.tools.tool import Tool, read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
@@ -42,19 +54,8 @@ from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from antiphon.gateway.http.anthropic.schema import (
-        Block,
-        MessageParam,
-        MessagesBody,
-        OutputFormat,
-        PromptBody,
-        ToolBody,
-    )
-    from antiphon.gateway.http.core.sampling_fields import RequestedGrammar
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.parsing.reasoning import ReasoningFormat
-    from antiphon.gateway.parsing.tools.choice import ToolPlan
-    from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json
 
 E = TypeVar("E", bound=InvalidRequest)

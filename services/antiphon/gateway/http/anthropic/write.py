@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.anthropic.parse import ThinkingDisplay
+from antiphon.gateway.http.anthropic.parse import ParsedMessagesRequest, ThinkingDisplay
 from antiphon.gateway.http.anthropic.schema import (
+    AnswerBlock,
     BlockDelta,
+    BlockEvent,
     BlockStart,
     BlockStop,
     InputJsonDelta,
@@ -22,6 +24,7 @@ from antiphon.gateway.http.anthropic.schema import (
     Ping,
     SignatureDelta,
     Stop,
+    StopReason,
     TextBlock,
     TextBlockDelta,
     ThinkingBlock,
@@ -33,18 +36,21 @@ from antiphon.gateway.http.core.errors import messages_envelope
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import ResponseWriter, named_event
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Reasoning,
+)
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from antiphon.gateway.http.anthropic.parse import ParsedMessagesRequest
-    from antiphon.gateway.http.anthropic.schema import AnswerBlock, BlockEvent, StopReason
-    from antiphon.gateway.parsing.events import Event
-    from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.gateway.stream.stream import CollectedResponse, RequestStream
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import ModelName
 

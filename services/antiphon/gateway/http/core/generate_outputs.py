@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
     from antiphon.gateway.owner.actions import TextDelta
-    from antiphon.gateway.stream.group import ChoiceEvent, CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.gateway.stream.stream import ChoiceEvent, CollectedResponse, RequestStream
     from antiphon.wire.ids import InstanceId
     from antiphon.wire.text import Origin
     from antiphon.wire.token_outputs import TokenOutputsChunk

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from antiphon.gateway.stream.group import StreamGroup
+    from antiphon.gateway.stream.stream import StreamGroup
     from antiphon.service.clock import Clock
 
 HEADERS_S = 0.5

@@ -20,7 +20,7 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
 from antiphon.gateway.http.core.writer import CONTENT_TYPE
 from antiphon.gateway.owner.actions import TextDelta
-from antiphon.gateway.stream.group import CollectedResponse, StreamGroup
+from antiphon.gateway.stream.stream import CollectedResponse, StreamGroup
 from antiphon.service.tasks import gather
 from antiphon.wire.errors import EngineError
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.stream.group import ChoiceEvent
-    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.gateway.stream.stream import ChoiceEvent, RequestStream
 
     EventBatches = list[tuple[int, list[ChoiceEvent]]]
     WriterFactory = Callable[[Sequence[RequestStream]], Awaitable[ResponseWriter]]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.owner.actions import Finished, TextDelta
-    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.errors import EngineError
 
 DONE = b"data: [DONE]\n\n"

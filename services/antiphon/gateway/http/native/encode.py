@@ -21,7 +21,7 @@ from antiphon.gateway.http.core.pooling import (
 )
 from antiphon.gateway.http.native.parse import prompts_of
 from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
-from antiphon.gateway.requests.pooling import pool_params
+from antiphon.gateway.requests.pooling import Pooled, pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import Dimensions, Priority, TokenId
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.pooling import Pooled
     from antiphon.wire.tokenize import PoolingCard
 
 

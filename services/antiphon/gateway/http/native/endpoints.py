@@ -17,7 +17,7 @@ from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import weight_version
-from antiphon.gateway.http.native.parse import parse_generate
+from antiphon.gateway.http.native.parse import ParsedGenerateRequest, parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
 from antiphon.wire.codec import unpack_ids
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.sessions import Sessions
     from antiphon.gateway.stream.stream import RequestStream

@@ -9,6 +9,7 @@ import msgspec
 from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import (
     NAME,
+    RequestedGrammar,
     processor_of,
     schema_grammar,
     single_grammar,
@@ -18,14 +19,12 @@ from antiphon.gateway.requests.generation_request import GenerationRequest, Toke
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX, GrammarKind
+from antiphon.wire.sampling import NAMED_MAX, GrammarKind, LogitProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.sampling_fields import RequestedGrammar
     from antiphon.gateway.requests.pooling import Prompt
-    from antiphon.wire.sampling import LogitProcessor
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.owner.actions import Finished, TextDelta
-    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
 

@@ -15,12 +15,19 @@ from antiphon.gateway.http.core.pooling import (
     check_not_blank,
     pooling_requests,
 )
-from antiphon.gateway.http.core.writer import NDJSON
-from antiphon.gateway.http.ollama.parse import model_of, parse_chat, parse_generate, tagged
+from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter
+from antiphon.gateway.http.ollama.parse import (
+    ParsedOllamaRequest,
+    model_of,
+    parse_chat,
+    parse_generate,
+    tagged,
+)
 from antiphon.gateway.http.ollama.schema import (
     OLLAMA_CHAT_UNSUPPORTED,
     OLLAMA_EMBED_UNSUPPORTED,
     OLLAMA_GENERATE_UNSUPPORTED,
+    OllamaBody,
     OllamaChatBody,
     OllamaChatReply,
     OllamaEmbedBody,
@@ -36,19 +43,15 @@ from antiphon.gateway.http.ollama.write import (
     chat_reply,
     generate_reply,
 )
-from antiphon.gateway.requests.pooling import pool_params
+from antiphon.gateway.requests.pooling import Prompt, pool_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
-    from antiphon.gateway.http.ollama.schema import OllamaBody
     from antiphon.gateway.http.ollama.write import ReplyFormat
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.pooling import Prompt
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.tokenize import PoolingCard
 

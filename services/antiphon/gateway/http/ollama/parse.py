@@ -16,7 +16,14 @@ from antiphon.gateway.http.core.chat import (
 )
 from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling_fields import as_tuple
-from antiphon.gateway.http.ollama.schema import OLLAMA_OPTIONS_UNSUPPORTED, OllamaOptions
+from antiphon.gateway.http.ollama.schema import (
+    OLLAMA_OPTIONS_UNSUPPORTED,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaOptions,
+    OllamaTurn,
+)
 from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
@@ -33,12 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.http.core.limits import Json
-    from antiphon.gateway.http.ollama.schema import (
-        OllamaBody,
-        OllamaChatBody,
-        OllamaGenerateBody,
-        OllamaTurn,
-    )
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.wire.ids import ModelName
     from antiphon.wire.schemas import Json as JsonValue

@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.gateway.http.core.errors import plain
 from antiphon.gateway.http.core.limits import Json
-from antiphon.gateway.http.core.logprobs import chat_logprobs
+from antiphon.gateway.http.core.logprobs import TokenLogprob, chat_logprobs
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter, line
 from antiphon.gateway.http.ollama.schema import (
@@ -24,18 +24,21 @@ from antiphon.gateway.http.ollama.schema import (
     now,
 )
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.gateway.parsing.events import CallEnd, Collector, Content, Reasoning
-from antiphon.wire.base import FinishReason
+from antiphon.gateway.parsing.events import (
+    CallEnd,
+    Collector,
+    Content,
+    Event,
+    ParsedToolCall,
+    Reasoning,
+)
+from antiphon.wire.base import FinishReason, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from antiphon.gateway.http.core.logprobs import TokenLogprob
     from antiphon.gateway.http.ollama.parse import ParsedOllamaRequest
-    from antiphon.gateway.parsing.events import Event, ParsedToolCall
-    from antiphon.gateway.stream.group import CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.base import Usage
+    from antiphon.gateway.stream.stream import CollectedResponse, RequestStream
     from antiphon.wire.errors import EngineError
     from antiphon.wire.token_outputs import TokenOutputsChunk
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.tokenize import PoolingCard
 
 

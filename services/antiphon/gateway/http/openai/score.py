@@ -30,7 +30,7 @@ from antiphon.wire.sampling import NAMED_MAX, TokenId, TokenOutputParams
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import CollectedResponse
 
 _Items = Meta(min_length=1, max_length=PROMPTS_MAX)
 

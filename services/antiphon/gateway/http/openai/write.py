@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.meta_info import MetaInfo
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.parsing.events import Event
-    from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream
     from antiphon.wire.errors import EngineError
     from antiphon.wire.token_outputs import TokenOutputsChunk
 

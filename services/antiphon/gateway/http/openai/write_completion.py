@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.logprobs import TextLogprobs
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.http.openai.write import CompletionHeader
-    from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
-    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.openai.responses.items import Status
     from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
     from antiphon.gateway.http.openai.responses.schema import State
-    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import ModelName
