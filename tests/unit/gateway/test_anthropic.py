@@ -35,6 +35,7 @@ TOOL: Body = {
     "description": "Looks.",
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
 }
+FORM: Body = {"type": "json_schema", "schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call>'
 THOUGHT = ("<thi", "nk>Where ", "is it?", "</think>")
 SIGNATURE = "JtxeUmXt27zkHiDT/AxZSo8gU/Ti7xEJojJzOaUfRY0="
@@ -50,6 +51,18 @@ async def thinker() -> AsyncIterator[House]:
 
 def client(at: House) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=at.url, api_key="none", max_retries=0)
+
+
+async def refusal(at: House, body: Body) -> str:
+    """The message of a 400."""
+    status, reply, _ = await post(at, MESSAGES, HELLO | body)
+    assert status == 400, reply
+    return cast("dict[str, str]", reply["error"])["message"]
+
+
+def warned(headers: object) -> list[str]:
+    """The texts of the warnings of a response."""
+    return [each.split('"')[1] for each in headers.getall("Warning")]  # type: ignore[attr-defined]
 
 
 async def events(at: House, body: Body) -> list[tuple[str, Body]]:
@@ -391,6 +404,7 @@ async def test_a_last_message_of_the_assistant_begins_the_answer(at: House) -> N
             {"context_management": {"edits": [{"type": "compact_20260112"}]}},
             "context_management.edits[0].type",
         ),
+        ({"output_config": {"format": FORM}, "output_format": FORM}, "output_format"),
     ],
 )
 async def test_a_bad_request_is_told_in_one_shape_and_names_the_field(
@@ -429,12 +443,6 @@ async def test_a_number_that_nobody_can_read_is_refused(at: House, said: bytes, 
         assert (await reply.json())["error"]["message"].startswith(field)
 
 
-async def test_two_forms_of_an_answer_are_refused(at: House) -> None:
-    form = {"output_config": {"format": {"type": "json_schema", "schema": {}}}}
-    said = form | {"output_format": {"type": "json_schema", "schema": {}}}
-    assert (await post(at, MESSAGES, HELLO | said))[0] == 400
-
-
 @pytest.mark.parametrize("kind", ["any", "auto"])
 async def test_form_of_an_answer_goes_with_tools(thinker: House, kind: str) -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": {"title": "F"}}}}
@@ -449,8 +457,7 @@ async def test_form_of_an_answer_goes_with_tools(thinker: House, kind: str) -> N
 
 @pytest.mark.parametrize("field", ["output_format", "output_config"])
 async def test_an_answer_is_held_to_a_schema(at: House, field: str) -> None:
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    said = {"output_format": form, "output_config": {"format": form}}
+    said = {"output_format": FORM, "output_config": {"format": FORM}}
     await post(at, MESSAGES, HELLO | {field: said[field]})
     grammar = at.cluster.submits[0].sampling.grammar
     assert grammar is not None
@@ -460,8 +467,8 @@ async def test_an_answer_is_held_to_a_schema(at: House, field: str) -> None:
 async def test_a_schema_with_a_mistake_is_named_as_the_client_said_it(at: House) -> None:
     at.cluster.submit_error = InvalidRequest("no schema", param="grammar")
     form = {"type": "json_schema", "schema": {"type": "no"}}
-    _, reply, _ = await post(at, MESSAGES, HELLO | {"output_config": {"format": form}})
-    assert cast("Body", reply["error"])["message"] == "output_config.format: no schema"
+    message = await refusal(at, {"output_config": {"format": form}})
+    assert message == "output_config.format: no schema"
 
 
 async def test_tools_are_shown_and_chosen_from(thinker: House) -> None:
@@ -527,10 +534,7 @@ async def test_thinking_is_turned_on_and_ended_by_its_budget(thinker: House) -> 
 @pytest.mark.parametrize("budget", [None, 20, 5])
 async def test_a_budget_that_cannot_be_kept_is_refused(thinker: House, budget: int | None) -> None:
     thinking = {"type": "enabled", "budget_tokens": budget}
-    status, reply, _ = await post(thinker, MESSAGES, HELLO | {"thinking": thinking})
-    assert status == 400
-    message = str(cast("Body", reply["error"])["message"])
-    assert message.startswith("thinking.budget_tokens:")
+    assert (await refusal(thinker, {"thinking": thinking})).startswith("thinking.budget_tokens:")
 
 
 async def test_thinking_is_told_as_much_as_is_wanted(thinker: House) -> None:
@@ -635,20 +639,14 @@ async def test_blocks_that_are_not_read_are_unsupported_wherever_they_stand(
         ([{"role": "user", "content": [block]}], "messages[0].content[0].type"),
         ([asked, {"role": "user", "content": [result]}], "messages[1].content[0].content[0].type"),
     ):
-        status, reply, _ = await post(at, MESSAGES, HELLO | {"messages": messages})
-        message = cast("dict[str, str]", reply["error"])["message"]
-        assert status == 400
+        message = await refusal(at, {"messages": messages})
         assert message == f"{at_}: content of type '{kind}' is not supported"
 
 
 async def test_a_strict_tool_that_nothing_can_hold_is_refused() -> None:
     async with house(tool_call_parser="llama3") as at:
         assert (await post(at, MESSAGES, HELLO | {"tools": [TOOL]}))[0] == 200
-        strict = {"tools": [TOOL | {"strict": True}]}
-        status, reply, _ = await post(at, MESSAGES, HELLO | strict)
-        assert status == 400
-        message = cast("dict[str, str]", reply["error"])["message"]
-        assert message.startswith(
+        assert (await refusal(at, {"tools": [TOOL | {"strict": True}]})).startswith(
             "tools[0].strict: no grammar can produce tool calls in the format llama3"
         )
 
@@ -667,8 +665,7 @@ async def test_beta_fields_that_change_nothing_are_ignored_with_a_warning(at: Ho
     for path, said in ((MESSAGES, body), (f"{MESSAGES}/count_tokens", body)):
         status, reply, headers = await post(at, path, said)
         assert status == 200, reply
-        warnings = headers.getall("Warning")  # pyright: ignore[reportAttributeAccessIssue]
-        named = {each.split('"')[1].split(" ")[0] for each in warnings}
+        named = {text.split(" ")[0] for text in warned(headers)}
         assert named == set(body) - set(HELLO)
 
 
@@ -678,8 +675,7 @@ async def test_unknown_fields_are_ignored_with_a_warning(at: House, path: str) -
     for messages in (HELLO["messages"], large):
         body = HELLO | {"messages": messages, "later_beta": {"a": 1}, "b" * 400: 2, "user": "x"}
         status, reply, headers = await post(at, path, body)
-        warnings = headers.getall("Warning")  # pyright: ignore[reportAttributeAccessIssue]
-        named = [each.split('"')[1] for each in warnings]
+        named = warned(headers)
         assert named[1] == "later_beta is ignored: it is not a field of this API"
         assert named[0].startswith("bbb")
         assert len(named[0]) < 256

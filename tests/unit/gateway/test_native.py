@@ -63,6 +63,13 @@ async def generate(at: House, **body: object) -> Reply:
     return cast("Reply", reply)
 
 
+async def streamed(at: House, **body: object) -> list[Reply]:
+    """The events of a stream but its end."""
+    *events, end = await stream(at, GENERATE, {"text": "ab"} | body)
+    assert end == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
 async def get(at: House, path: str, method: str = "GET") -> tuple[int, str]:
     async with (
         aiohttp.ClientSession() as session,
@@ -132,14 +139,9 @@ async def test_one_prompt_in_a_list_gets_a_list(at: House) -> None:
 
 
 async def test_a_stream_tells_all_so_far_and_ends_as_the_whole(at: House) -> None:
-    whole = await generate(at, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
-    events = await stream(
-        at,
-        GENERATE,
-        {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
-    )
-    assert events[-1] == "[DONE]"
-    told = [json.loads(event) for event in events[:-1]]
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    whole = await generate(at, **asked)
+    told = await streamed(at, **asked)
     texts = [event["text"] for event in told]
     assert texts == sorted(texts, key=len)
     last = told[-1]
@@ -152,8 +154,7 @@ async def test_a_stream_tells_all_so_far_and_ends_as_the_whole(at: House) -> Non
 
 async def test_a_stream_tells_only_what_is_new_where_the_operator_says_so() -> None:
     async with house(stream_output=True) as at:
-        events = await stream(at, GENERATE, {"text": ["ab", "c"]})
-        told = [json.loads(event) for event in events[:-1]]
+        told = await streamed(at, text=["ab", "c"])
     for index in (0, 1):
         mine = [event for event in told if event["index"] == index]
         assert "".join(event["text"] for event in mine) == TEXT
@@ -163,8 +164,7 @@ async def test_a_stream_tells_only_what_is_new_where_the_operator_says_so() -> N
 
 async def test_an_interval_is_said_of_events(at: House) -> None:
     sampling = {"stream_interval": 100, "n": 2}
-    events = await stream(at, GENERATE, {"text": "ab", "sampling_params": sampling})
-    told = [json.loads(event) for event in events[:-1]]
+    told = await streamed(at, sampling_params=sampling)
     for index in (0, 1):
         mine = [event for event in told if event["index"] == index]
         assert len(mine) <= 2, "the first token, and the end"
@@ -196,9 +196,10 @@ async def test_log_probabilities_have_every_form(at: House) -> None:
     assert "input_token_logprobs" not in answer_only["meta_info"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_prompt_of_one_token_is_told_of_like_any_other(at: House, streamed: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_prompt_of_one_token_is_told_of_like_any_other(at: House, whole: bool) -> None:
     body: Body = {
+        "text": None,
         "input_ids": [97],
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -206,11 +207,8 @@ async def test_a_prompt_of_one_token_is_told_of_like_any_other(at: House, stream
         "top_logprobs_num": 1,
         "return_hidden_states": True,
     }
-    if streamed:
-        meta = json.loads((await stream(at, GENERATE, body))[-2])["meta_info"]
-    else:
-        _, reply, _ = await post(at, GENERATE, body)
-        meta = cast("Reply", reply)["meta_info"]
+    reply = await generate(at, **body) if whole else (await streamed(at, **body))[-1]
+    meta = reply["meta_info"]
     assert meta["input_token_logprobs"] == [[None, 97, "a"]]
     assert meta["input_top_logprobs"] == [None]
     row = [0.5, 1.5]
@@ -220,9 +218,9 @@ async def test_a_prompt_of_one_token_is_told_of_like_any_other(at: House, stream
 async def test_what_comes_new_tells_of_the_prompt_once() -> None:
     async with house(stream_output=True) as at:
         for prompt in ([97], [97, 98]):
-            body: Body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
-            events = await stream(at, GENERATE, body)
-            told = [json.loads(event)["meta_info"] for event in events[:-1]]
+            asked: Body = {"return_logprob": True, "logprob_start_len": 0}
+            events = await streamed(at, text=None, input_ids=prompt, **asked)
+            told = [event["meta_info"] for event in events]
             read = [meta["input_token_logprobs"] for meta in told if "input_token_logprobs" in meta]
             assert [len(each) for each in read] == [len(prompt)], prompt
             drawn = [len(meta.get("output_token_logprobs", ())) for meta in told]
