@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,7 +106,7 @@ class Node:
         self.deaf_until = 0.0
         self.state = ProcessState.READY
         self.thawed_ms = 0
-        self.replaced: Callable[[Node], None] = _nothing
+        self.replaced: Callable[[Node], None] = lambda _: None
         self._frozen_until = 0.0
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(self.process, "digest", self.clock, patience)
@@ -359,23 +360,16 @@ class SchedulerNode(Node):
                     pass
 
 
+@dataclass
 class Running:
     """One choice in the fake batching loop. Details begin with its first token of an answer."""
 
-    def __init__(
-        self,
-        key: ChoiceKey,
-        state: RequestState,
-        answer: bytes,
-        said: int,
-        details_from: int | None,
-    ) -> None:
-        self.key = key
-        self.state = state
-        self.begun = False
-        self.answer = answer
-        self.said = said
-        self.told = details_from if said == 0 else None if details_from is None else said
+    key: ChoiceKey
+    state: RequestState
+    answer: bytes
+    said: int
+    told: int | None
+    begun: bool = False
 
 
 def details_at(answer: bytes, start: int, stop: int) -> TokenOutputs:
@@ -424,7 +418,7 @@ class WorkerNode(Node):
         self.running: deque[Running] = deque()
         self.step = 0
         self.fickle = 0.0
-        self.begun: Callable[[RequestId, int], None] = _nobody
+        self.begun: Callable[[RequestId, int], None] = lambda _, __: None
         self.left: Callable[[], None] | None = None
         self._paused_until = 0.0
         self._keys: tuple[ChoiceKey, ...] = ()
@@ -500,6 +494,8 @@ class WorkerNode(Node):
                 answer = self._answer(action.state.prompt_ids, action.state.choice)
                 prompt_tokens = len(action.state.prompt_ids) // 4
                 told = action.state.sampling.details_from(prompt_tokens)
+                if told is not None and said:
+                    told = said
                 self.running.append(Running(action.key, action.state, answer, said, told))
             else:
                 self.running = deque(one for one in self.running if one.key != action.key)
@@ -564,14 +560,6 @@ class WorkerNode(Node):
         if self.network.up and self.output.has_unsent:
             for detokenizer, batch in self.output.take():
                 self.say(TOKENS, batch, detokenizer=detokenizer)
-
-
-def _nothing(_: Node) -> None:
-    """Do nothing."""
-
-
-def _nobody(_: RequestId, __: int) -> None:
-    """Nobody counts."""
 
 
 class DetokenizerNode(Node):

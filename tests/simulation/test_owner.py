@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SECOND_S = 1.0
 
@@ -150,10 +150,7 @@ def test_full_queue_ends_a_new_request_and_never_a_running_one() -> None:
 
 
 def test_cancel_is_repeated_until_the_leader_takes_it() -> None:
-    world = World(0)
-    request_id = RequestId("r")
-    world.owner.open(submission(request_id, world.clock))
-    actions = world.owner.cancel(request_id)
+    world, request_id, actions = cancelled()
     assert isinstance(ended_in(actions).error, Cancelled)
     assert cancels(actions) == [request_id]
     world.owner.cancel_answered(request_id, accepted=False)
@@ -165,10 +162,7 @@ def test_cancel_is_repeated_until_the_leader_takes_it() -> None:
 
 
 def test_cancel_is_given_up_when_the_tombstone_has_gone() -> None:
-    world = World(0)
-    request_id = RequestId("r")
-    world.owner.open(submission(request_id, world.clock))
-    world.owner.cancel(request_id)
+    world, request_id, _ = cancelled()
     world.clock.advance(TIMEOUT_S + 10.0)
     world.owner.cancel_answered(request_id, accepted=False)
     world.clock.advance(SECOND_S)
@@ -268,12 +262,9 @@ def test_the_term_of_an_answer_does_not_outlast_the_next_heartbeat() -> None:
 
 def test_batch_for_an_earlier_life_of_the_gateway_is_ignored() -> None:
     world, _ = talking("text")
+    batch = batch_of(world, 2, text="!", n=1, begin=4)
     earlier = msgspec.structs.replace(ME, incarnation="earlier")
-    row = TextRow(
-        request_id=RequestId("r"), choice=0, attempt=attempt(world, 1), text_offset=4, text="!"
-    )
-    batch = TextBatch(detokenizer=world.detokenizer.process, gateway=earlier, seq=2, rows=(row,))
-    assert world.owner.text_arrived(batch) == []
+    assert world.owner.text_arrived(msgspec.structs.replace(batch, gateway=earlier)) == []
 
 
 def test_text_that_does_not_join_ends_the_request_as_a_bug() -> None:
@@ -286,11 +277,7 @@ def test_text_that_does_not_join_ends_the_request_as_a_bug() -> None:
 
 def test_row_beyond_the_text_is_dropped_and_asked_for() -> None:
     world, _ = talking("ab")
-    row = TextRow(
-        request_id=RequestId("r"), choice=0, attempt=attempt(world, 1), text_offset=5, text="z"
-    )
-    batch = TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=2, rows=(row,))
-    actions = world.owner.text_arrived(batch)
+    actions = world.owner.text_arrived(batch_of(world, 2, text="z", n=1, begin=5))
     asked = [action for action in actions if isinstance(action, ResumeText)]
     assert [place.text_offset for place in asked[0].places] == [2]
     assert not any(isinstance(a, Deliver) and isinstance(a.event, TextDelta) for a in actions)
@@ -348,33 +335,30 @@ def check_lists(world: World) -> None:
     assert world.owner.open_count == 0
 
 
-class Say(Protocol):
-    """Let the detokenizer say text in an attempt; `begin` in bytes."""
+def batch_of(
+    world: World, seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None
+) -> TextBatch:
+    """Text of the detokenizer in an attempt; `begin` in bytes."""
+    row = TextRow(
+        request_id=RequestId("r"),
+        choice=0,
+        attempt=attempt(world, n),
+        continues=None if continues is None else attempt(world, continues),
+        text_offset=begin,
+        text=text,
+    )
+    return TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=seq, rows=(row,))
 
-    def __call__(
-        self, seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None
-    ) -> None: ...
 
-
-def talking(text: str) -> tuple[World, Say]:
+def talking(text: str) -> tuple[World, Callable[..., None]]:
     """A world whose one request has been accepted and has shown `text`."""
     world = World(0, loss=0.0)
     request_id = RequestId("r")
     world.open(request_id)
     world.do(world.owner.submit_answered(request_id, accepted(world)))
 
-    def say(seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None) -> None:
-        row = TextRow(
-            request_id=request_id,
-            choice=0,
-            attempt=attempt(world, n),
-            continues=None if continues is None else attempt(world, continues),
-            text_offset=begin,
-            text=text,
-        )
-        sender = world.detokenizer.process
-        batch = TextBatch(detokenizer=sender, gateway=ME, seq=seq, rows=(row,))
-        world.do(world.owner.text_arrived(batch))
+    def say(seq: int, **said: Any) -> None:
+        world.do(world.owner.text_arrived(batch_of(world, seq, **said)))
 
     say(1, text=text, n=1)
     return world, say
@@ -415,6 +399,13 @@ def notice(world: World, n: int) -> NoticeBatch:
 def lacking(world: World) -> NoticeBatch:
     """The leader knows nothing of the request."""
     return msgspec.structs.replace(notice(world, n=1), requests=(), lacking=(RequestId("r"),))
+
+
+def cancelled() -> tuple[World, RequestId, Sequence[Action]]:
+    """A world whose one request was cancelled at once, and what that led to."""
+    world, request_id = World(0), RequestId("r")
+    world.owner.open(submission(request_id, world.clock))
+    return world, request_id, world.owner.cancel(request_id)
 
 
 def waiting() -> World:

@@ -51,6 +51,16 @@ async def client(at: House, key: str) -> AsyncGenerator[openai.AsyncOpenAI]:
         yield made
 
 
+@asynccontextmanager
+async def acme(folder: Path, **limits: object) -> AsyncGenerator[tuple[House, openai.AsyncOpenAI]]:
+    """A gateway with one tenant of these limits, and its client."""
+    async with (
+        house(access=keyed(folder, {"acme": limits})) as at,
+        client(at, key_of("acme")) as made,
+    ):
+        yield at, made
+
+
 async def call(
     at: House, method: str, path: str, body: object = None, **headers: str
 ) -> tuple[int, object, CIMultiDictProxy[str]]:
@@ -286,55 +296,40 @@ async def test_a_client_that_leaves_frees_its_place(tmp_path: Path) -> None:
 
 
 async def test_more_prompts_than_may_ever_run_are_a_mistake(tmp_path: Path) -> None:
-    async with (
-        house(access=keyed(tmp_path, {"acme": {"concurrency": 2}})) as at,
-        client(at, key_of("acme")) as acme,
-    ):
+    async with acme(tmp_path, concurrency=2) as (_, acme_client):
         with pytest.raises(openai.BadRequestError, match="the limit of this key is 2"):
-            await acme.completions.create(model=MODEL, prompt=["a", "b", "c"])
-        done = await acme.completions.create(model=MODEL, prompt=["a", "b"])
+            await acme_client.completions.create(model=MODEL, prompt=["a", "b", "c"])
+        done = await acme_client.completions.create(model=MODEL, prompt=["a", "b"])
         assert len(done.choices) == 2
 
 
 async def test_tokens_are_charged_as_they_were_used(tmp_path: Path) -> None:
-    limits = {"tokens_per_minute": 1, "tokens_burst": 40}
-    async with (
-        house(access=keyed(tmp_path, {"acme": limits})) as at,
-        client(at, key_of("acme")) as acme,
-    ):
+    async with acme(tmp_path, tokens_per_minute=1, tokens_burst=40) as (_, acme_client):
         for _ in range(3):  # 2 of the prompt, 4 of the answer, though 32 are reserved
-            await ask(acme, max_tokens=20)
+            await ask(acme_client, max_tokens=20)
         with pytest.raises(openai.RateLimitError, match="1 tokens per minute") as caught:
-            await ask(acme, max_tokens=30)
+            await ask(acme_client, max_tokens=30)
         # 22 are left of 40, and 32 are needed.
         assert int(caught.value.response.headers["Retry-After"]) == pytest.approx(600, abs=5)
-        await ask(acme, max_tokens=20)
+        await ask(acme_client, max_tokens=20)
 
 
 async def test_what_failed_before_it_ran_costs_nothing(tmp_path: Path) -> None:
-    limits = {"tokens_per_minute": 1, "tokens_burst": 40}
-    async with (
-        house(access=keyed(tmp_path, {"acme": limits})) as at,
-        client(at, key_of("acme")) as acme,
-    ):
+    async with acme(tmp_path, tokens_per_minute=1, tokens_burst=40) as (_, acme_client):
         for _ in range(3):
             with pytest.raises(openai.BadRequestError, match="vocabulary"):
-                await ask(acme, max_tokens=38, logit_bias={"9999": 1})
-        await ask(acme, max_tokens=38)
+                await ask(acme_client, max_tokens=38, logit_bias={"9999": 1})
+        await ask(acme_client, max_tokens=38)
 
 
 async def test_an_answer_without_a_limit_gets_what_the_tenant_may_use(tmp_path: Path) -> None:
-    limits = {"tokens_per_minute": 40}
-    async with (
-        house(access=keyed(tmp_path, {"acme": limits})) as at,
-        client(at, key_of("acme")) as acme,
-    ):
-        await ask(acme)
+    async with acme(tmp_path, tokens_per_minute=40) as (at, acme_client):
+        await ask(acme_client)
         assert at.cluster.submits[0].sampling.max_new_tokens == 38
         with pytest.raises(
             openai.BadRequestError, match="limit of this key is 40 tokens at once"
         ) as caught:
-            await ask(acme, max_tokens=39)
+            await ask(acme_client, max_tokens=39)
         assert caught.value.param == "max_tokens"
 
 
