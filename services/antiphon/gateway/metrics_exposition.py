@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from antiphon.config.metrics import label_names, label_values
-from antiphon.telemetry.catalog import FAMILIES, Kind, Merge, Side
-from antiphon.wire.base import Role
+from antiphon.config.metrics import MetricsConfig, label_names, label_values
+from antiphon.telemetry.catalog import FAMILIES, Kind, Merge, MetricSpec, SglangMetric, Side
+from antiphon.wire.base import Process, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
-    from antiphon.config.metrics import MetricsConfig
-    from antiphon.telemetry.catalog import MetricSpec, SglangMetric
-    from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName
     from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
 

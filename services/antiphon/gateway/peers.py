@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.service.tasks import gather
-from antiphon.wire.base import Role
-from antiphon.wire.command import FlushCache
+from antiphon.wire.base import Process, Role
+from antiphon.wire.command import (
+    ContinueWorker,
+    ControlDone,
+    FlushCache,
+    PauseWorker,
+    SetWeightVersion,
+)
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, WORKER_CONTROL
 from antiphon.wire.submit import AbortRequests
@@ -18,8 +24,6 @@ if TYPE_CHECKING:
 
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
-    from antiphon.wire.base import Process
-    from antiphon.wire.command import ContinueWorker, ControlDone, PauseWorker, SetWeightVersion
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, TenantId
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from prometheus_client import Counter, Histogram
 
-from antiphon.config.metrics import bounds, label_names, token_bounds
+from antiphon.config.metrics import MetricsConfig, bounds, label_names, token_bounds
 from antiphon.telemetry import catalog
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
-    from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.owner.actions import Ended
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.telemetry.catalog import MetricSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -27,9 +27,9 @@ from antiphon.gateway.request_metrics import GatewayMetrics
 from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.model_card.served_model import served_name
-from antiphon.service.endpoint import StreamEndpoint
+from antiphon.service.endpoint import Endpoint, StreamEndpoint
 from antiphon.service.metrics_publisher import report_of
-from antiphon.service.service import Report
+from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import OPEN_ENTRY_BYTES, check_message_fits
 from antiphon.service.web import probe_routes
 from antiphon.telemetry.catalog import NUM_OPEN_REQS
@@ -39,10 +39,7 @@ from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
-    from contextlib import AbstractAsyncContextManager
 
-    from antiphon.service.endpoint import Endpoint
-    from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
     from antiphon.wire.submit import AbortRequests
 

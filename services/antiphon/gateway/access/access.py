@@ -17,7 +17,7 @@ from antiphon.config.tenants import TenantConfig, Tenants, keys_file_bytes, tena
 from antiphon.gateway.access.limits import QuotaReservation, Tenant
 from antiphon.wire.digests import tenant_salt
 from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
-from antiphon.wire.ids import DEFAULT_TENANT, TenantId
+from antiphon.wire.ids import DEFAULT_TENANT, ModelName, TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from antiphon.config.gateway import AccessConfig
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.wire.ids import ModelName
 
 
 class AccessLevel(IntEnum):

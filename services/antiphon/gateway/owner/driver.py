@@ -8,32 +8,28 @@ from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import (
+    Action,
     Deliver,
     Ended,
     TextDelta,
 )
 from antiphon.service.inbox import UnknownSender
-from antiphon.service.peers import PeerChange
+from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import Message, Role
 from antiphon.wire.errors import EngineError, Internal
-from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
-from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
-from antiphon.wire.text import ResumeText
+from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT, RequestRoute
+from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, SubmitRequest
+from antiphon.wire.text import ResumeText, TextBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from antiphon.gateway.owner.actions import Action
     from antiphon.gateway.owner.machine import Owner
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
-    from antiphon.wire.routes import RequestRoute
-    from antiphon.wire.submit import NoticeBatch
-    from antiphon.wire.text import TextBatch
 
 M = TypeVar("M")
 Q = TypeVar("Q", bound=Message)

@@ -21,7 +21,7 @@ from antiphon.gateway.owner.actions import (
     TextDelta,
 )
 from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
-from antiphon.wire.base import Process
+from antiphon.wire.base import Process, Term
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,20 +32,16 @@ from antiphon.wire.errors import (
     WrongTerm,
     decode_error,
 )
-from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import CancelRequest, SubmitAccepted
-from antiphon.wire.text import ResumeText
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
-    from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import StreamSeq
-    from antiphon.wire.ids import ModelName
-    from antiphon.wire.submit import NoticeBatch, OpenList, SubmitRequest
-    from antiphon.wire.text import TextBatch, TextRow
 
 
 log = logging.getLogger(__name__)

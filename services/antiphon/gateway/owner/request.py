@@ -9,21 +9,18 @@ import msgspec
 
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.service.sequence import Arrival, SeqReceiver
-from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
-from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.text import ChoiceCursor
+from antiphon.wire.submit import OpenList, OpenRequest, SubmitRequest
+from antiphon.wire.text import ChoiceCursor, Origin, TextRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from antiphon.service.clock import Clock
-    from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.heartbeat import StreamSeq
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
-    from antiphon.wire.submit import SubmitRequest
-    from antiphon.wire.text import Origin, TextRow
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 

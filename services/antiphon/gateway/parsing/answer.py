@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.events import Collector, Event, EventSink, Parsed
-from antiphon.gateway.parsing.reader import Reader
+from antiphon.gateway.parsing.reader import Reader, Steps
 from antiphon.gateway.parsing.reasoning import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
 from antiphon.gateway.parsing.tools.tool import OfferedTools
@@ -29,7 +29,6 @@ from antiphon.gateway.parsing.tools.tool import OfferedTools
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.gateway.parsing.reader import Steps
 
 _NO_OFFER = OfferedTools()
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.reader import Emit, drop
+from antiphon.gateway.parsing.reader import Emit, Reader, drop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.tool import OfferedTools
     from antiphon.wire.schemas import Json
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reader import WHITE, Emit, Marks, Steps
+from antiphon.gateway.parsing.reader import WHITE, Emit, Marks, Reader, Steps
 from antiphon.wire.sampling import SPACE_MAX, ThinkingMarks
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import EventSink
-    from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 

@@ -16,7 +16,7 @@ from prometheus_client import Counter
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.gateway import STDOUT, LogFormat, LogLevel, targets
-from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.owner.actions import Ended, Finished, StreamEvent, TextDelta
 from antiphon.gateway.request_log.record import (
     CUT_CHARACTERS,
     EVERYTHING,
@@ -40,15 +40,13 @@ from antiphon.gateway.request_log.writer import (
     folder_of,
     make_folder,
 )
-from antiphon.gateway.requests.generation_request import PROBE_API
+from antiphon.gateway.requests.generation_request import PROBE_API, GenerationRequest
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.gateway.owner.actions import Ended, StreamEvent
-    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import RequestId
 

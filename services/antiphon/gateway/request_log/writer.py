@@ -19,15 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.request_log.record import as_json, dumped_line, stamp
+from antiphon.gateway.request_log.record import RequestRecord, as_json, dumped_line, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
     from types import FrameType
 
     from prometheus_client import Counter
-
-    from antiphon.gateway.request_log.record import RequestRecord
 
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.json_text import NAME_MAX
-from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Emit, Steps, drop
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Emit, Reader, Steps, drop
 from antiphon.gateway.parsing.tools.format import (
     Body,
     CallGrammar,
@@ -23,7 +23,6 @@ from antiphon.gateway.parsing.tools.format import (
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import EventSink
-    from antiphon.gateway.parsing.reader import Reader
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")

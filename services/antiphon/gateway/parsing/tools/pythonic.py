@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
-from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Reader, Steps, drop
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, WHITE, Emit, Reader, Steps, drop
 from antiphon.gateway.parsing.tools import json_calls
 from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, after, framed_format
 from antiphon.gateway.parsing.tools.values import escaped, quoted
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.gateway.parsing.events import EventSink
-    from antiphon.gateway.parsing.reader import Emit
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEY = re.compile(r"\w*")
