@@ -9,7 +9,7 @@ import pytest
 from tests.models.stepper import Stepper
 from tests.models.test_batching_with_model import state
 from tests.models.tiny import VOCABULARY, write_llama
-from tests.simulation.apart_runner import ApartRunner, CursedRunner
+from tests.simulation.hash_runner import ApartRunner, CursedRunner
 from tests.support.models import open_model
 
 from antiphon.model_worker.batching.engine_core import EngineCore

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.models.tiny import VOCABULARY
-from tests.simulation.apart_runner import ApartRunner, CursedRunner
+from tests.simulation.hash_runner import ApartRunner, CursedRunner
 from tests.support.models import open_model
 
 from antiphon.model_worker.batching.engine_core import EngineCore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import pytest
@@ -54,6 +54,10 @@ def keys(arguments: Iterable[object]) -> set[ChoiceKey]:
     return found
 
 
+def fail(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("a bug, on purpose")
+
+
 class Fault:
     """Makes a function fail from its n-th call on that is about the choice at fault."""
 
@@ -75,7 +79,7 @@ class Fault:
                 self.calls += 1
                 if self.calls > self.after:
                     self.raised += 1
-                    raise AssertionError("a bug, on purpose")
+                    fail()
             return function(*arguments, **named)
 
         return call
@@ -101,9 +105,12 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
+def eight_prompts() -> list[list[int]]:
+    return [harmless(5 + salt, salt) for salt in range(8)]
+
+
 def run_eight(stage: Stage) -> None:
-    prompts = [harmless(5 + salt, salt) for salt in range(8)]
-    stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+    stage.run_all(eight_prompts())
     stage.drain()
 
 
@@ -166,8 +173,7 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
         assert set(codes) == {"internal"}
         stage.told = {key: told for key, told in stage.told.items() if told not in first}
         stage.run(harmless(9, 9))
-        stage.drain()
-        stage.verify()
+        stage.finish()
 
 
 @both
@@ -186,8 +192,7 @@ def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
     name: str, order: ControlCommand, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with staged(overlap=overlap, curse=-1) as stage:
-        prompts = [harmless(5 + salt, salt) for salt in range(8)]
-        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.run_all(eight_prompts())
         for _ in range(5):
             stage.turn()
         fault = Fault(monkeypatch, Request, name)
@@ -213,7 +218,7 @@ def test_request_that_cannot_be_handed_back_ends_alone(
 
     with staged(overlap=overlap, curse=-1) as stage:
         monkeypatch.setattr(EngineCore, "requeue", fail)
-        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        prompts = eight_prompts()
         runs = dict(stage.request(p, seed=i) for i, p in enumerate(prompts))
         returned = ChoiceKey(4)
         stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
@@ -229,9 +234,9 @@ def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fa
 ) -> None:
     with staged(overlap=overlap) as stage:
         fault = Fault(monkeypatch, Request, "progress", after=1)  # it is asked when it is added
-        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        prompts = eight_prompts()
         prompts[AT_FAULT][-1] = CURSE
-        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.run_all(prompts)
         stage.drain()
         assert fault.raised
         verify_others(stage)
@@ -243,8 +248,7 @@ def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_th
     dropped: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with staged(overlap=overlap, curse=-1) as stage:
-        prompts = [harmless(5 + salt, salt) for salt in range(8)]
-        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.run_all(eight_prompts())
         for _ in range(5):
             stage.turn()
         fault = Fault(monkeypatch, Request, "go_on")
@@ -318,9 +322,6 @@ def test_fault_in_a_helper_of_shared_structures_ends_the_loop(
 ) -> None:
     """However deep: the structure that called it has begun a change, and not finished it."""
 
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("a bug, on purpose")
-
     with staged(overlap=overlap, curse=-1) as stage:
         stage.run(harmless(40, 1))
         stage.drain()
@@ -344,7 +345,7 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
 
     with staged(overlap=overlap, curse=-1) as stage:
         monkeypatch.setattr(running_batch, "request_namespace", fail)
-        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        prompts = eight_prompts()
         requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
         at = [key for key, _ in requests].index(AT_FAULT)
         salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")

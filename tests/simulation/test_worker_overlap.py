@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.simulation.apart_runner import ApartRunner, CursedRunner
-from tests.simulation.hash_runner import HashRunner, next_token
+from tests.simulation.hash_runner import ApartRunner, CursedRunner, HashRunner, next_token
 from tests.support.worker import error_of, limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -88,6 +87,10 @@ class Stage:
         self.turn(Mail(runs={key: state}))
         return self.told[key]
 
+    def run_all(self, prompts: list[list[int]], tokens_max: int = 20) -> None:
+        """Send requests in one turn, each with its index as the seed."""
+        self.turn(Mail(runs=dict(self.request(p, tokens_max, i) for i, p in enumerate(prompts))))
+
     def request(
         self,
         prompt: list[int],
@@ -151,6 +154,10 @@ class Stage:
                 return said, FinishReason.ERROR
         return said, FinishReason.LENGTH
 
+    def finish(self) -> None:
+        self.drain()
+        self.verify()
+
     def verify(self) -> None:
         for told in self.told.values():
             ids, reason = self.expected(told)
@@ -187,9 +194,8 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
     with staged(overlap=overlap) as stage:
         prompts = [harmless(5, salt) for salt in range(7)]
         prompts[position] = [*prompts[position][:4], CURSE]
-        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
-        stage.drain()
-        stage.verify()
+        stage.run_all(prompts)
+        stage.finish()
         culprit = stage.told[ChoiceKey(position)]
         assert error_of(culprit.finish).code == "internal"
 
@@ -198,17 +204,15 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
 def test_several_culprits_in_one_step_are_all_found(overlap: bool) -> None:
     with staged(overlap=overlap) as stage:
         prompts = [[*harmless(4, salt), CURSE if salt % 3 == 0 else 9] for salt in range(8)]
-        stage.turn(Mail(runs=dict(stage.request(p, seed=i) for i, p in enumerate(prompts))))
-        stage.drain()
-        stage.verify()
+        stage.run_all(prompts)
+        stage.finish()
         assert stage.cursed.raised > 1
 
 
 def test_when_every_request_fails_every_request_ends() -> None:
     with staged(overlap=False) as stage:
         stage.turn(Mail(runs=dict(stage.request([CURSE, i + 4]) for i in range(8))))
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert stage.cursed.raised == 15  # a binary tree over eight
 
 
@@ -216,8 +220,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read() -> None:
     with staged() as stage:
         stage.run(harmless(9, 1), tokens_max=30)
         stage.run(harmless(30, 2), tokens_max=30)
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert stage.runner.held_max == 2
         assert stage.runner.futures > 0
 
@@ -247,8 +250,7 @@ def test_who_must_know_its_last_token_first_waits_for_it_and_nobody_else_does() 
         key, state = stage.request(harmless(6, 1), 9, 1, (budget,))
         stage.turn(Mail(runs={key: state}))
         free = stage.run(harmless(6, 2), tokens_max=9, seed=2)
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert stage.runner.futures == len(free.ids) - 1
 
 
@@ -315,8 +317,7 @@ def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
             orders = tuple(_orders(chance))
             stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=list(orders)))
         stage.order(ContinueWorker())
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert len(stage.told) > 100
 
 
@@ -341,9 +342,8 @@ def _orders(chance: random.Random) -> Iterator[ControlCommand]:
 def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
     with staged(pages=31) as stage:
         prompts = [harmless(20, salt) for salt in range(8)]
-        stage.turn(Mail(runs=dict(stage.request(p, 90, i) for i, p in enumerate(prompts))))
-        stage.drain()
-        stage.verify()
+        stage.run_all(prompts, tokens_max=90)
+        stage.finish()
         assert stage.batching.planner.retractions > 0
         assert stage.runner.futures > 0
 
@@ -370,8 +370,7 @@ def test_a_paused_loop_computes_nothing_and_then_goes_on(overlap: bool, mode: Pa
             case PauseMode.IN_PLACE:
                 assert len(stage.batching.running) == 3
         stage.order(ContinueWorker())
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert late.finish is not None
         assert all(t.ids[: len(before)] == before for t, before in zip(early, said, strict=True))
 
@@ -385,8 +384,7 @@ def test_what_retraction_freed_can_be_flushed_while_paused(overlap: bool) -> Non
         assert flushed.pages_freed > 0
         assert stage.pools.used() == [0]
         stage.order(ContinueWorker())
-        stage.drain()
-        stage.verify()
+        stage.finish()
 
 
 @both
@@ -406,8 +404,7 @@ def test_nothing_of_other_weights_is_ever_found_again(overlap: bool) -> None:
         # It has computed all of its answer, on pages of which some are older than the weights.
         after = stage.run(answering.prompt + answering.ids, tokens_max=2)
         assert after.cached_tokens == 0
-        stage.drain()
-        stage.verify()
+        stage.finish()
 
 
 @both
@@ -419,8 +416,7 @@ def test_a_prompt_that_other_weights_have_begun_is_begun_again(overlap: bool) ->
         assert not told.ids
         stage.order(SetWeightVersion(version="next", abort_all=False))
         before = stage.runner.tokens
-        stage.drain()
-        stage.verify()
+        stage.finish()
         assert told.cached_tokens == 0
         assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
 
@@ -442,8 +438,7 @@ def test_each_token_is_told_with_the_weights_that_drew_it(overlap: bool, interva
         stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
         before = running.outputs + running.ahead  # what is under way is still theirs
         stage.order(SetWeightVersion(version="second", abort_all=False))
-        stage.drain()
-        stage.verify()
+        stage.finish()
         counts = {"first": 0, "second": 0}
         for report in stage.reports:
             for progress in report.progress:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from tests.support import worker
+from tests.system.stack import wait_until
 
+from antiphon.kernels.cpu import extension
+from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.running_batch import PoolUse
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
-from antiphon.model_worker.observability.metrics import WorkerSize
-from antiphon.model_worker.observability.step_accounting import REPORTS_MAX, StepAccounting
+from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
+from antiphon.model_worker.observability.step_accounting import (
+    REPORTS_MAX,
+    SlidingSum,
+    StepAccounting,
+    StepLog,
+)
 from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import FinishReason
@@ -156,3 +170,127 @@ def test_tokens_of_running_requests_are_shown(desk: Desk) -> None:
     credit = msgspec.structs.replace(plain.credit, sequence_tokens=70)
     desk.accounts.record(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
     assert desk.read("decode_sum_seq_lens") == 70
+
+
+def sized_report(**fields: Any) -> StepReport:
+    sizes = {"seconds": 0.1, "tokens": 4, "rows": 4, "running": 4, "waiting": 2, **fields}
+    return worker.report(pages_free=60, pages_evictable=15, **sizes)
+
+
+@pytest.fixture
+def written(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
+    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
+    prefill = sized_report(
+        tokens=52,
+        rows=6,
+        running=6,
+        prefill_rows=2,
+        prefill_tokens=48,
+        cached_tokens=16,
+        backlog=Backlog(tokens=70),
+    )
+    log.step(prefill, 4, 10.0)
+    log.step(prefill, 4, 12.0)
+    assert [record.message for record in written.records] == [
+        "Prefill batch, #new-seq: 2, #new-token: 48, #cached-token: 16, token usage: 0.25, "
+        "#running-req: 4, #queue-req: 2, #pending-token: 70, cuda graph: False, "
+        f"input throughput (token/s): {throughput}"
+        for throughput in ("0.00", "24.00")
+    ]
+
+
+def test_each_so_many_decode_batches_have_a_line(written: pytest.LogCaptureFixture) -> None:
+    log = StepLog(3, WorkerSize(pages_total=100, page_tokens=16))
+    for step in range(1, 8):
+        log.step(sized_report(), 4, float(step))
+    assert [record.message for record in written.records] == [
+        "Decode batch, #running-req: 4, #token: 400, token usage: 0.25, cuda graph: False, "
+        f"gen throughput (token/s): {throughput}, #queue-req: 2"
+        for throughput in ("0.00", "4.00")
+    ]
+
+
+def test_a_retraction_is_warned_of(written: pytest.LogCaptureFixture) -> None:
+    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
+    log.step(sized_report(new_token_ratio=0.5), 0, 1.0)
+    log.step(sized_report(retractions=2, retracted_tokens=90, new_token_ratio=0.75), 0, 2.0)
+    log.step(sized_report(retractions=2, retracted_tokens=90, new_token_ratio=0.7), 0, 3.0)
+    (record,) = written.records
+    assert record.levelno == logging.WARNING
+    assert record.message == (
+        "KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 90, "
+        "#new_token_ratio: 0.5000 -> 0.7500"
+    )
+
+
+def test_what_is_old_is_forgotten():
+    lately = SlidingSum(10)
+    lately.add(3, 100.2)
+    lately.add(4, 100.9)
+    lately.add(5, 105.0)
+    assert lately.total(109.9) == 12
+    assert lately.total(110.0) == 5
+    assert lately.total(115.0) == 0
+    lately.add(1, 300.0)
+    assert lately.total(300.0) == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), max_size=60))
+def test_the_sum_is_that_of_the_last_seconds(events: list[tuple[float, int]]):
+    lately, now, every = SlidingSum(10), 0.0, list[tuple[float, int]]()
+    for pause, amount in events:
+        now += pause
+        lately.add(amount, now)
+        every.append((now, amount))
+        assert lately.total(now) == sum(n for at, n in every if int(at) > int(now) - 10)
+
+
+NAME = "antiphon_worker_cpu_seconds_total"
+PARTS = ("bus", "kernels", "python", "sending")
+
+
+def told(registry: CollectorRegistry) -> dict[str, float]:
+    values = {part: registry.get_sample_value(NAME, {"part": part}) for part in PARTS}
+    return {part: value for part, value in values.items() if value is not None}
+
+
+def burn(seconds: float) -> float:
+    """Return a little more than `seconds`: what this thread has used so far."""
+    while (used := time.thread_time()) < seconds:
+        pass
+    return used
+
+
+def test_each_thread_is_told_by_itself_and_only_while_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extension, "kernel_cpu_s", lambda: 0.02)
+    registry, batching = CollectorRegistry(), [0]
+    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.15))
+    assert told(registry).keys() == {"bus"}
+    burnt: Future[float] = Future()
+    go = threading.Event()
+
+    def work() -> None:
+        batching[0] = threading.get_native_id()
+        burnt.set_result(burn(0.3))
+        go.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    used = burnt.result()
+    before = time.thread_time()
+    parts = told(registry)
+    after = time.thread_time()
+    go.set()
+    thread.join()
+    wait_until(lambda: told(registry).keys() == {"bus"}, 5, "the end of a thread")
+    assert parts.keys() == set(PARTS)
+    assert (parts["kernels"], parts["sending"]) == (0.02, 0.15)
+    assert parts["python"] == pytest.approx(used - 0.02 - 0.15, abs=0.01)
+    assert before - 0.01 <= parts["bus"] <= after + 0.01

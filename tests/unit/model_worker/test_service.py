@@ -66,21 +66,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from prometheus_client import CollectorRegistry
-
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
+    from antiphon.model_worker.control import ControlMessage
     from antiphon.service.clock import Clock
     from antiphon.service.service import Runtime, Service
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 VOCAB_SIZE = 50
-
-
-def decoded(registry: CollectorRegistry) -> float | None:
-    return registry.get_sample_value("antiphon_realtime_tokens_total", {"mode": "decode"})
 
 
 def process(name: str) -> Process:
@@ -196,6 +191,35 @@ class Stage:
         )
         self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
 
+    async def start(self, command: Admit) -> None:
+        """Admit a request, and wait for its first tokens."""
+        await self.command(command)
+        await until(lambda: bool(self.ids(command.request_id)))
+
+    async def finish(self, command: Admit) -> None:
+        """Admit a request, and wait for its end."""
+        await self.command(command)
+        await until(lambda: self.ended(command.request_id))
+
+    async def control(self, message: ControlMessage) -> ControlDone:
+        worker = self.worker.process.instance
+        return await self.bus.call(WORKER_CONTROL, message, timeout_s=5.0, worker=worker)
+
+    def stop(self, message: StopChoice | ResendTokens) -> None:
+        self.bus.publish(STOP, message, worker=self.worker.process.instance)
+
+    @property
+    def transport(self) -> MemoryTransport:
+        transport = self.worker.around.bus.transport
+        assert isinstance(transport, MemoryTransport)
+        return transport
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.worker.metrics.registry.get_sample_value(name, labels)
+
+    def decoded(self) -> float | None:
+        return self.sample("antiphon_realtime_tokens_total", mode="decode")
+
     async def close(self, *request_ids: str, valid_s: float = 5.0) -> None:
         """The owner has ended these."""
         self.lists += 1
@@ -226,6 +250,10 @@ def admit(name: str, max_new_tokens: int = 5, prompt: Sequence[int] = (1, 2, 3))
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         deadline_unix_ms=SystemClock().unix_ms() + 60_000,
     )
+
+
+def abort(name: str) -> Abort:
+    return Abort(request_id=RequestId(name), attempt=Attempt(term=TERM, n=1))
 
 
 S = TypeVar("S", bound=Stage)
@@ -261,8 +289,7 @@ async def stage() -> AsyncGenerator[Stage]:
 async def test_an_admitted_request_is_answered_with_numbered_tokens_up_to_its_end(
     stage: Stage,
 ) -> None:
-    await stage.command(admit("a"))
-    await until(lambda: stage.ended("a"))
+    await stage.finish(admit("a"))
     assert len(stage.ids("a")) == 5
     assert [batch.seq for batch in stage.batches] == list(range(1, len(stage.batches) + 1))
     assert stage.rows[0].stream is not None
@@ -326,46 +353,35 @@ async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
         stage.meet(leader.scheduler, ahead_s)
     await stage.command(admit("a"), leader=leader, valid_s=valid_s)
     await stage.command(admit("b"), leader=leader, valid_s=valid_s)
-    await until(lambda: stage.load is not None and stage.load.refused is not None)
-    await until(
-        lambda: (
-            stage.load is not None
-            and stage.load.refused == RefusedCommands(leader=leader, seq=2, reason=reason)
-        )
-    )
+    refused = RefusedCommands(leader=leader, seq=2, reason=reason)
+    await until(lambda: stage.load is not None and stage.load.refused == refused)
     lines = [vars(record) for record in caplog.records if record.message == "commands refused"]
     assert [(line["leader"], line["reason"]) for line in lines] == [
         (leader.scheduler.instance, reason)
     ]
-    registry = stage.worker.metrics.registry
-    counted = registry.get_sample_value("antiphon_refused_commands_total", {"reason": reason})
-    assert counted == 2
+    assert stage.sample("antiphon_refused_commands_total", reason=reason) == 2
     assert not stage.ids("a")
 
 
 async def test_open_list_that_came_too_late_is_counted_and_ends_nothing(stage: Stage) -> None:
-    await stage.command(admit("a", 900))
-    await until(lambda: bool(stage.ids("a")))
+    await stage.start(admit("a", 900))
     await stage.close("a", valid_s=-1.0)
-    sample = stage.worker.metrics.registry.get_sample_value
-    await until(lambda: sample("antiphon_late_messages_total", {"route": OPEN.name}) == 1)
+    await until(lambda: stage.sample("antiphon_late_messages_total", route=OPEN.name) == 1)
     await stage.load_is(1)
     await stage.close("a")
     await stage.load_is(0)
 
 
 async def test_an_abort_frees_the_request_and_says_nothing_more(stage: Stage) -> None:
-    await stage.command(admit("a", 900))
-    await until(lambda: bool(stage.ids("a")))
-    await stage.command(Abort(request_id=RequestId("a"), attempt=Attempt(term=TERM, n=1)))
+    await stage.start(admit("a", 900))
+    await stage.command(abort("a"))
     await stage.load_is(0)
     assert not stage.ended("a")
     await until(lambda: stage.load is not None and stage.load.pages_free == 64)
 
 
 async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
-    await stage.command(admit("a", 900))
-    await until(lambda: bool(stage.ids("a")))
+    await stage.start(admit("a", 900))
     stop = StopChoice(
         request_id=RequestId("a"),
         attempt=Attempt(term=TERM, n=1),
@@ -373,25 +389,22 @@ async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
         choice=0,
         offset=1,
     )
-    stage.bus.publish(STOP, stop, worker=stage.worker.process.instance)
+    stage.stop(stop)
     await stage.load_is(0)
     assert not stage.ended("a")
 
 
 async def test_a_resend_brings_everything_again(stage: Stage) -> None:
-    await stage.command(admit("a"))
-    await until(lambda: stage.ended("a"))
+    await stage.finish(admit("a"))
     ids = stage.ids("a")
     stage.batches.clear()
-    resend = ResendTokens(worker=stage.worker.process, detokenizer=DETOKENIZER)
-    stage.bus.publish(STOP, resend, worker=stage.worker.process.instance)
+    stage.stop(ResendTokens(worker=stage.worker.process, detokenizer=DETOKENIZER))
     await until(lambda: stage.ended("a"))
     assert stage.ids("a") == ids
 
 
 async def test_what_the_owner_closed_is_forgotten(stage: Stage) -> None:
-    await stage.command(admit("a"))
-    await until(lambda: stage.ended("a"))
+    await stage.finish(admit("a"))
     await stage.close("a")
     await until(lambda: stage.load is not None and stage.load.running == ())
 
@@ -399,15 +412,11 @@ async def test_what_the_owner_closed_is_forgotten(stage: Stage) -> None:
 async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_after(
     stage: Stage,
 ) -> None:
-    await stage.command(admit("a", 400))
-    await until(lambda: bool(stage.ids("a")))
-    transport = stage.worker.around.bus.transport
-    assert isinstance(transport, MemoryTransport)
-    stage.broker.cut(transport)
-    registry = stage.worker.metrics.registry
-    await until(lambda: decoded(registry) == 400)
+    await stage.start(admit("a", 400))
+    stage.broker.cut(stage.transport)
+    await until(lambda: stage.decoded() == 400)
     assert not stage.ended("a")
-    stage.broker.heal(transport)
+    stage.broker.heal(stage.transport)
     await until(lambda: stage.ended("a"))
     assert len(stage.ids("a")) == 400
     assert [row.offset for row in stage.rows] == sorted(row.offset for row in stage.rows)
@@ -417,8 +426,7 @@ async def test_what_comes_into_the_cache_is_announced_by_the_digests_of_the_prom
     stage: Stage,
 ) -> None:
     prompt = [token % VOCAB_SIZE for token in range(130)]
-    await stage.command(admit("a", prompt=prompt))
-    await until(lambda: stage.ended("a"))
+    await stage.finish(admit("a", prompt=prompt))
     await until(lambda: sum(len(message.events) for message in stage.told) == 2)
     assert [message.worker for message in stage.told] == [stage.worker.process] * len(stage.told)
     assert stage.told[-1].seq == 2
@@ -435,21 +443,17 @@ async def test_what_comes_into_the_cache_is_announced_by_the_digests_of_the_prom
 async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage: Stage) -> None:
     prompt = [token % VOCAB_SIZE for token in range(70)]
     worker = stage.worker.process.instance
-    transport = stage.worker.around.bus.transport
-    assert isinstance(transport, MemoryTransport)
-    await stage.command(admit("a", 300, prompt=prompt))
-    await until(lambda: bool(stage.ids("a")))
-    stage.broker.cut(transport)
-    registry = stage.worker.metrics.registry
-    await until(lambda: decoded(registry) == 300)
-    stage.broker.heal(transport)
+    await stage.start(admit("a", 300, prompt=prompt))
+    stage.broker.cut(stage.transport)
+    await until(lambda: stage.decoded() == 300)
+    stage.broker.heal(stage.transport)
     await until(lambda: stage.ended("a"))
     await stage.load_is(0)
     assert stage.load is not None
     seq, heard = stage.load.kv_seq, stage.told[-1].seq
     assert seq is not None
     assert seq > heard, "nothing was lost"
-    await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
+    await stage.control(FlushCache())
     reply = await stage.bus.call(KV_REPLAY, ReplayKv(after=heard), timeout_s=5.0, worker=worker)
     assert isinstance(reply, KvReplayed)
     assert reply.seq == seq + 1
@@ -457,10 +461,7 @@ async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage
 
 
 async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:
-    reply = await stage.bus.call(
-        WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=stage.worker.process.instance
-    )
-    assert reply == ControlDone(pages_freed=0)
+    assert await stage.control(FlushCache()) == ControlDone(pages_freed=0)
 
 
 @pytest.mark.parametrize("name", ["record", "begin", "drop"])
@@ -471,10 +472,9 @@ async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
     await stage.command(admit("a"), admit("b", 900))
     await until(lambda: stage.ended("a"))
     assert len(stage.ids("a")) == 5
-    await stage.command(Abort(request_id=RequestId("b"), attempt=Attempt(term=TERM, n=1)))
+    await stage.command(abort("b"))
     await stage.load_is(0)
-    worker = stage.worker.process.instance
-    assert await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
+    assert await stage.control(FlushCache())
 
 
 @pytest.mark.parametrize(("owner", "name"), [(StepAccounting, "record"), (WorkerOutput, "started")])
@@ -482,12 +482,10 @@ async def test_failing_bookkeeping_keeps_no_request_from_being_given_back(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with narrow(other=True, hand_back_s=60.0) as stage:
-        await stage.command(admit("a", 900))
-        await until(lambda: bool(stage.ids("a")))
+        await stage.start(admit("a", 900))
         monkeypatch.setattr(owner, name, fail)
         await stage.command(admit("b"))
-        worker = stage.worker.process.instance
-        await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+        await stage.control(DrainWorker())
         await until(lambda: given_back(stage) == ["b"])
         await until(lambda: stage.ended("a"), 20.0)
 
@@ -497,10 +495,8 @@ def fail(*_: object, **__: object) -> None:
 
 
 async def test_a_drained_worker_finishes_what_runs_and_begins_nothing(stage: Stage) -> None:
-    await stage.command(admit("a", 300))
-    await until(lambda: bool(stage.ids("a")))
-    worker = stage.worker.process.instance
-    await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+    await stage.start(admit("a", 300))
+    await stage.control(DrainWorker())
     assert stage.worker.health.state is ProcessState.DRAINING
     await stage.command(admit("b"))
     await until(lambda: stage.ended("a"))
@@ -509,8 +505,7 @@ async def test_a_drained_worker_finishes_what_runs_and_begins_nothing(stage: Sta
 
 
 async def test_a_stopping_worker_leaves_once_its_owners_have_their_ends(stage: Stage) -> None:
-    await stage.command(admit("a", 300))
-    await until(lambda: bool(stage.ids("a")))
+    await stage.start(admit("a", 300))
     stage.worker.stop.set()
     await until(lambda: stage.ended("a"))
     assert not stage.worker.gone.is_set()
@@ -532,13 +527,8 @@ async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> Non
 
 
 async def test_worker_survives_an_outcome_of_another_plan() -> None:
-    def open_buggy(settings: Settings) -> Engine:
-        engine = open_hash_engine(settings)
-        return Engine(engine.core, WrongStep(engine.runner))
-
-    async with staged(open_buggy) as stage:
-        await stage.command(admit("a"))
-        await until(lambda: stage.ended("a"))
+    async with staged(opener_of(WrongStep)) as stage:
+        await stage.finish(admit("a"))
         (end,) = (row for row in stage.rows if row.finish_reason is not None)
         assert end.error is not None
         assert end.error.code == "internal"
@@ -599,7 +589,7 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
         queue=msgspec.structs.replace(QUICK.queue, hand_back_s=hand_back_s),
     )
     async with AsyncExitStack() as stack:
-        stage = await stack.enter_async_context(staged(open_slow_engine, settings=settings))
+        stage = await stack.enter_async_context(staged(opener_of(SlowRunner), settings=settings))
         if other:
             idle, transport = WorkerFactory(open_hash_engine), MemoryTransport(stage.broker)
             await stack.enter_async_context(
@@ -610,9 +600,12 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
         await stage.close("a", "b")
 
 
-def open_slow_engine(settings: Settings) -> Engine:
-    engine = open_hash_engine(settings)
-    return Engine(engine.core, SlowRunner(engine.runner))
+def opener_of(runner: Callable[[PlanRunner], PlanRunner]) -> Callable[[Settings], Engine]:
+    def open_engine(settings: Settings) -> Engine:
+        engine = open_hash_engine(settings)
+        return Engine(engine.core, runner(engine.runner))
+
+    return open_engine
 
 
 def given_back(stage: Stage) -> list[str]:
@@ -624,27 +617,23 @@ def given_back(stage: Stage) -> list[str]:
 @pytest.mark.parametrize("drains", [True, False], ids=["leaving", "too slow"])
 async def test_what_has_not_begun_is_given_back_if_another_worker_is_there(drains: bool) -> None:
     async with narrow(other=True, hand_back_s=60.0 if drains else 0.01) as stage:
-        await stage.command(admit("a", 900))
-        await until(lambda: bool(stage.ids("a")))
+        await stage.start(admit("a", 900))
         await stage.command(admit("b"))
         if drains:
-            worker = stage.worker.process.instance
-            await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+            await stage.control(DrainWorker())
         await until(lambda: given_back(stage) == ["b"])
         await until(lambda: stage.ended("a"), 20.0)
         assert len(stage.ids("a")) == 900
-        await stage.command(Abort(request_id=RequestId("b"), attempt=Attempt(term=TERM, n=1)))
+        await stage.command(abort("b"))
         await until(lambda: given_back(stage) == [])
         assert {row.request_id for row in stage.rows} == {"a"}
 
 
 async def test_a_lone_worker_keeps_what_waits() -> None:
     async with narrow(other=False, hand_back_s=0.01) as stage:
-        await stage.command(admit("a", 200))
-        await until(lambda: bool(stage.ids("a")))
+        await stage.start(admit("a", 200))
         await stage.command(admit("b"))
-        worker = stage.worker.process.instance
-        await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+        await stage.control(DrainWorker())
         await until(lambda: stage.ended("b"), 20.0)
         assert len(stage.ids("b")) == 5
 

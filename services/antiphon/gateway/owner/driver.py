@@ -186,29 +186,43 @@ class OwnerDriver:
         self._apply(self._owner.submit_answered(message.request_id, answer))
 
     async def _cancel(self, message: CancelRequest) -> None:
-        answer = await self._call(CANCEL, message, model=self._model)
-        accepted = not isinstance(answer, EngineError)
-        if not accepted:
-            extra = {"id": message.request_id, "code": answer.code}
+        def note(error: EngineError) -> None:
+            extra = {"id": message.request_id, "code": error.code}
             log.info("cancel failed at the leader", extra=extra)
+
+        answer = await self._call(CANCEL, message, note, model=self._model)
+        accepted = not isinstance(answer, EngineError)
         self._apply(self._owner.cancel_answered(message.request_id, accepted=accepted))
 
     async def _fetch_text(self, message: ResumeText) -> None:
+        def note(error: EngineError) -> None:
+            log.warning("missing text not sent", extra={"code": error.code})
+
         detokenizer = message.detokenizer
         self._metrics.text_resumes.inc()
-        answer = await self._call(DETOKENIZER_CONTROL, message, detokenizer=detokenizer.instance)
+        answer = await self._call(
+            DETOKENIZER_CONTROL, message, note, detokenizer=detokenizer.instance
+        )
         answered = not isinstance(answer, EngineError)
-        if not answered:
-            log.warning("missing text not sent", extra={"code": answer.code})
         self._apply(self._owner.text_answered(detokenizer, answered=answered))
 
-    async def _call(self, route: RequestRoute[Q, R], message: Q, **address: str) -> R | EngineError:
-        """Return the reply, or the error: the owner has to learn of either."""
+    async def _call(
+        self,
+        route: RequestRoute[Q, R],
+        message: Q,
+        note: Callable[[EngineError], None] = lambda _: None,
+        **address: str,
+    ) -> R | EngineError:
+        """Return the reply, or the error: the owner has to learn of either.
+
+        `note` logs an error; one that is a bug of ours is logged here, with its traceback.
+        """
         try:
             return await self._runtime.bus.call(
                 route, message, timeout_s=_CALL_TIMEOUT_S, **address
             )
         except EngineError as error:
+            note(error)
             return error
         except Exception:
             request_id = getattr(message, "request_id", None)
