@@ -12,8 +12,7 @@ from antiphon.model_worker.cache.groups import HOLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.cache.pages import PagePool
-    from antiphon.model_worker.cache.table import CachePools
+    from antiphon.model_worker.cache.table import CachePools, PagePool
     from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 
 Rank = tuple[int, int]

@@ -16,7 +16,7 @@ import numpy as np
 import xgrammar
 
 from antiphon.model_worker.batching.token_masks import pack, words_count
-from antiphon.model_worker.grammar.schema import invalid_grammar
+from antiphon.model_worker.grammar.source import invalid_grammar
 from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:

@@ -20,13 +20,14 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.backend import (
+    WAITING_MAX,
     GrammarBackend,
     GrammarMetrics,
     GrammarQueue,
+    TenantSlots,
     no_compiler,
     open_compiler,
 )
-from antiphon.model_worker.grammar.compile_threads import WAITING_MAX, TenantSlots
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.protocol.worker_output import RunChoice

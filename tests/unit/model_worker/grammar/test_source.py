@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.model_worker.grammar.schemas import random_pattern
 
-from antiphon.model_worker.grammar.schema import ascii_pattern
-from antiphon.model_worker.grammar.source import GrammarSource, source_of
+from antiphon.model_worker.grammar.source import GrammarSource, ascii_pattern, source_of
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import Grammar, GrammarKind
 
