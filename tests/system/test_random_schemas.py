@@ -16,9 +16,13 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from tests.models.tiny import CONFIG, write_llama
 from tests.system.stack import Stack, serving
-from tests.unit.model_worker.grammar.json_schemas import random_json_schema
+from tests.unit.model_worker.grammar.json_schemas import (
+    REFUSALS,
+    check,
+    form_of,
+    random_json_schema,
+)
 from tests.unit.model_worker.grammar.speaker import guide_of, speak
-from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 
 from antiphon import embedded
 from antiphon.config.worker import GrammarConfig

@@ -9,9 +9,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.model_worker.grammar.json_schemas import random_json_schema
+from tests.unit.model_worker.grammar.json_schemas import (
+    REFUSALS,
+    check,
+    form_of,
+    random_json_schema,
+)
 from tests.unit.model_worker.grammar.speaker import guide_of, speak
-from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
