@@ -87,7 +87,7 @@ def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     limits = engine.core.limits
     assert engine.resolved is not None
     assert engine.resolved.pooling.value is not None
-    assert limits.pool_width == engine.resolved.pooling.value.width
+    assert limits.pool_width == engine.resolved.pooling.value.card.width
     with pytest.raises(CannotStart, match="does not generate"):
         warm_up(loop)
 
