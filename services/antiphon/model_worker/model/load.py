@@ -104,7 +104,9 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
             "transformers' own modules run this model",
             extra={"architectures": config.architectures, "reason": plan.implementation.reason},
         )
-        decoder = load_transformers(files, config, build, linear, quantized=stored is not None)
+        decoder = load_transformers(
+            files, config, build, linear.value, quantized=stored is not None
+        )
         spec, scales = decoder.spec, {}
         if cache_dtype:
             scales = take_scales(Checkpoint.open(files), len(spec.layers))
