@@ -23,7 +23,7 @@ HEADER = CompletionHeader(id='id "1"', created=7, model="models/\\x", weight_ver
 @pytest.mark.parametrize("text", ["a", ' "quoted" ', "\\", "\n\r\t", "\0", "ü 世 👋🏽", "{}</s>"])
 def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
     stream = cast("RequestStream", SimpleNamespace(starts_in_reasoning=False))
-    voice = ChatResponseWriter(HEADER, [stream], OpenAiResponseOptions(choices=2), cached=False)
+    voice = ChatResponseWriter(HEADER, [stream], OpenAiResponseOptions(n=2), cached=False)
     for choice in (1, 0, 1):
         anew = OpenAiChunk(
             id=HEADER.id,

@@ -169,7 +169,7 @@ class CompletionsEndpoints(Endpoints):
         self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]
     ) -> CompletionHeader:
         return CompletionHeader(
-            id=parsed.reply_options.name
+            id=parsed.reply_options.rid
             or str(parsed.gen_requests[0].key or streams[0].submit.request_id),
             created=int(time.time()),
             model=self.model,
@@ -186,7 +186,9 @@ class CompletionsEndpoints(Endpoints):
     ) -> GenerateOutputs | None:
         """Collects what is returned at the end of choices or stored, if anything is."""
         reply_options = parsed.reply_options
-        if not (reply_options.meta_info or reply_options.output_ids or persist):
+        if not (
+            reply_options.return_meta_info or reply_options.return_output_ids_in_sglext or persist
+        ):
             return None
         return GenerateOutputs(
             streams,

@@ -37,6 +37,7 @@ from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
     TokenOutputFields,
+    set_fields,
 )
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
@@ -45,9 +46,6 @@ from antiphon.wire.sampling import Grammar, GrammarKind, TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from antiphon.gateway.http.openai.schema import CompletionFields
     from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
@@ -82,7 +80,7 @@ def parse_chat(
     completing = body.max_completion_tokens is not None
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
-    wanted = token_outputs_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    wanted = _token_outputs_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
     plan = _plan(body, formats.tools, requires_strict=requires_strict)
     messages = conversation(body.messages)
     gen_request = GenerationRequest(
@@ -97,13 +95,13 @@ def parse_chat(
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
-        detail_fields=with_id_field(CHAT_FIELDS, body),
+        detail_fields=CHAT_FIELDS,
     )
     reply_options = response_options(
         body,
         logprobs=bool(body.logprobs),
         top=body.top_logprobs or 0,
-        prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
+        prompt_ids=body.return_prompt_token_ids or body.return_token_ids,
     )
     parser_options = OutputParserOptions(
         plan=plan,
@@ -127,7 +125,7 @@ def parse_chat(
 
 def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
     choices = _best_of(body)
-    wanted = token_outputs_wanted(
+    wanted = _token_outputs_wanted(
         body,
         logprobs=body.logprobs is not None or choices > (body.n or 1),
         top=body.logprobs or 0,
@@ -141,7 +139,7 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
         raise InvalidRequest.at("session_params", "only one prompt is allowed")
     if body.session_params is not None and suffix is not None:
         raise InvalidRequest("session_params: cannot be combined with suffix", param="suffix")
-    gen_requests = (
+    gen_requests = [
         GenerationRequest(
             api="completions",
             model=model_of(body.model),
@@ -150,17 +148,17 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
             suffix=suffix,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
-            detail_fields=with_id_field(TEXT_FIELDS, body),
+            detail_fields=TEXT_FIELDS,
         )
         for prompt in prompts
-    )
+    ]
     return ParsedOpenAiRequest(
         gen_requests=tuple(
             _with_common_fields(
                 gen_request,
                 body,
                 wanted,
-                name=_name(body.rid, index, len(prompts)),
+                name=f"{body.rid}_{index}" if body.rid and len(prompts) > 1 else body.rid,
                 choices=choices,
             )
             for index, gen_request in enumerate(gen_requests)
@@ -170,14 +168,9 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
             body,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
-            prompt_ids=bool(body.return_token_ids),
-            echo=bool(body.echo),
+            prompt_ids=body.return_token_ids,
         ),
     )
-
-
-def _name(rid: str | None, index: int, count: int) -> str | None:
-    return rid if rid is None or count == 1 else f"{rid}_{index}"
 
 
 def _best_of(body: CompletionBody) -> int:
@@ -210,6 +203,7 @@ def _with_common_fields(
             outputs=wanted,
         ),
         grammar_field=constraint.field if constraint else gen_request.grammar_field,
+        detail_fields=_with_id_field(gen_request.detail_fields, body),
         stop=body.stop_strings(token_texts=wanted is not None and wanted.logprobs),
         priority=body.priority,
         cache_salt=cache_salt(body.cache_salt, body.extra_key),
@@ -218,8 +212,9 @@ def _with_common_fields(
 
 
 def _output_constraint(body: CompletionFields) -> RequestedGrammar | None:
-    forms = body.grammars() | {"response_format": _response_form(body.response_format)}
-    return single_grammar(forms)
+    return single_grammar(
+        body.grammars() | {"response_format": _response_form(body.response_format)}
+    )
 
 
 def _response_form(given: ResponseFormat | None) -> Grammar | None:
@@ -238,24 +233,21 @@ def _response_form(given: ResponseFormat | None) -> Grammar | None:
         raise InvalidRequest(
             "response_format: format or structures is required", param="response_format.format"
         )
-    tag = {"format": given.format} if given.format is not None else _legacy_structural_tag(given)
+    tag: dict[str, object] = {"format": given.format}
+    if given.format is None:  # the older form
+        tag = {"structures": given.structures, "triggers": given.triggers or []}
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=msgspec.json.encode(tag).decode())
-
-
-def _legacy_structural_tag(given: ResponseFormat) -> dict[str, object]:
-    return {"structures": given.structures, "triggers": given.triggers or []}
 
 
 def _plan(body: ChatBody, format_: ToolFormat | None, *, requires_strict: bool) -> ToolPlan:
     tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
+    constraint = _output_constraint(body)
     return plan_tools(
         tools,
         read_choice(to_json(body.tool_choice, "tool_choice"), tools),
         format_,
         parallel=body.parallel_tool_calls is not False,
-        constraint=constraint.grammar
-        if (constraint := _output_constraint(body)) is not None
-        else None,
+        constraint=constraint.grammar if constraint else None,
         requires_strict=requires_strict,
     )
 
@@ -299,7 +291,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
         )
     if len(prompt) > PROMPTS_MAX:
         raise InvalidRequest.at("prompt", f"{len(prompt)} prompts; the limit is {PROMPTS_MAX}")
-    return list(_each(prompt))
+    return [tuple(item) if isinstance(item, list) else str(item) for item in prompt]
 
 
 def _check_suffix(body: CompletionBody, prompts: list[str | tuple[int, ...]]) -> None:
@@ -309,76 +301,67 @@ def _check_suffix(body: CompletionBody, prompts: list[str | tuple[int, ...]]) ->
         raise InvalidRequest.at("echo", "cannot be combined with suffix and logprobs")
 
 
-def _each(prompts: Iterable[str | int | list[int]]) -> Iterable[str | tuple[int, ...]]:
-    for prompt in prompts:
-        assert not isinstance(prompt, int)
-        yield prompt if isinstance(prompt, str) else tuple(prompt)
-
-
 class OpenAiResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which fields the client requested.
+    """Which fields the client requested. Those of the body have its names.
 
-    `usage_last` asks for a usage chunk at the end, `usage_always` in each chunk. `input_ids` and
-    `output_ids` are those of `sglext`; `recorded` is what `meta_info` has.
+    `usage_last` asks for a usage chunk at the end, `usage_always` in each chunk. `recorded` is what
+    `meta_info` has.
     """
 
-    choices: int = 1
-    name: str | None = None
+    n: int = 1
+    rid: str | None = None
+    return_hidden_states: bool = False
+    return_token_ids: bool = False
+    return_cached_tokens_details: bool = False
+    return_meta_info: bool = False
+    return_input_ids_in_sglext: bool = False
+    return_output_ids_in_sglext: bool = False
+    echo: bool = False
     logprobs: bool = False
+    prompt_ids: bool = False
     usage_last: bool | None = None
     usage_always: bool = False
-    hidden: bool = False
-    ids: bool = False
-    prompt_ids: bool = False
-    cached_details: bool = False
-    meta_info: bool = False
-    input_ids: bool = False
-    output_ids: bool = False
     recorded: GenerateResponseOptions = GenerateResponseOptions()
-    echo: bool = False
     parser_options: OutputParserOptions = OutputParserOptions()
 
     @property
     def bare(self) -> bool:
         """Whether chunks in the middle of the output have nothing but text."""
-        return not (self.logprobs or self.usage_always or self.hidden or self.ids)
+        return not (
+            self.logprobs or self.usage_always or self.return_hidden_states or self.return_token_ids
+        )
 
 
 def response_options(
-    body: CompletionFields, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
+    body: CompletionFields, *, logprobs: bool, top: int, prompt_ids: bool | None
 ) -> OpenAiResponseOptions:
-    options = body.stream_options or StreamOptions()
-    return OpenAiResponseOptions(
-        choices=body.n or 1,
-        name=body.rid,
+    stream = body.stream_options or StreamOptions()
+    options = msgspec.structs.replace(
+        OpenAiResponseOptions(), **set_fields(body, OpenAiResponseOptions)
+    )
+    return msgspec.structs.replace(
+        options,
         logprobs=logprobs,
-        usage_last=options.include_usage,
-        usage_always=bool(options.continuous_usage_stats),
-        hidden=bool(body.return_hidden_states),
-        ids=bool(body.return_token_ids),
-        prompt_ids=prompt_ids,
-        cached_details=bool(body.return_cached_tokens_details),
-        meta_info=bool(body.return_meta_info),
-        input_ids=bool(body.return_input_ids_in_sglext),
-        output_ids=bool(body.return_output_ids_in_sglext),
+        prompt_ids=bool(prompt_ids),
+        usage_last=stream.include_usage,
+        usage_always=bool(stream.continuous_usage_stats),
         recorded=GenerateResponseOptions(
             logprobs=logprobs,
-            start=0 if echo and logprobs else -1,
+            start=0 if options.echo and logprobs else -1,
             top=top,
             texts=True,
-            hidden="last" if body.return_hidden_states else "",
+            hidden="last" if options.return_hidden_states else "",
         ),
-        echo=echo,
     )
 
 
-def with_id_field(fields: TokenOutputFields, body: CompletionFields) -> TokenOutputFields:
+def _with_id_field(fields: TokenOutputFields, body: CompletionFields) -> TokenOutputFields:
     """Name the field that requested output token ids."""
-    wanting = [name for name, wants in _fields_needing_ids(body).items() if wants]
-    return msgspec.structs.replace(fields, ids=wanting[0]) if wanting else fields
+    wanting = next((name for name, wants in _fields_needing_ids(body).items() if wants), None)
+    return msgspec.structs.replace(fields, ids=wanting) if wanting else fields
 
 
-def token_outputs_wanted(
+def _token_outputs_wanted(
     body: CompletionFields, *, logprobs: bool, top: int, prompt_too: bool = False
 ) -> TokenOutputParams | None:
     """Token outputs to request from the engine, of output and possibly prompt, if any."""

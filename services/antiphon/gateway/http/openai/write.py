@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import chat_logprobs
-from antiphon.gateway.http.core.meta_info import CachedTokensDetails
+from antiphon.gateway.http.core.meta_info import CachedTokensDetails, output_ids
 from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total_usage
 from antiphon.gateway.http.openai.replies import (
@@ -110,7 +110,7 @@ class OpenAiResponseWriter(ResponseWriter):
             list(unpack_ids(stream.submit.prompt_ids)) if options.prompt_ids else UNSET
             for stream in streams
         ]
-        self._unsent_prompts = set(range(options.choices * len(streams)))
+        self._unsent_prompts = set(range(options.n * len(streams)))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         extension = self._extension(usages)
@@ -167,7 +167,7 @@ class OpenAiResponseWriter(ResponseWriter):
         }
 
     def _index(self, prompt: int, choice: int) -> int:
-        return prompt * self._options.choices + choice
+        return prompt * self._options.n + choice
 
     def _usage(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(total_usage(usages), cached=self._cached)
@@ -175,7 +175,9 @@ class OpenAiResponseWriter(ResponseWriter):
     def _extension(self, usages: Sequence[Usage]) -> Extension | UnsetType:
         reply_options = self._options
         if not (
-            reply_options.cached_details or reply_options.input_ids or reply_options.output_ids
+            reply_options.return_cached_tokens_details
+            or reply_options.return_input_ids_in_sglext
+            or reply_options.return_output_ids_in_sglext
         ):
             return UNSET
         device = total_usage(usages).cached_tokens
@@ -183,10 +185,10 @@ class OpenAiResponseWriter(ResponseWriter):
         answers = [ids for _, ids in sorted(self._sent_ids.items())]
         return Extension(
             cached_tokens_details=CachedTokensDetails(device=device)
-            if reply_options.cached_details
+            if reply_options.return_cached_tokens_details
             else UNSET,
-            input_ids=_flat(prompts) if reply_options.input_ids else UNSET,
-            output_ids=_flat(answers) if reply_options.output_ids else UNSET,
+            input_ids=_flat(prompts) if reply_options.return_input_ids_in_sglext else UNSET,
+            output_ids=_flat(answers) if reply_options.return_output_ids_in_sglext else UNSET,
         )
 
     def _record_events(self, prompt: int, events: Sequence[TextDelta | Finished]) -> None:
@@ -200,7 +202,7 @@ class OpenAiResponseWriter(ResponseWriter):
             return UNSET
         number = self._record.index(prompt, finished.choice)
         self._sent_ids[index] = self._record.replies[number].ids
-        return self._record.meta_info(number) if self._options.meta_info else UNSET
+        return self._record.meta_info(number) if self._options.return_meta_info else UNSET
 
     def _usage_so_far(self, prompt: int, delta: TextDelta | None) -> UsageBody | None:
         if not self._options.usage_always:
@@ -224,19 +226,15 @@ class OpenAiResponseWriter(ResponseWriter):
             self._hidden.setdefault(index, []).extend(states)
 
     def _take_hidden_states(self, index: int) -> list[list[float]] | UnsetType:
-        return self._hidden.pop(index, []) if self._options.hidden else UNSET
+        return self._hidden.pop(index, []) if self._options.return_hidden_states else UNSET
 
     def _hidden_states(self, piece: TokenOutputsChunk | None) -> list[list[float]] | UnsetType:
-        if not self._options.hidden or piece is None:
+        if not self._options.return_hidden_states or piece is None:
             return UNSET
         return [list(token.hidden) for token in piece.details.iter_tokens()]
 
     def _ids(self, piece: TokenOutputsChunk | None) -> list[int] | UnsetType:
-        """Return output token ids; prompt tokens have offsets below 0."""
-        if not self._options.ids or piece is None:
-            return UNSET
-        ids = unpack_ids(piece.details.token_ids)
-        return [token for token in ids[max(0, -piece.offset) :] if token >= 0]
+        return output_ids(piece) if self._options.return_token_ids and piece else UNSET
 
 
 def _flat(rows: list[list[int]]) -> list[int | list[int]]:
@@ -272,7 +270,7 @@ class ChatResponseWriter(OpenAiResponseWriter):
         inside = streams[0].starts_in_reasoning
         self._parsers = [
             OutputParser(reply_options.parser_options, starts_in_reasoning=inside)
-            for _ in range(reply_options.choices)
+            for _ in range(reply_options.n)
         ]
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
@@ -292,7 +290,7 @@ class ChatResponseWriter(OpenAiResponseWriter):
                 ),
                 usage=self._usage_so_far(0, None),
             )
-            for index in range(self._options.choices)
+            for index in range(self._options.n)
         )
 
     def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:

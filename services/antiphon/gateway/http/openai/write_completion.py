@@ -51,7 +51,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
     ) -> None:
         super().__init__(header, streams, options, cached=cached, record=record)
         self._echoes = echoes
-        self._characters = [0] * (options.choices * len(streams))
+        self._characters = [0] * (options.n * len(streams))
         self._begun: set[int] = set()
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
@@ -61,7 +61,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         choices = [
             self._choice(prompt, number, collected)
             for prompt, answer in enumerate(answers)
-            for number, collected in enumerate(best_of(answer.choices, self._options.choices))
+            for number, collected in enumerate(best_of(answer.choices, self._options.n))
         ]
         reply = TextReply(choices=choices, **self._reply_fields(answers))
         return msgspec.json.encode(reply)
