@@ -12,6 +12,7 @@ from antiphon.gateway.http.anthropic.schema import (
     CountBody,
     MessagesBody,
 )
+from antiphon.gateway.http.core.fields import EMBEDDING
 from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
 from antiphon.gateway.http.native.encode import EncodeBody
@@ -32,11 +33,15 @@ from antiphon.gateway.http.ollama.schema import (
     OllamaEmbeddingBody,
     OllamaGenerateBody,
 )
-from antiphon.gateway.http.openai import unsupported as openai
 from antiphon.gateway.http.openai.embeddings import ClassifyBody, EmbeddingBody
 from antiphon.gateway.http.openai.rerank import RerankBody
-from antiphon.gateway.http.openai.responses.schema import ResponsesBody
-from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.responses.schema import RESPONSES_UNSUPPORTED, ResponsesBody
+from antiphon.gateway.http.openai.schema import (
+    CHAT_UNSUPPORTED,
+    COMPLETION_UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+)
 from antiphon.gateway.http.openai.score import ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
@@ -54,17 +59,17 @@ Schema = dict[str, object]
 _WIDE = 2**31 - 1
 
 BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], ...] = (
-    ("/v1/chat/completions", ChatBody, openai.CHAT),
-    ("/v1/completions", CompletionBody, openai.COMPLETION),
+    ("/v1/chat/completions", ChatBody, CHAT_UNSUPPORTED),
+    ("/v1/completions", CompletionBody, COMPLETION_UNSUPPORTED),
     ("/v1/messages", MessagesBody, MESSAGES_UNSUPPORTED),
     ("/v1/messages/count_tokens", CountBody, COUNT_UNSUPPORTED),
-    ("/v1/responses", ResponsesBody, openai.RESPONSES),
+    ("/v1/responses", ResponsesBody, RESPONSES_UNSUPPORTED),
     ("/v1/tokenize", TokenizeBody, {}),
     ("/v1/detokenize", DetokenizeBody, {}),
     ("/v1/score", ScoreBody, {}),
-    ("/v1/embeddings", EmbeddingBody, openai.EMBEDDING),
-    ("/v1/classify", ClassifyBody, openai.EMBEDDING),
-    ("/v1/rerank", RerankBody, openai.EMBEDDING),
+    ("/v1/embeddings", EmbeddingBody, EMBEDDING),
+    ("/v1/classify", ClassifyBody, EMBEDDING),
+    ("/v1/rerank", RerankBody, EMBEDDING),
     ("/encode", EncodeBody, ENCODE_UNSUPPORTED),
     ("/classify", EncodeBody, ENCODE_UNSUPPORTED),
     ("/generate", GenerateBody, GENERATE_UNSUPPORTED),

@@ -13,8 +13,8 @@ from antiphon.gateway.access.access import Access, KeysFile
 from antiphon.gateway.http.core.app import http_server, metrics_middleware, prefix_of
 from antiphon.gateway.http.core.auth import auth_middleware, is_admin
 from antiphon.gateway.http.core.body_reader import BodyReader
-from antiphon.gateway.http.core.detached import DetachedTasks
 from antiphon.gateway.http.core.operation import Operation, routes
+from antiphon.gateway.http.core.respond import DetachedTasks
 from antiphon.gateway.http.families import all_operations
 from antiphon.gateway.metrics_exposition import Exposition, ModelMetrics
 from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints

@@ -16,8 +16,7 @@ from tests.support.clock import ManualClock
 from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.http.core.generate_outputs import GenerateReplyWriter
-from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
+from antiphon.gateway.http.core.meta_info import GenerateReplyWriter, GenerateResponseOptions
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GenerateBody
 from antiphon.gateway.http.native.write import GenerateResponseWriter

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from antiphon.gateway.http.core.body_reader import BodyReader
-    from antiphon.gateway.http.core.detached import DetachedTasks
     from antiphon.gateway.http.core.operation import Operation
+    from antiphon.gateway.http.core.respond import DetachedTasks
     from antiphon.gateway.requests.submission import Submission
     from antiphon.wire.base import Process
     from antiphon.wire.ids import TenantId

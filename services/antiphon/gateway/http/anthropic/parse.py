@@ -26,13 +26,13 @@ from antiphon.gateway.http.anthropic.schema import (
 )
 from antiphon.gateway.http.core.chat import (
     FORMAT_UNKNOWN,
+    OutputParserOptions,
     template_options,
     template_tools,
     to_json,
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import decode, model_of
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling_fields import RequestedGrammar, single_grammar
 from antiphon.gateway.parsing.tools.choice import (
     Mode,

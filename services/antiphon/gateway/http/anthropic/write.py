@@ -32,8 +32,8 @@ from antiphon.gateway.http.anthropic.schema import (
     ToolUseBlock,
     usage_body,
 )
+from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import messages_envelope
-from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import ResponseWriter, named_event
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.parsing.events import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,14 +21,21 @@ from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
 from antiphon.gateway.http.core.writer import CONTENT_TYPE
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.stream.stream import CollectedResponse, StreamGroup
-from antiphon.service.tasks import gather
+from antiphon.service.tasks import gather, isolated
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Generator,
+        Mapping,
+        Sequence,
+    )
 
     from antiphon.gateway.http.core.body_reader import BodyReader
-    from antiphon.gateway.http.core.detached import DetachedTasks
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.http.core.writer import ResponseWriter
@@ -44,6 +51,7 @@ log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _NONE: Mapping[str, UnsupportedField] = {}
 _GRAMMAR_PARAM = "grammar"
@@ -481,3 +489,29 @@ def _limit(stream_group: StreamGroup, patience: asyncio.Timeout) -> Generator[No
 
 def _request_id_headers(stream_group: StreamGroup) -> dict[str, str]:
     return {"X-Request-Id": stream_group.streams[0].submit.request_id}
+
+
+class DetachedTasks:
+    """Runs each in a task of the process."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(
+        self, work: Callable[P, Coroutine[None, None, None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        self._running += 1
+        self._idle.clear()
+        self._group.create_task(isolated(work, *args, **kwargs)).add_done_callback(self._ended)
+
+    async def idle(self) -> None:
+        """Return when no task is running. The caller sets the deadline."""
+        await self._idle.wait()
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()

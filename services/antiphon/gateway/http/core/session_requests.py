@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.generate_outputs import GenerateReplyWriter, PersistReply
+    from antiphon.gateway.http.core.meta_info import GenerateReplyWriter, PersistReply
     from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest

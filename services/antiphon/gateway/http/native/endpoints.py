@@ -14,9 +14,8 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import with_thinking_budget
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
 from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.core.meta_info import weight_version
+from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.native.parse import ParsedGenerateRequest, parse_generate
 from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
@@ -25,7 +24,7 @@ from antiphon.wire.codec import unpack_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.core.meta_info import PersistReply, RankOf
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest

@@ -9,12 +9,12 @@ import msgspec
 from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.core.chat import (
     FORMAT_UNKNOWN,
+    OutputParserOptions,
     template_options,
     template_tools,
     to_json,
     with_tool_constraints,
 )
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling_fields import as_tuple
 from antiphon.gateway.http.ollama.schema import (
     OLLAMA_OPTIONS_UNSUPPORTED,

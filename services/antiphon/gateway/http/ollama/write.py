@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import plain
 from antiphon.gateway.http.core.limits import Json
 from antiphon.gateway.http.core.logprobs import TokenLogprob, chat_logprobs
-from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter, line
 from antiphon.gateway.http.ollama.schema import (
     UNSET,

@@ -10,12 +10,15 @@ import msgspec
 
 from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
-from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
-from antiphon.gateway.http.core.meta_info import weight_version
+from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.openai import parse as reading
-from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
-from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.schema import (
+    CHAT_UNSUPPORTED,
+    COMPLETION_UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+)
 from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
 from antiphon.wire.codec import unpack_ids
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.core.meta_info import PersistReply, RankOf
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
@@ -47,7 +50,7 @@ class CompletionsEndpoints(Endpoints):
         "Create a chat completion. SageMaker uses the path /invocations.",
         body=ChatBody,
         reply=ChatReply,
-        unsupported=refused.CHAT,
+        unsupported=CHAT_UNSUPPORTED,
         examples=(
             _HELLO,
             _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
@@ -58,7 +61,7 @@ class CompletionsEndpoints(Endpoints):
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         parsed = await self.response_handler.parse_body(
-            request, ChatBody, lambda body: reading.parse_chat(body, formats), refused.CHAT
+            request, ChatBody, lambda body: reading.parse_chat(body, formats), CHAT_UNSUPPORTED
         )
         parsed = self._with_usage(await self._with_end_token(parsed, formats))
 
@@ -82,7 +85,7 @@ class CompletionsEndpoints(Endpoints):
         "Create a text completion.",
         body=CompletionBody,
         reply=TextReply,
-        unsupported=refused.COMPLETION,
+        unsupported=COMPLETION_UNSUPPORTED,
         examples=(
             {"prompt": "Once upon a time", "max_tokens": 8},
             {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
@@ -95,7 +98,7 @@ class CompletionsEndpoints(Endpoints):
             request,
             CompletionBody,
             lambda body: (reading.parse_completion(body), body.session_params),
-            refused.COMPLETION,
+            COMPLETION_UNSUPPORTED,
         )
         parsed = self._with_usage(parsed)
         if params is not None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.gateway.http.core.chat import (
+    OutputParserOptions,
     template_tools,
     to_json,
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
-from antiphon.gateway.http.core.output_parser import OutputParserOptions
 from antiphon.gateway.http.core.sampling_fields import (
     RequestedGrammar,
     processor_of,

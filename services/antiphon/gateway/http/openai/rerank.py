@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.endpoints import operation
-from antiphon.gateway.http.core.fields import EMBEDDING
+from antiphon.gateway.http.core.fields import EMBEDDING, UnsupportedField
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
@@ -23,7 +23,6 @@ from antiphon.gateway.http.core.pooling import (
     sigmoid,
 )
 from antiphon.gateway.http.openai.embeddings import PoolingBody
-from antiphon.gateway.http.openai.unsupported import RERANK
 from antiphon.gateway.requests.generation_request import SamplingOptions
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.tokenize import PoolingCard
@@ -55,6 +53,12 @@ class RerankBody(PoolingBody, frozen=True, kw_only=True):
     """Number of most relevant documents to return. Defaults to all."""
     return_documents: bool | None = None
     """Whether to return the text of each document. Defaults to true."""
+
+
+RERANK_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **EMBEDDING,
+    "instruct": UnsupportedField("a cross-encoder accepts only a query and a document", ("",)),
+}
 
 
 class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +145,7 @@ class RerankEndpoints(PoolingEndpoints):
 
 @dataclass(frozen=True)
 class CrossEncoder:
-    unsupported = RERANK
+    unsupported = RERANK_UNSUPPORTED
 
     card: PoolingCard
 

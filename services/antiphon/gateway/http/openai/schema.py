@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.core.fields import COMMON, NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import (
     CallId,
     Choices,
@@ -32,7 +33,7 @@ from antiphon.wire.sampling import Priority, Seed, TokenId
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 COMPLETION_TOKENS = 16
@@ -224,6 +225,31 @@ class CompletionBody(CompletionFields):
     best_of: Choices | None = None
     """Number of completions to generate, of which the `n` with the highest logprob per token are
     returned."""
+
+
+SESSION_PARAMS = UnsupportedField(
+    "not supported by chat completions, which carry the whole conversation; use /generate"
+    " or /v1/completions",
+    NOTHING,
+)
+
+CHAT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **COMMON,
+    "session_params": SESSION_PARAMS,
+    "functions": UnsupportedField("use tools", NOTHING),
+    "function_call": UnsupportedField("use tool_choice", ("none", "auto")),
+    "modalities": UnsupportedField("this model generates text only", (["text"], [])),
+    "audio": UnsupportedField("this model generates text only"),
+    "prediction": UnsupportedField("predicted outputs are not supported"),
+    "web_search_options": UnsupportedField("web search is not supported"),
+    "store": UnsupportedField("chat completions are not stored; use /v1/responses", (False,)),
+    "service_tier": UnsupportedField("service tiers are not supported", ("auto", "default")),
+}
+
+COMPLETION_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **COMMON,
+    "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
+}
 
 
 def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:

@@ -12,11 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
-from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.fields import EMBEDDING, UnsupportedField, model_of
 from antiphon.gateway.http.core.limits import Ids
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.writer import total_usage
-from antiphon.gateway.http.openai import unsupported as refused
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX
 from antiphon.gateway.requests.generation_request import (
@@ -28,6 +27,8 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import NAMED_MAX, TokenId, TokenOutputParams
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiohttp import web
 
     from antiphon.gateway.stream.stream import CollectedResponse
@@ -53,6 +54,13 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """Divides the logprobs before the softmax."""
 
 
+SCORE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
+    **EMBEDDING,
+    "return_token_logprobs": UnsupportedField("use /generate for logprobs", (False,)),
+    "score_extraction_token": UnsupportedField("only the next token is scored"),
+}
+
+
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """Scores of the label tokens for each item."""
 
@@ -69,7 +77,7 @@ class ScoreEndpoints(Endpoints):
         "Score items by the probability of label tokens as the next token.",
         body=ScoreBody,
         reply=ScoreReply,
-        unsupported=refused.SCORE,
+        unsupported=SCORE_UNSUPPORTED,
         examples=(
             {
                 "query": "Is this a colour? ",
@@ -80,7 +88,9 @@ class ScoreEndpoints(Endpoints):
         ),
     )
     async def _score(self, request: web.Request) -> web.Response:
-        body = await self.response_handler.parse_body(request, ScoreBody, _checked, refused.SCORE)
+        body = await self.response_handler.parse_body(
+            request, ScoreBody, _checked, SCORE_UNSUPPORTED
+        )
         answers = await self.response_handler.collect(request, _requests(body))
         usages = [answer.usage for answer in answers]
         return json_reply(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import msgspec
 
+from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import chat_logprobs
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails, output_ids
-from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total_usage
 from antiphon.gateway.http.openai.replies import (
     UNSET,
@@ -46,8 +46,7 @@ from antiphon.wire.codec import unpack_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
-    from antiphon.gateway.http.core.meta_info import MetaInfo
+    from antiphon.gateway.http.core.meta_info import GenerateOutputs, MetaInfo
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream

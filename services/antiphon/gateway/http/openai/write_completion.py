@@ -21,8 +21,8 @@ from antiphon.gateway.owner.actions import Finished, TextDelta
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
     from antiphon.gateway.http.core.logprobs import TextLogprobs
+    from antiphon.gateway.http.core.meta_info import GenerateOutputs
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.http.openai.write import CompletionHeader
     from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream

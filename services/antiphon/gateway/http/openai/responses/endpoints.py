@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.app import warn
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.chat import with_end_token
+from antiphon.gateway.http.core.chat import OutputParser, with_end_token
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.operation import json_reply
-from antiphon.gateway.http.core.output_parser import OutputParser
 from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
 from antiphon.gateway.http.openai.responses.parse import (
     check_include,
@@ -18,6 +17,7 @@ from antiphon.gateway.http.openai.responses.parse import (
     prepare_responses_request,
 )
 from antiphon.gateway.http.openai.responses.schema import (
+    RESPONSES_UNSUPPORTED,
     InputTokens,
     ItemList,
     ResponseDeleted,
@@ -32,7 +32,6 @@ from antiphon.gateway.http.openai.responses.store import (
     page_of,
 )
 from antiphon.gateway.http.openai.responses.write import ResponsesWriter, draft, stream_error
-from antiphon.gateway.http.openai.unsupported import RESPONSES
 from antiphon.wire.errors import (
     InvalidRequest,
     PromptTooLong,
@@ -73,7 +72,7 @@ class ResponsesEndpoints(Endpoints):
         "Create a response.",
         body=ResponsesBody,
         reply=ResponseReply,
-        unsupported=RESPONSES,
+        unsupported=RESPONSES_UNSUPPORTED,
         examples=(_HELLO, _HELLO | {"stream": True}, _HELLO | {"store": False}),
     )
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -102,7 +101,7 @@ class ResponsesEndpoints(Endpoints):
         "Count the input tokens of a response without creating it.",
         body=ResponsesBody,
         reply=InputTokens,
-        unsupported=RESPONSES,
+        unsupported=RESPONSES_UNSUPPORTED,
         examples=(_HELLO,),
     )
     async def _count(self, request: web.Request) -> web.Response:
@@ -172,7 +171,10 @@ class ResponsesEndpoints(Endpoints):
             return self.cipher.decrypt(encrypted, tenant, at)
 
         parsed = await self.response_handler.parse_body(
-            request, ResponsesBody, lambda body: parse_responses_request(body, decrypt), RESPONSES
+            request,
+            ResponsesBody,
+            lambda body: parse_responses_request(body, decrypt),
+            RESPONSES_UNSUPPORTED,
         )
         warn(request, parsed.warnings)
         return parsed

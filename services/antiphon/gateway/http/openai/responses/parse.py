@@ -47,8 +47,8 @@ from antiphon.wire.ids import ClientKey
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from antiphon.gateway.http.core.chat import OutputParserOptions
     from antiphon.gateway.http.core.limits import Json
-    from antiphon.gateway.http.core.output_parser import OutputParserOptions
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
 

@@ -49,9 +49,9 @@ from antiphon.wire.token_outputs import join_chunks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from antiphon.gateway.http.core.chat import OutputParser
     from antiphon.gateway.http.core.limits import Json
     from antiphon.gateway.http.core.logprobs import TokenLogprob
-    from antiphon.gateway.http.core.output_parser import OutputParser
     from antiphon.gateway.http.openai.responses.items import Status
     from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
     from antiphon.gateway.http.openai.responses.schema import State
