@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,20 +36,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class SessionRequests:
     """Runs requests from their position in a session, and stores their output for the next one."""
 
-    def __init__(
-        self,
-        response_handler: ResponseHandler,
-        tokenizers: TokenizerClient,
-        sessions: Sessions,
-        runtime: Runtime,
-    ) -> None:
-        self._response_handler = response_handler
-        self._tokenizers = tokenizers
-        self._sessions = sessions
-        self._runtime = runtime
+    response_handler: ResponseHandler
+    tokenizers: TokenizerClient
+    sessions: Sessions
+    runtime: Runtime
 
     async def answer(
         self,
@@ -63,7 +58,7 @@ class SessionRequests:
 
         `gen_request` has the new part of the prompt; `make_writer` gets the whole prompt.
         """
-        tenant, sessions = tenant_of(request), self._sessions
+        tenant, sessions = tenant_of(request), self.sessions
         before = await sessions.previous_ids(tenant, place)
         characters = await self._characters(gen_request)
         prompt_ids = before + await self._ids(gen_request, tenant, begins=not before)
@@ -87,7 +82,7 @@ class SessionRequests:
 
         await sessions.begin(tenant, place, rid, characters)
         try:
-            return await self._response_handler.answer(request, [whole], writer, streamed=streamed)
+            return await self.response_handler.answer(request, [whole], writer, streamed=streamed)
         finally:
             if not persisted:
                 await self._end_without_output(tenant, place, rid)
@@ -95,7 +90,7 @@ class SessionRequests:
     async def _end_without_output(self, tenant: TenantId, place: SessionParams, rid: str) -> None:
         """End a request that was interrupted, which no request can continue."""
         try:
-            await self._sessions.end(tenant, place, rid, None)
+            await self.sessions.end(tenant, place, rid, None)
         except EngineError as error:
             log.info("session not notified of the end", extra={"code": error.code})
 
@@ -103,7 +98,7 @@ class SessionRequests:
         """Number of characters or tokens of the new part."""
         if gen_request.prompt_ids is None:
             return len(gen_request.prompt or "")
-        (text,) = await self._tokenizers.decode([gen_request.prompt_ids], skip_special_tokens=False)
+        (text,) = await self.tokenizers.decode([gen_request.prompt_ids], skip_special_tokens=False)
         return len(text)
 
     async def _ids(
@@ -112,13 +107,13 @@ class SessionRequests:
         """Token ids of the new part. Special tokens are added at the start of a session only."""
         if gen_request.prompt_ids is not None:
             return gen_request.prompt_ids
-        timeout_s = self._runtime.settings.gateway.request_timeout_s
-        encoded = await self._tokenizers.encode(
+        timeout_s = self.runtime.settings.gateway.request_timeout_s
+        encoded = await self.tokenizers.encode(
             msgspec.structs.replace(gen_request, tenant=tenant, special_tokens=begins),
             new_request_id(),
-            deadline_in(timeout_s, self._runtime.clock),
+            deadline_in(timeout_s, self.runtime.clock),
             None,
-            truncate=self._runtime.settings.gateway.allow_auto_truncate,
+            truncate=self.runtime.settings.gateway.allow_auto_truncate,
         )
         return tuple(unpack_ids(encoded.token_ids))
 

@@ -34,43 +34,19 @@ _KEEP_SHARE = 0.9
 """Safety margin: items are measured in bytes, which only approximate tokens."""
 
 
-class _OpenTurn(msgspec.Struct):
-    """An assistant turn that may get more items."""
-
-    reasoning: str | None = None
-    content: str | None = None
-    calls: list[ToolCall] = msgspec.field(default_factory=list[ToolCall])
-
-    def turn(self) -> ChatMessageParam:
-        return ChatMessageParam(
-            role="assistant",
-            content=self.content,
-            reasoning_content=self.reasoning,
-            tool_calls=self.calls or None,
-        )
-
-
 def turns(items: Sequence[Item], instructions: str | None) -> list[ChatMessageParam]:
     made = [] if instructions is None else [ChatMessageParam(role="system", content=instructions)]
-    growing: _OpenTurn | None = None
     called: set[str] = set()
     for item in items:
         if isinstance(item, ToolCallItem):
             called.add(item.call_id)
-        if _is_assistant(item):
-            if growing is None or not _fits(growing, item):
-                made += _closed(growing)
-                growing = _OpenTurn()
-            _add(growing, item)
-            continue
-        made += _closed(growing)
-        growing = None
-        made.append(_turn(item, called))
-    return made + _closed(growing)
-
-
-def _closed(growing: _OpenTurn | None) -> list[ChatMessageParam]:
-    return [] if growing is None else [growing.turn()]
+        if not _is_assistant(item):
+            made.append(_turn(item, called))
+        elif made and made[-1].role == "assistant" and _fits(made[-1], item):
+            made[-1] = _extended(made[-1], item)
+        else:
+            made.append(_extended(ChatMessageParam(role="assistant"), item))
+    return made
 
 
 def _is_assistant(item: Item) -> bool:
@@ -79,32 +55,33 @@ def _is_assistant(item: Item) -> bool:
     )
 
 
-def _fits(growing: _OpenTurn, item: Item) -> bool:
+def _fits(turn: ChatMessageParam, item: Item) -> bool:
     """Whether it follows in the order of templates: reasoning, content, tool calls."""
     if isinstance(item, ToolCallItem):
         return True
-    if growing.calls or growing.content is not None:
+    if turn.tool_calls or turn.content is not None:
         return False
-    return isinstance(item, MessageItem) or growing.reasoning is None
+    return isinstance(item, MessageItem) or turn.reasoning_content is None
 
 
-def _add(growing: _OpenTurn, item: Item) -> None:
+def _extended(turn: ChatMessageParam, item: Item) -> ChatMessageParam:
+    """Add an item of the model to its turn."""
     match item:
         case ReasoningItem():
-            thoughts = item.content or item.summary
-            growing.reasoning = "\n".join(part.text for part in thoughts) or None
+            thoughts = "\n".join(part.text for part in item.content or item.summary)
+            return msgspec.structs.replace(turn, reasoning_content=thoughts or None)
         case MessageItem():
-            growing.content = text_of(item.content)
+            return msgspec.structs.replace(turn, content=text_of(item.content))
         case CallItem():
-            name = model_name(item.name, item.namespace)
-            function = FunctionCall(name=name, arguments=item.arguments or "{}")
-            growing.calls.append(ToolCall(id=item.call_id, function=function))
+            arguments = item.arguments or "{}"
         case CustomCallItem():
-            name = model_name(item.name, item.namespace)
-            function = FunctionCall(name=name, arguments=custom_arguments(item.input))
-            growing.calls.append(ToolCall(id=item.call_id, function=function))
+            arguments = custom_arguments(item.input)
         case CallOutputItem() | CustomCallOutputItem():
             raise AssertionError("a tool output is not an item of the model")
+    function = FunctionCall(name=model_name(item.name, item.namespace), arguments=arguments)
+    calls = turn.tool_calls or []
+    calls.append(ToolCall(id=item.call_id, function=function))
+    return msgspec.structs.replace(turn, tool_calls=calls)
 
 
 def _turn(item: Item, called: set[str]) -> ChatMessageParam:
