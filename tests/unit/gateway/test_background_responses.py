@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -42,14 +42,14 @@ class Pair:
         """At the first, in the background."""
         body = {"input": "hi", "background": True} | said
         async with self.session.post(self.first.url + RESPONSES, json=body) as reply:
-            told = cast("Body", await reply.json())
+            told = await reply.json()
             assert reply.status == 200, told
             return told
 
     async def ask(self, method: str, path: str) -> tuple[int, Body]:
         """Ask the other."""
         async with self.session.request(method, f"{self.other_url}/{path}") as reply:
-            return reply.status, cast("Body", await reply.json())
+            return reply.status, await reply.json()
 
     async def follow(self, response_id: str, query: str = "") -> list[str]:
         """The events that the other tells."""
@@ -105,20 +105,20 @@ async def test_it_is_made_while_nobody_waits_and_told_by_another_gateway(two: Pa
     two.cluster.hold_at = 2
     made = await two.create()
     assert (made["background"], made["output"]) == (True, [])
-    response_id = cast("str", made["id"])
+    response_id = made["id"]
     await becomes(lambda: two.state(response_id), "in_progress")
     two.cluster.go.set()
     await becomes(lambda: two.state(response_id), "completed")
     _, whole = await two.ask("GET", response_id)
-    (item,) = cast("list[Body]", whole["output"])
-    assert cast("list[Body]", item["content"])[0]["text"] == TEXT
+    (item,) = whole["output"]
+    assert item["content"][0]["text"] == TEXT
     status, reply = await two.ask("GET", f"{response_id}?stream=true")
-    assert (status, cast("Body", reply["error"])["param"]) == (400, "stream")
+    assert (status, reply["error"]["param"]) == (400, "stream")
 
 
 async def test_another_gateway_cancels_it(two: Pair) -> None:
     two.cluster.hold_at = 2
-    response_id = cast("str", (await two.create())["id"])
+    response_id = (await two.create())["id"]
     await becomes(lambda: two.state(response_id), "in_progress")
     status, cancelled = await two.ask("POST", f"{response_id}/cancel")
     assert (status, cancelled["status"]) == (200, "cancelled")
@@ -129,7 +129,7 @@ async def test_another_gateway_cancels_it(two: Pair) -> None:
 
 async def test_another_gateway_forgets_it_while_it_is_made(two: Pair) -> None:
     two.cluster.hold_at = 0
-    response_id = cast("str", (await two.create(stream=False))["id"])
+    response_id = (await two.create(stream=False))["id"]
     assert (await two.ask("DELETE", response_id))[0] == 200
     assert (await two.ask("GET", response_id))[0] == 404
     await until(lambda: two.cluster.open == set())
@@ -157,7 +157,7 @@ async def test_its_events_are_told_by_any_gateway_from_any_event_on(two: Pair) -
     for after in (0, 4, len(told) - 1, len(told) + 5):
         assert await two.follow(response_id, f"&starting_after={after}") == told[after + 1 :]
     status, reply_body = await two.ask("GET", f"{response_id}?stream=true&starting_after=x")
-    assert (status, cast("Body", reply_body["error"])["param"]) == (400, "starting_after")
+    assert (status, reply_body["error"]["param"]) == (400, "starting_after")
     await two.ask("DELETE", response_id)
 
 
@@ -176,10 +176,10 @@ async def test_a_stream_of_what_is_cancelled_ends_so(two: Pair) -> None:
 
 async def test_what_fails_in_the_background_is_told_as_failed(two: Pair) -> None:
     two.cluster.row_error = WorkerLost("the worker is gone")
-    response_id = cast("str", (await two.create())["id"])
+    response_id = (await two.create())["id"]
     await becomes(lambda: two.state(response_id), "failed")
     _, failed = await two.ask("GET", response_id)
-    assert cast("Body", failed["error"])["message"] == "the worker is gone"
+    assert failed["error"]["message"] == "the worker is gone"
 
 
 async def test_what_cannot_begin_is_refused_at_once(two: Pair) -> None:
@@ -201,7 +201,7 @@ async def test_only_what_is_made_in_the_background_can_be_cancelled(two: Pair) -
 
 async def test_a_gateway_that_drains_makes_what_it_has_begun(two: Pair) -> None:
     two.cluster.hold_at = 2
-    response_id = cast("str", (await two.create())["id"])
+    response_id = (await two.create())["id"]
     two.first.gateway.stop.set()
     two.cluster.go.set()
     await two.first.gateway.ended()
@@ -215,7 +215,7 @@ async def test_what_a_dead_gateway_was_making_has_failed(
     async with pair(server, drain_timeout_s=0.1) as two:
         two.cluster.hold_at = 2
         made = await two.create(stream=False)
-        response_id = cast("str", made["id"])
+        response_id = made["id"]
         await becomes(lambda: two.state(response_id), "in_progress")
         await two.first.gateway.ended()
         two.cluster.go.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
@@ -18,7 +18,7 @@ from antiphon.wire.sampling import TokenOutputParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, object]
+Body = dict[str, Any]
 MAX = 20_000
 GENERATE = "/generate"
 
@@ -32,14 +32,14 @@ async def at() -> AsyncIterator[House]:
 async def refused(at: House, path: str, body: Body) -> str:
     """Post what is too much; return the field that the error names."""
     status, reply, _ = await post(at, path, body)
-    error = cast("Body", reply["error"])
-    message = cast("str", error["message"])
+    error = reply["error"]
+    message = error["message"]
     assert status == 400, reply
     assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in message
     assert message.startswith(f"{error['param']}: ")
     assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
     assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
-    return cast("str", error["param"])
+    return error["param"]
 
 
 def native(**said: object) -> Body:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.gateway.test_http import post
@@ -43,7 +43,7 @@ async def asked(at: House, path: str, name: object, given: object) -> tuple[int,
     else:
         body = BODIES[path] | {"custom_logit_processor": name, "custom_params": given}
     status, reply, _ = await post(at, path, body)
-    error = cast("dict[str, object]", reply.get("error") or {})
+    error = reply.get("error") or {}
     return status, error.get("param")
 
 

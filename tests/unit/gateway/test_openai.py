@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from antiphon.wire.text import TextRow
 
 TEXT = "".join(SCRIPT)
-Body = dict[str, object]
-Choice = dict[str, object]
+Body = dict[str, Any]
+Choice = dict[str, Any]
 
 
 async def both(at: House, path: str, body: Body) -> tuple[list[Choice], list[Choice]]:
     """The choices of an answer, told whole; and the same, put together from chunks."""
     status, whole, _ = await post(at, path, body)
     assert status == 200, whole
-    choices = cast("list[Choice]", whole["choices"])
+    choices = whole["choices"]
     joined: list[Choice] = [{} for _ in choices]
     for event in (await stream(at, path, body))[:-1]:
         for piece in json.loads(event)["choices"]:
@@ -44,9 +44,9 @@ def _join(choice: Choice, piece: Choice) -> None:
         if before is None or name == "index":
             choice[name] = value
         elif isinstance(value, dict):
-            _join(cast("Choice", before), cast("Choice", value))
+            _join(before, value)
         elif isinstance(value, str | list):
-            choice[name] = cast("str", before) + cast("str", value)
+            choice[name] = before + value
 
 
 async def test_prompts_are_answered_in_their_order_and_counted_together(at: House) -> None:
@@ -70,7 +70,7 @@ async def test_prompts_are_answered_in_their_order_and_counted_together(at: Hous
 
 async def test_one_prompt_that_fails_ends_them_all(at: House) -> None:
     status, reply, _ = await post(at, COMPLETE, {"prompt": ["one", "x" * 64]})
-    assert (status, cast("Body", reply["error"])["code"]) == (400, "context_length_exceeded")
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     assert at.cluster.open == set()
 
 
@@ -78,7 +78,7 @@ async def test_an_echo_begins_with_the_prompt_and_tells_of_its_tokens(at: House)
     body: Body = {"prompt": "ab", "echo": True, "logprobs": 1}
     whole, joined = await both(at, COMPLETE, body)
     assert joined[0]["text"] == whole[0]["text"] == "ab" + TEXT
-    columns = cast("dict[str, list[object]]", whole[0]["logprobs"])
+    columns = whole[0]["logprobs"]
     assert columns == joined[0]["logprobs"]
     assert columns["tokens"] == ["a", "p", *SCRIPT]
     assert columns["token_logprobs"][0] is None
@@ -128,13 +128,13 @@ async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.M
     monkeypatch.setattr(at.cluster, "row", row)
     asked = {"return_meta_info": True, "return_output_ids_in_sglext": True, "rid": "mine"}
     _, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3} | asked)
-    (only,) = cast("list[Choice]", reply["choices"])
-    assert cast("Body", only["meta_info"])["id"] == "mine_2"
+    (only,) = reply["choices"]
+    assert only["meta_info"]["id"] == "mine_2"
     assert reply["sglext"] == {"output_ids": [10, 11, 12, 13]}
     assert (only["text"], only["index"], only["logprobs"]) == (TEXT, 0, None)
     assert at.cluster.submits[0].choices == 3
     status, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3, "stream": True})
-    assert (status, cast("Body", reply["error"])["param"]) == (400, "best_of")
+    assert (status, reply["error"]["param"]) == (400, "best_of")
 
 
 def _with(row: TextRow, *, text: str, text_offset: int, details: object) -> TextRow:
@@ -195,7 +195,7 @@ async def test_a_mistake_in_a_form_is_400_before_the_first_byte_and_names_its_fi
     at.cluster.row_error = InvalidRequest("grammar: nothing can be said", param="grammar")
     body = {"messages": HI, "stream": streamed, "response_format": {"type": "json_object"}}
     status, reply, _ = await post(at, CHAT, body)
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["param"], error["code"]) == (400, "response_format", "invalid_request")
 
 
@@ -211,7 +211,7 @@ async def test_what_else_a_choice_may_tell_is_the_same_in_a_stream(at: House) ->
         for name in ("prompt_token_ids", "response_token_ids", "finish_reason"):
             assert joined[0][name] == whole[0][name], name
         # One chunk of a stream has them all; of a chat, in its delta.
-        told = cast("Choice", joined[0]["delta"]) if path == CHAT else joined[0]
+        told = joined[0]["delta"] if path == CHAT else joined[0]
         assert told["hidden_states"] == whole[0]["hidden_states"]
         events = (await stream(at, path, body | asked))[:-1]
         assert sum('"hidden_states"' in event for event in events) == 1
@@ -286,7 +286,7 @@ async def test_a_last_message_with_prefix_is_where_the_answer_goes_on(at: House,
     assert at.cluster.encodes[0].continue_final_message
     for messages in ([begun, *HI], [{**HI[0], "prefix": True}]):
         status, reply, _ = await post(at, path, {"messages": messages})
-        assert (status, cast("Body", reply["error"])["param"]) == (400, "messages[0].prefix")
+        assert (status, reply["error"]["param"]) == (400, "messages[0].prefix")
 
 
 async def test_patterns_priorities_and_the_name_default_are_taken(at: House) -> None:
@@ -308,7 +308,7 @@ async def test_a_chat_may_bring_its_prompt_as_ids(at: House) -> None:
 async def test_usage_names_cached_tokens_where_the_operator_wants_it() -> None:
     async with house(cache_report=True) as at:
         _, reply, _ = await post(at, CHAT, {"messages": HI})
-    usage = cast("dict[str, Body]", reply["usage"])
+    usage = reply["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
@@ -342,7 +342,7 @@ async def test_an_aborted_request_ends_well(at: House) -> None:
         group.create_task(abort())
         told = group.create_task(post(at, CHAT, {"messages": HI}))
     status, reply, _ = told.result()
-    (choice,) = cast("list[dict[str, dict[str, str]]]", reply["choices"])
+    (choice,) = reply["choices"]
     assert (status, choice["finish_reason"]) == (200, "abort")
     assert choice["message"]["content"] == SCRIPT[0]
     await until(lambda: len(at.cluster.cancelled) == 1)
@@ -351,7 +351,7 @@ async def test_an_aborted_request_ends_well(at: House) -> None:
 async def test_it_is_told_where_cached_tokens_were(at: House) -> None:
     details = {"cached_tokens_details": {"device": 1, "host": 0}}
     asked = {"return_cached_tokens_details": True}
-    cases: list[tuple[str, dict[str, object]]] = [
+    cases: list[tuple[str, dict[str, Any]]] = [
         (CHAT, {"messages": HI}),
         ("/v1/completions", {"prompt": "a"}),
     ]
@@ -385,13 +385,13 @@ async def test_a_choice_tells_what_generate_tells_of_it(at: House, path: str, bo
     _, replies, _ = await post(at, "/generate", native)
     for said in (whole, joined):
         told = [_timeless(choice["meta_info"]) for choice in said]
-        assert told == [_timeless(reply["meta_info"]) for reply in cast("list[Choice]", replies)]
+        assert told == [_timeless(reply["meta_info"]) for reply in replies]
         assert [meta["id"] for meta in told] == ["mine_0", "mine_1"]
 
 
-def _timeless(told: object) -> Body:
+def _timeless(told: Any) -> Body:
     """What is told of an answer, without when it ended and how long it took."""
-    meta = dict(cast("Body", told))
+    meta = dict(told)
     assert meta.pop("e2e_latency")
     assert meta.pop("response_sent_to_client_ts")
     return meta
@@ -412,8 +412,8 @@ async def test_an_echo_is_told_of_in_meta_info(at: House) -> None:
     body: Body = {"prompt": "ab", "echo": True, "logprobs": 0, "return_meta_info": True}
     whole, joined = await both(at, COMPLETE, body)
     for (choice,) in (whole, joined):
-        read = cast("Body", choice["meta_info"])["input_token_logprobs"]
-        assert [token[1:] for token in cast("list[list[object]]", read)] == [[97, "a"], [5, "p"]]
+        read = choice["meta_info"]["input_token_logprobs"]
+        assert [token[1:] for token in read] == [[97, "a"], [5, "p"]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import ollama
@@ -25,7 +25,7 @@ from antiphon.wire.tokenize import PoolingCard
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, object]
+Body = dict[str, Any]
 EMBED = "/v1/embeddings"
 EMBEDDER = PoolingCard(width=2, matryoshka=True)
 CLASSIFIER = PoolingCard(scores=True, width=2, labels=("bad", "good"))
@@ -40,7 +40,7 @@ async def at() -> AsyncIterator[House]:
 
 
 def vectors(reply: Body) -> list[object]:
-    return [one["embedding"] for one in cast("list[Body]", reply["data"])]
+    return [one["embedding"] for one in reply["data"]]
 
 
 async def test_a_vector_for_each_text_in_their_order(at: House) -> None:
@@ -52,7 +52,7 @@ async def test_a_vector_for_each_text_in_their_order(at: House) -> None:
         {"object": "embedding", "embedding": [3.0, 0.5], "index": 0},
         {"object": "embedding", "embedding": [5.0, 0.5], "index": 1},
     ]
-    usage = cast("Body", reply["usage"])
+    usage = reply["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (8, 8)
     asked = {submit.sampling for submit in at.cluster.submits}
     assert asked == {SamplingParams(max_new_tokens=0, pool=PoolParams())}
@@ -119,7 +119,7 @@ async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
 async def test_one_text_that_fails_ends_them_all(at: House) -> None:
     at.cluster.row_error = WorkerLost("gone")
     status, reply, _ = await post(at, EMBED, {"input": ["a", "b"]})
-    assert (status, cast("Body", reply["error"])["code"]) == (503, "worker_lost")
+    assert (status, reply["error"]["code"]) == (503, "worker_lost")
     assert not at.cluster.open
 
 
@@ -131,7 +131,7 @@ async def test_an_aborted_text_has_no_vector(at: House) -> None:
         async with session.post(at.url + "/abort_request", json={"rid": "mine"}) as reply:
             assert reply.status == 200
     status, told, _ = asked.result()
-    assert (status, cast("Body", told["error"])["code"]) == (499, "cancelled")
+    assert (status, told["error"]["code"]) == (499, "cancelled")
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ async def test_an_aborted_text_has_no_vector(at: House) -> None:
 )
 async def test_what_is_wrong_is_named(at: House, said: Body, param: str) -> None:
     status, reply, _ = await post(at, EMBED, said)
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert not at.cluster.open
 
 
 async def test_another_model_is_not_found(at: House) -> None:
     status, reply, _ = await post(at, EMBED, {"input": "a", "model": "other"})
-    assert (status, cast("Body", reply["error"])["code"]) == (404, "model_not_found")
+    assert (status, reply["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_vector_is_cut_by_the_worker(at: House) -> None:
@@ -184,7 +184,7 @@ async def test_a_vector_is_cut_only_where_the_model_says(
 ) -> None:
     at.cluster.pooling = card
     status, reply, _ = await post(at, EMBED, {"input": "a", "dimensions": 3})
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["param"]) == (400, "dimensions")
     assert complaint in str(error["message"])
 
@@ -203,7 +203,7 @@ async def test_a_vector_is_cut_only_where_the_model_says(
 )
 async def test_a_model_that_embeds_does_nothing_else(at: House, path: str, body: Body) -> None:
     status, reply, _ = await post(at, path, body)
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["code"], error["param"]) == (400, "unsupported", "model")
     assert "this model does not" in str(error["message"])
     assert "an embedding model" in str(error["message"])
@@ -221,13 +221,13 @@ async def test_a_model_that_embeds_is_healthy_and_says_what_it_is(at: House) -> 
 async def test_encode_tells_one_vector_or_a_list(at: House) -> None:
     _, one, _ = await post(at, "/encode", {"text": "abc", "rid": "mine"})
     assert one["embedding"] == [3.0, 0.5]
-    meta = cast("Body", one["meta_info"])
+    meta = one["meta_info"]
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 0)
     assert meta["finish_reason"] == {"type": "length", "length": 0}
     _, many, _ = await post(at, "/encode", {"input_ids": [[97], [97, 98]], "rid": "ours"})
-    told = cast("list[Body]", many)
+    told = many
     assert [each["embedding"] for each in told] == [[1.0, 0.5], [2.0, 0.5]]
-    assert [cast("Body", each["meta_info"])["id"] for each in told] == ["ours_0", "ours_1"]
+    assert [each["meta_info"]["id"] for each in told] == ["ours_0", "ours_1"]
 
 
 async def test_ollamas_client_gets_the_same_vectors(at: House) -> None:
@@ -256,19 +256,19 @@ async def test_ollamas_client_gets_the_same_vectors(at: House) -> None:
 )
 async def test_encode_names_what_is_wrong(at: House, body: Body, param: str) -> None:
     status, reply, _ = await post(at, "/encode", body)
-    assert (status, cast("Body", reply["error"])["param"]) == (400, param)
+    assert (status, reply["error"]["param"]) == (400, param)
 
 
 async def test_labels_are_told_with_how_likely_they_are(at: House) -> None:
     at.cluster.pooling = CLASSIFIER
     at.cluster.vector = lambda prompt: [0.0, 1.0 if prompt == b"good" else -1.0]
     _, reply, _ = await post(at, "/v1/classify", {"input": ["good", "bad"]})
-    first, second = cast("list[Body]", reply["data"])
+    first, second = reply["data"]
     likely = 1 / (1 + math.exp(-1))
     assert (first["label"], first["index"], first["num_classes"]) == ("good", 0, 2)
     assert first["probs"] == pytest.approx([1 - likely, likely])
     assert (second["label"], second["index"]) == ("bad", 1)
-    assert cast("Body", reply["usage"])["prompt_tokens"] == 7
+    assert reply["usage"]["prompt_tokens"] == 7
     _, raw, _ = await post(at, "/classify", {"text": "good"})
     assert raw["embedding"] == [0.0, 1.0]
 
@@ -277,7 +277,7 @@ async def test_labels_that_do_not_exclude_each_other_are_judged_one_by_one(at: H
     at.cluster.pooling = PoolingCard(scores=True, width=2, labels=("a", "b"), several=True)
     at.cluster.vector = lambda _: [800.0, -800.0]
     _, reply, _ = await post(at, "/v1/classify", {"input": "x"})
-    (only,) = cast("list[Body]", reply["data"])
+    (only,) = reply["data"]
     assert only["probs"] == [1.0, 0.0]
 
 
@@ -286,7 +286,7 @@ async def test_a_classifier_does_not_embed_or_rerank(at: House, path: str) -> No
     at.cluster.pooling = CLASSIFIER
     body: Body = {"input": "a", "query": "a", "documents": ["b"]}
     status, reply, _ = await post(at, path, body)
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["param"]) == (400, "model")
     assert "classification model" in str(error["message"])
 
@@ -296,12 +296,12 @@ async def test_documents_come_back_the_best_first(at: House) -> None:
     at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
     body: Body = {"query": "q?", "documents": ["a", "xx", "x"]}
     _, reply, _ = await post(at, "/v1/rerank", body)
-    ranked = cast("list[Body]", reply)
+    ranked = reply
     assert [one["index"] for one in ranked] == [1, 2, 0]
     assert [one["document"] for one in ranked] == ["xx", "x", "a"]
     scores = [1 / (1 + math.exp(-count)) for count in (2, 1, 0)]
     assert [one["score"] for one in ranked] == pytest.approx(scores)
-    assert cast("Body", ranked[0]["meta_info"])["prompt_tokens"] == 4
+    assert ranked[0]["meta_info"]["prompt_tokens"] == 4
     asked = [submit.sampling.pool for submit in at.cluster.submits]
     assert asked == [PoolParams(second_from=2)] * 3
     assert {(encode.prompt, encode.pair) for encode in at.cluster.encodes[1:]} == {
@@ -318,7 +318,7 @@ async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_want
     at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
     body: Body = {"query": "q", "documents": ["a", "xx"], "top_n": 1, "return_documents": False}
     _, reply, _ = await post(at, "/v1/rerank", body)
-    (best,) = cast("list[Body]", reply)
+    (best,) = reply
     assert (best["score"], best["index"], best["document"]) == (2.0, 1, None)
 
 
@@ -336,7 +336,7 @@ async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_want
 async def test_rerank_names_what_is_wrong(at: House, body: Body, param: str) -> None:
     at.cluster.pooling = CROSS_ENCODER
     status, reply, _ = await post(at, "/v1/rerank", body)
-    assert (status, cast("Body", reply["error"])["param"]) == (400, param)
+    assert (status, reply["error"]["param"]) == (400, param)
 
 
 async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
@@ -344,11 +344,11 @@ async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
     at.cluster.words = {"yes": 250, "no": 251}
     body: Body = {"query": "q?", "documents": ["a", "bb"], "instruct": "Be kind.", "rid": "mine"}
     _, reply, _ = await post(at, "/v1/rerank", body)
-    ranked = cast("list[Body]", reply)
+    ranked = reply
     # The cluster finds yes likelier than no, by a quarter of a nat.
     assert [one["score"] for one in ranked] == pytest.approx([1 / (1 + math.exp(-0.25))] * 2)
     assert [one["document"] for one in ranked] == ["a", "bb"]
-    assert cast("Body", ranked[0]["meta_info"])["id"] == "mine_0"
+    assert ranked[0]["meta_info"]["id"] == "mine_0"
     asked = [submit.sampling for submit in at.cluster.submits]
     assert {(each.max_new_tokens, each.details) for each in asked} == {
         (0, TokenOutputParams(named_ids=(250, 251)))
@@ -361,7 +361,7 @@ async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
 async def test_without_a_token_for_yes_nothing_is_ranked(at: House) -> None:
     at.cluster.pooling, at.cluster.reranks = None, True
     status, reply, _ = await post(at, "/v1/rerank", {"query": "q", "documents": ["a"]})
-    error = cast("Body", reply["error"])
+    error = reply["error"]
     assert (status, error["param"]) == (400, "model")
     assert "no single token for yes" in str(error["message"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -14,7 +14,14 @@ from hypothesis import strategies as some
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 
-from antiphon.gateway.http.openai.responses.items import CallItem, CustomCallItem, OutputItem
+from antiphon.gateway.http.openai.responses.conversation import truncate_items
+from antiphon.gateway.http.openai.responses.items import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    MessageItem,
+    OutputItem,
+)
 from antiphon.gateway.http.openai.responses.write import ResponseEventBuilder
 from antiphon.gateway.parsing.events import (
     CallArguments,
@@ -25,7 +32,7 @@ from antiphon.gateway.parsing.events import (
     Reasoning,
 )
 from antiphon.wire.base import FinishReason
-from antiphon.wire.errors import WorkerLost
+from antiphon.wire.errors import PromptTooLong, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +60,7 @@ ADD = {
 }
 IMAGE = {"type": "input_image", "image_url": "data:"}
 SECRET = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-Body = dict[str, object]
+Body = dict[str, Any]
 
 
 @pytest.fixture
@@ -70,8 +77,8 @@ async def create(at: House, **said: object) -> Body:
 
 async def refusal(at: House, **said: object) -> tuple[int, object, str]:
     status, reply, _ = await post(at, RESPONSES, {"input": "hi", "store": False} | said)
-    error = cast("Body", reply["error"])
-    return status, error["param"], cast("str", error["message"])
+    error = reply["error"]
+    return status, error["param"], error["message"]
 
 
 async def events(at: House, **said: object) -> list[Body]:
@@ -95,7 +102,7 @@ async def events(at: House, **said: object) -> list[Body]:
 def nameless(response: Body) -> Body:
     """A response without what is drawn or read from the clock."""
     ids = iter(f"id {n}" for n in itertools.count())
-    items = cast("list[Body]", response["output"])
+    items = response["output"]
     return response | {
         "id": None,
         "created_at": 0,
@@ -112,14 +119,14 @@ async def both(at: House, **said: object) -> tuple[Body, list[Body]]:
     """A response whole, and its events, which end with the same."""
     whole = await create(at, **said)
     told = await events(at, **said)
-    assert nameless(cast("Body", told[-1]["response"])) == nameless(whole)
+    assert nameless(told[-1]["response"]) == nameless(whole)
     return whole, told
 
 
 async def test_a_response_is_told_whole_and_by_events(at: House) -> None:
     whole, told = await both(at)
     assert (whole["status"], whole["object"], whole["model"]) == ("completed", "response", MODEL)
-    (item,) = cast("list[Body]", whole["output"])
+    (item,) = whole["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
     assert item["content"] == [
         {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
@@ -142,7 +149,7 @@ async def test_a_response_is_told_whole_and_by_events(at: House) -> None:
         "response.output_item.done",
         "response.completed",
     ]
-    assert "".join(cast("str", event.get("delta", "")) for event in told) == TEXT
+    assert "".join(event.get("delta", "") for event in told) == TEXT
 
 
 async def test_openai_s_client_reads_both() -> None:
@@ -163,14 +170,14 @@ async def test_thinking_is_an_item_before_the_answer(at: House) -> None:
     at.cluster.shown = (None, "qwen3")
     at.cluster.thought = 3
     whole, told = await both(at)
-    thought, message = cast("list[Body]", whole["output"])
+    thought, message = whole["output"]
     assert thought["type"] == "reasoning"
-    usage = cast("dict[str, object]", whole["usage"])
+    usage = whole["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     assert thought["content"] == [{"type": "reasoning_text", "text": "so it is"}]
     assert thought["summary"] == []
     assert message["type"] == "message"
-    kinds = [cast("str", event["type"]) for event in told]
+    kinds = [event["type"] for event in told]
     assert "response.reasoning_text.delta" in kinds
     assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
 
@@ -179,9 +186,9 @@ async def test_a_call_is_an_item_and_its_output_goes_back(at: House) -> None:
     at.cluster.script = CALLING
     at.cluster.shown = ("hermes", None)
     whole, told = await both(at, tools=[ADD])
-    (call,) = cast("list[Body]", whole["output"])
+    (call,) = whole["output"]
     assert (call["type"], call["name"]) == ("function_call", "add")
-    assert json.loads(cast("str", call["arguments"])) == {"a": 2, "b": 3}
+    assert json.loads(call["arguments"]) == {"a": 2, "b": 3}
     done = [event for event in told if event["type"] == "response.function_call_arguments.done"]
     assert [event["arguments"] for event in done] == [call["arguments"]]
     assert whole["tools"] == [ADD]
@@ -255,7 +262,7 @@ async def test_the_text_has_the_form_that_was_asked_for(at: House) -> None:
     grammar = at.cluster.submits[-1].sampling.grammar
     assert grammar is not None
     assert json.loads(grammar.text) == schema
-    assert cast("Body", whole["text"])["format"] == form
+    assert whole["text"]["format"] == form
     status, param, _ = await refusal(at, text={"format": {"type": "json_schema", "name": "n"}})
     assert (status, param) == (400, "text.format.schema")
     status, param, _ = await refusal(at, text={"format": form}, regex="a")
@@ -264,13 +271,13 @@ async def test_the_text_has_the_form_that_was_asked_for(at: House) -> None:
 
 async def test_logprobs_are_those_of_the_text(at: House) -> None:
     whole, told = await both(at, include=["message.output_text.logprobs"], top_logprobs=2)
-    (item,) = cast("list[Body]", whole["output"])
-    (part,) = cast("list[Body]", item["content"])
-    logprobs = cast("list[Body]", part["logprobs"])
+    (item,) = whole["output"]
+    (part,) = item["content"]
+    logprobs = part["logprobs"]
     assert [each["token"] for each in logprobs] == list(SCRIPT)
-    assert [len(cast("list[Body]", each["top_logprobs"])) for each in logprobs] == [2] * 4
+    assert [len(each["top_logprobs"]) for each in logprobs] == [2] * 4
     pieces = [event for event in told if event["type"] == "response.output_text.delta"]
-    assert [each for event in pieces for each in cast("list[Body]", event["logprobs"])] == logprobs
+    assert [each for event in pieces for each in event["logprobs"]] == logprobs
 
 
 async def test_an_answer_that_is_too_long_is_incomplete(at: House) -> None:
@@ -288,7 +295,7 @@ async def test_an_answer_that_is_too_long_is_incomplete(at: House) -> None:
         "incomplete",
         {"reason": "max_output_tokens"},
     )
-    (item,) = cast("list[Body]", whole["output"])
+    (item,) = whole["output"]
     assert item["status"] == "incomplete"
     assert told[-1]["type"] == "response.incomplete"
 
@@ -297,9 +304,9 @@ async def test_a_worker_that_is_lost_fails_the_stream_with_what_was_said(at: Hou
     at.cluster.row_error = WorkerLost("the worker is gone")
     told = await events(at)
     assert told[-1]["type"] == "response.failed"
-    response = cast("Body", told[-1]["response"])
+    response = told[-1]["response"]
     assert response["error"] == {"code": "server_error", "message": "the worker is gone"}
-    (item,) = cast("list[Body]", response["output"])
+    (item,) = response["output"]
     assert item["status"] == "incomplete"
     assert told[-2]["type"] == "response.output_item.done"
 
@@ -393,7 +400,7 @@ class Follower:
         self.done: list[OutputItem] = []
 
     def follow(self, event: dict[str, Any]) -> None:
-        item = event.get("item")
+        item: Any = event.get("item")
         match event["type"].removeprefix("response.").split("."):
             case ["output_item", "added"]:
                 assert self.open is None
@@ -461,3 +468,30 @@ def _said(said: list[Event]) -> list[tuple[str, str]]:
             case CallEnd():
                 pass
     return told
+
+
+BY_TOKENS = PromptTooLong.of(prompt_tokens=2000, tokens_max=1000)
+BY_CHARACTERS = PromptTooLong.of_characters(
+    characters=8000, context_tokens=1000, token_characters=4
+)
+HI = MessageItem(role="user", content="hi")
+CALL = CallItem(call_id="c", name="read", arguments="x" * 5000)
+OUTPUT = CallOutputItem(call_id="c", output="y")
+
+
+@pytest.mark.parametrize("error", [BY_TOKENS, BY_CHARACTERS], ids=["tokens", "characters"])
+def test_shortening_leaves_out_the_oldest_items(error: PromptTooLong) -> None:
+    items = [MessageItem(role="user", content=f"{n}" * 400) for n in range(8)]
+    left = truncate_items(items, error)
+    assert left is not None
+    assert left == items[-len(left) :]
+    assert 1 <= len(left) <= 4
+
+
+def test_shortening_keeps_the_call_of_the_last_output() -> None:
+    assert truncate_items([HI, CALL, OUTPUT], BY_TOKENS) == [CALL, OUTPUT]
+    assert truncate_items([CALL, OUTPUT], BY_TOKENS) is None
+
+
+def test_shortening_takes_an_output_with_its_call() -> None:
+    assert truncate_items([CALL, OUTPUT, HI], BY_TOKENS) == [HI]

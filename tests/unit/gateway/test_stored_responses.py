@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
@@ -54,27 +54,27 @@ async def ask(at: House, method: str, path: str, **query: str) -> tuple[int, Bod
         aiohttp.ClientSession() as session,
         session.request(method, f"{at.url}{RESPONSES}/{path}", params=query) as reply,
     ):
-        return reply.status, cast("Body", await reply.json())
+        return reply.status, await reply.json()
 
 
 async def error(at: House, **said: object) -> tuple[int, object]:
     status, reply, _ = await post(at, RESPONSES, {"input": "hi"} | said)
-    return status, cast("Body", reply["error"])["param"]
+    return status, reply["error"]["param"]
 
 
 async def test_a_response_is_kept_as_it_was_told(at: House) -> None:
     whole = await create(at)
     assert whole["store"] is True
-    assert await ask(at, "GET", cast("str", whole["id"])) == (200, whole)
-    told = cast("Body", (await events(at, store=True))[-1]["response"])
-    assert await ask(at, "GET", cast("str", told["id"])) == (200, told)
+    assert await ask(at, "GET", whole["id"]) == (200, whole)
+    told = (await events(at, store=True))[-1]["response"]
+    assert await ask(at, "GET", told["id"]) == (200, told)
 
 
 async def test_what_is_not_to_be_kept_is_not(at: House) -> None:
     whole = await create(at, store=False)
     assert whole["store"] is False
-    status, reply = await ask(at, "GET", cast("str", whole["id"]))
-    assert (status, cast("Body", reply["error"])["code"]) == (404, "response_not_found")
+    status, reply = await ask(at, "GET", whole["id"])
+    assert (status, reply["error"]["code"]) == (404, "response_not_found")
     assert (await ask(at, "DELETE", "resp_none"))[0] == 404
     assert (await ask(at, "GET", "resp_none/input_items"))[0] == 404
     assert await error(at, previous_response_id="resp_none") == (400, "previous_response_id")
@@ -84,12 +84,12 @@ async def test_a_conversation_goes_on_without_the_responses_before(at: House) ->
     first = await create(at, input="one", instructions="Be short.")
     second = await create(at, input="two", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
-    assert (await ask(at, "DELETE", cast("str", first["id"])))[1] == {
+    assert (await ask(at, "DELETE", first["id"]))[1] == {
         "id": first["id"],
         "object": "response",
         "deleted": True,
     }
-    assert (await ask(at, "GET", cast("str", first["id"])))[0] == 404
+    assert (await ask(at, "GET", first["id"]))[0] == 404
     await create(at, input="three", previous_response_id=second["id"], store=False)
     messages = at.cluster.encodes[-1].messages
     assert messages is not None
@@ -107,24 +107,24 @@ async def test_the_items_that_a_response_was_made_from_are_told_in_pages(at: Hou
     second = await create(at, input="two", previous_response_id=first["id"])
     path = f"{second['id']}/input_items"
     _, page = await ask(at, "GET", path)
-    data = cast("list[Body]", page["data"])
+    data = page["data"]
     assert [item["role"] for item in data] == ["user", "assistant", "user"]
     assert data[0]["content"] == [{"type": "input_text", "text": "two"}]
-    assert data[1] == cast("list[Body]", first["output"])[0]
+    assert data[1] == first["output"][0]
     _, oldest = await ask(at, "GET", path, limit="1", order="asc")
     assert (oldest["data"], oldest["has_more"]) == ([data[2]], True)
-    _, rest = await ask(at, "GET", path, after=cast("str", data[0]["id"]))
+    _, rest = await ask(at, "GET", path, after=data[0]["id"])
     assert (rest["data"], rest["has_more"]) == (data[1:], False)
     for query in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "msg_none"}):
         status, reply = await ask(at, "GET", path, **query)
-        assert (status, cast("Body", reply["error"])["param"]) == (400, next(iter(query)))
+        assert (status, reply["error"]["param"]) == (400, next(iter(query)))
 
 
 async def test_a_response_that_fails_is_kept_as_failed(at: House) -> None:
     at.cluster.row_error = WorkerLost("the worker is gone")
-    told = cast("Body", (await events(at, store=True))[-1]["response"])
+    told = (await events(at, store=True))[-1]["response"]
     assert told["status"] == "failed"
-    assert await ask(at, "GET", cast("str", told["id"])) == (200, told)
+    assert await ask(at, "GET", told["id"]) == (200, told)
 
 
 async def test_openai_s_client_stores_finds_and_forgets(at: House) -> None:
@@ -173,8 +173,8 @@ async def test_a_response_that_cannot_be_kept_in_the_end_has_failed(
     assert (await error(at))[0] == 503
     told = await events(at, store=True)
     assert told[-1]["type"] == "response.failed"
-    response = cast("Body", told[-1]["response"])
-    assert cast("list[Body]", response["output"])[0]["status"] == "completed"
+    response = told[-1]["response"]
+    assert response["output"][0]["status"] == "completed"
 
 
 def test_a_page_of_nothing_is_empty() -> None:

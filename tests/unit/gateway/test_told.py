@@ -16,7 +16,11 @@ from tests.support.clock import ManualClock
 from antiphon.config.gateway import AccessConfig
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.http.core.meta_info import GenerateReplyWriter, GenerateResponseOptions
+from antiphon.gateway.http.core.meta_info import (
+    GenerateOutputs,
+    GenerateReplyWriter,
+    GenerateResponseOptions,
+)
 from antiphon.gateway.http.native.parse import parse_generate
 from antiphon.gateway.http.native.schema import GenerateBody
 from antiphon.gateway.http.native.write import GenerateResponseWriter
@@ -145,14 +149,15 @@ def voice(news: bool = False, **sampling: object) -> GenerateResponseWriter:
     stream = RequestStream(
         submit, span("t", None), hold, api="native", received_at=0, submitted_at=0
     )
-    return GenerateResponseWriter(
-        parse_generate(body),
+    parsed = parse_generate(body)
+    outputs = GenerateOutputs(
         [stream],
+        parsed.all_reply_options,
         firsts=[None],
         rank_of=lambda _: None,
         weight_version="",
-        incremental=news,
     )
+    return GenerateResponseWriter(parsed, outputs, incremental=news)
 
 
 @pytest.mark.parametrize("news", [False, True])

@@ -1,4 +1,4 @@
-"""A chunk of plain content is what it would be if all of it were written anew."""
+"""Writers of chunks and of logprobs by themselves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
+from antiphon.gateway.http.core.logprobs import text_logprobs
 from antiphon.gateway.http.core.writer import event
 from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
 from antiphon.gateway.http.openai.replies import ChatChunkChoice, Delta, OpenAiChunk
 from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.owner.actions import TextDelta
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 
 if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import RequestStream
@@ -35,3 +38,19 @@ def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
         said = TextDelta(choice, 0, text)
         assert voice.chunks(0, [said]) == event(msgspec.json.encode(anew))
     assert voice.chunks(0, [TextDelta(0, 0, "")]) == b""
+
+
+def test_the_likeliest_come_first_and_one_text_keeps_the_likelier() -> None:
+    details = TokenOutputs(
+        count=1,
+        token_ids=pack_ids([3]),
+        logprobs=pack_floats([-0.5]),
+        top_ids=pack_ids([3, 1, 2]),
+        top_logprobs=pack_floats([-0.5, -1.5, -2.5]),
+    )
+    piece = TokenOutputsChunk(offset=0, details=details, texts={1: "\ufffd", 2: "\ufffd", 3: "a"})
+    told = text_logprobs(piece, 0)
+    assert told is not None
+    assert told.top_logprobs is not None
+    (top,) = told.top_logprobs
+    assert list((top or {}).items()) == [("a", -0.5), ("\ufffd", -1.5)]
