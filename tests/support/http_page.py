@@ -34,7 +34,6 @@ from antiphon.gateway.http.ollama.schema import (
     OllamaGenerateBody,
 )
 from antiphon.gateway.http.openai.embeddings import ClassifyBody, EmbeddingBody
-from antiphon.gateway.http.openai.rerank import RerankBody
 from antiphon.gateway.http.openai.responses.schema import RESPONSES_UNSUPPORTED, ResponsesBody
 from antiphon.gateway.http.openai.schema import (
     CHAT_UNSUPPORTED,
@@ -42,7 +41,7 @@ from antiphon.gateway.http.openai.schema import (
     ChatBody,
     CompletionBody,
 )
-from antiphon.gateway.http.openai.score import ScoreBody
+from antiphon.gateway.http.openai.score import RerankBody, ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:

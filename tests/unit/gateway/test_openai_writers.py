@@ -11,7 +11,7 @@ import pytest
 from antiphon.gateway.http.core.logprobs import text_logprobs
 from antiphon.gateway.http.core.writer import event
 from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
-from antiphon.gateway.http.openai.replies import ChatChunkChoice, Delta, OpenAiChunk
+from antiphon.gateway.http.openai.schema import ChatChunkChoice, Delta, OpenAiChunk
 from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.wire.codec import pack_ids

@@ -21,7 +21,6 @@ from antiphon.gateway.http.ollama.models import OllamaModelsEndpoints
 from antiphon.gateway.http.openai.embeddings import EmbeddingsEndpoints
 from antiphon.gateway.http.openai.endpoints import CompletionsEndpoints
 from antiphon.gateway.http.openai.models import ModelsEndpoints
-from antiphon.gateway.http.openai.rerank import RerankEndpoints
 from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
 from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
 from antiphon.gateway.http.openai.responses.store import ResponseStore
@@ -82,7 +81,6 @@ def all_operations(
         TokenizeEndpoints(*common),
         ScoreEndpoints(*common),
         EmbeddingsEndpoints(*common),
-        RerankEndpoints(*common),
         EncodeEndpoints(*common),
         GenerateEndpoints(*common, sessions, in_session, workers.dp_rank),
         OllamaEndpoints(*common),

@@ -104,3 +104,9 @@ def sigmoid(score: float) -> float:
         return 1.0 / (1.0 + math.exp(-score))
     power = math.exp(score)
     return power / (1.0 + power)
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    highest = max(scores)
+    weights = [math.exp(score - highest) for score in scores]
+    return [weight / sum(weights) for weight in weights]

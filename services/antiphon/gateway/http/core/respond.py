@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
@@ -71,17 +70,23 @@ _STREAM = {
 }
 
 
-@dataclass(frozen=True)
 class ResponseHandler:
     """Holds a connection until its response is sent, or its client disconnects."""
 
-    submission: Submission
-    driver: OwnerDriver
-    metrics: GatewayMetrics
-    detached: DetachedTasks
-    keepalive: Keepalive
-    bodies: BodyReader
-    body_bytes_max: int
+    def __init__(
+        self,
+        submission: Submission,
+        detached: DetachedTasks,
+        keepalive: Keepalive,
+        bodies: BodyReader,
+    ) -> None:
+        self._submission = submission
+        self._driver = submission.driver
+        self._metrics = submission.metrics
+        self._detached = detached
+        self._keepalive = keepalive
+        self._bodies = bodies
+        self._body_bytes_max = submission.runtime.settings.gateway.body_bytes_max
 
     async def parse_body(
         self,
@@ -100,12 +105,12 @@ class ResponseHandler:
         Raises:
             InvalidRequest: It cannot be read, or `make` rejects it; `param` names the field.
         """
-        with self.metrics.count_rejections():
+        with self._metrics.count_rejections():
             body = await self._read_body(request, self._limit(bytes_max))
-            made, unknown = await self.bodies.read(
+            made, unknown = await self._bodies.read(
                 body, kind, make, unsupported, tenant_of(request)
             )
-            self.metrics.unknown_fields.inc(len(unknown))
+            self._metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
                 known = warns_beyond.__struct_encode_fields__
                 warn(
@@ -124,9 +129,9 @@ class ResponseHandler:
         inline_bytes_max: int,
     ) -> web.Response:
         """Respond with the result of a module-level function; large bodies use a child process."""
-        with self.metrics.count_rejections():
-            body = await self._read_body(request, self.body_bytes_max)
-            json, unknown = await self.bodies.compute(
+        with self._metrics.count_rejections():
+            body = await self._read_body(request, self._body_bytes_max)
+            json, unknown = await self._bodies.compute(
                 body,
                 kind,
                 work,
@@ -134,15 +139,15 @@ class ResponseHandler:
                 tenant_of(request),
                 inline_bytes_max=inline_bytes_max,
             )
-            self.metrics.unknown_fields.inc(len(unknown))
+            self._metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
 
     async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
-        with self.bodies.count_arriving(tenant_of(request)) as count:
+        with self._bodies.count_arriving(tenant_of(request)) as count:
             return await read_json(request, bytes_max, count)
 
     def _limit(self, bytes_max: int | None) -> int:
-        return self.body_bytes_max if bytes_max is None else min(bytes_max, self.body_bytes_max)
+        return self._body_bytes_max if bytes_max is None else min(bytes_max, self._body_bytes_max)
 
     async def answer(
         self,
@@ -178,7 +183,7 @@ class ResponseHandler:
         output: there may be no client.
         """
         begun: asyncio.Future[ResponseWriter] = asyncio.get_running_loop().create_future()
-        self.detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
+        self._detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
         return await begun
 
     async def relay(
@@ -223,7 +228,7 @@ class ResponseHandler:
         open_max: int,
     ) -> list[T]:
         """Return the extracted outputs; at most `open_max` requests run at a time."""
-        slots = asyncio.Semaphore(self.submission.max_concurrent(tenant_of(request), open_max))
+        slots = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
 
         async def one(gen_request: GenerationRequest) -> T:
             async with slots:
@@ -239,15 +244,15 @@ class ResponseHandler:
         """Submit all requests, and release them on exit, cancellation included."""
         trace = request.headers.get("traceparent")
         tenant = tenant_of(request)
-        self.submission.check_concurrency(tenant, len(gen_requests))
-        budget = self.submission.token_output_budget()
+        self._submission.check_concurrency(tenant, len(gen_requests))
+        budget = self._submission.token_output_budget()
         streams: dict[int, RequestStream] = {}
 
         async def enter(index: int) -> None:
             gen_request = msgspec.structs.replace(
                 gen_requests[index], tenant=tenant, traceparent=trace
             )
-            streams[index] = await self.submission.submit(gen_request, budget)
+            streams[index] = await self._submission.submit(gen_request, budget)
 
         try:
             await gather([enter(index) for index in range(len(gen_requests))])
@@ -260,7 +265,7 @@ class ResponseHandler:
             raise
         finally:
             for stream in streams.values():
-                self.submission.release(stream)
+                self._submission.release(stream)
 
     async def _collect(self, stream_group: StreamGroup) -> list[CollectedResponse]:
         answers = [CollectedResponse(stream) for stream in stream_group.streams]
@@ -305,7 +310,7 @@ class ResponseHandler:
         self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter
     ) -> web.StreamResponse:
         """Write events as they arrive, and pings while there are none."""
-        with self.keepalive.watch(stream_group) as silence:
+        with self._keepalive.watch(stream_group) as silence:
             taken = await _first_events(stream_group, silence)
             if stream_group.error is not None and not taken:
                 raise stream_group.error
@@ -355,8 +360,8 @@ class ResponseHandler:
 
     async def run_in_thread(self, request: web.Request, work: Callable[[], T]) -> T:
         """Run Python work proportional to a request's size in a thread."""
-        with self.metrics.count_rejections():
-            return await self.bodies.run_admitted(work, tenant_of(request))
+        with self._metrics.count_rejections():
+            return await self._bodies.run_admitted(work, tenant_of(request))
 
     async def _encode_events(
         self, stream_group: StreamGroup, taken: EventBatches, writer: ResponseWriter
@@ -381,7 +386,7 @@ class ResponseHandler:
         """Parse and encode output: here if it is short, else in a thread."""
         if size_bytes <= LOOP_ANSWER_BYTES:
             return write()
-        return await self.bodies.run_in_thread(write, tenant)
+        return await self._bodies.run_in_thread(write, tenant)
 
     def _count_all(self, stream_group: StreamGroup, taken: EventBatches) -> None:
         for prompt, events in taken:
@@ -390,7 +395,7 @@ class ResponseHandler:
     def _count(self, stream: RequestStream, events: Sequence[ChoiceEvent]) -> None:
         for event in events:
             if isinstance(event, TextDelta):
-                self.driver.mark_consumed(stream, event)
+                self._driver.mark_consumed(stream, event)
 
 
 def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import time
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,9 +19,10 @@ from antiphon.gateway.http.core.pooling import (
     check_not_blank,
     pooling_requests,
     sigmoid,
+    softmax,
 )
 from antiphon.gateway.http.core.writer import total_usage
-from antiphon.gateway.http.openai.replies import UsageBody, usage_body
+from antiphon.gateway.http.openai.schema import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -240,9 +240,7 @@ def probabilities(scores: list[float], *, several: bool) -> list[float]:
     """Label probabilities: softmax, or sigmoid per label for multi-label models."""
     if several or len(scores) == 1:
         return [sigmoid(score) for score in scores]
-    highest = max(scores)
-    weights = [math.exp(score - highest) for score in scores]
-    return [weight / sum(weights) for weight in weights]
+    return softmax(scores)
 
 
 def _classify_requests(body: ClassifyBody) -> list[GenerationRequest]:

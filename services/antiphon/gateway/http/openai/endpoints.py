@@ -12,12 +12,13 @@ from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.openai import parse as reading
-from antiphon.gateway.http.openai.replies import ChatReply, TextReply
 from antiphon.gateway.http.openai.schema import (
     CHAT_UNSUPPORTED,
     COMPLETION_UNSUPPORTED,
     ChatBody,
+    ChatReply,
     CompletionBody,
+    TextReply,
 )
 from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
 from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho

@@ -12,7 +12,7 @@ from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import chat_logprobs
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails, output_ids
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total_usage
-from antiphon.gateway.http.openai.replies import (
+from antiphon.gateway.http.openai.schema import (
     UNSET,
     AnswerMessage,
     ChatChoice,

@@ -10,7 +10,7 @@ from antiphon.gateway.http.core.logprobs import (
     NOTHING_BEFORE,
     text_logprobs,
 )
-from antiphon.gateway.http.openai.replies import (
+from antiphon.gateway.http.openai.schema import (
     UNSET,
     TextChoice,
     TextReply,
