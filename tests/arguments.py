@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from antiphon.config.load import load
-from antiphon.config.sglang.aliases import serve_parser
+from antiphon.config.errors import ConfigError
+from antiphon.config.load import Loaded, load
+from antiphon.config.sglang_arguments import serve_parser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -22,10 +23,24 @@ def shows(flag: str, *values: object):
     return pytest.param(flag, *values, marks=pytest.mark.argument(flag), id=flag)
 
 
-def settings_of(*arguments: str) -> Settings:
+PARSER = serve_parser("antiphon serve", "")
+
+
+def loaded(*arguments: str) -> Loaded:
     """Read settings as `antiphon serve` does, from arguments alone."""
-    typed = serve_parser("antiphon serve", "").parse(arguments)
-    return load(typed.config_file, typed.settings, implied=typed.implied, environ={}).settings
+    typed = PARSER.parse(arguments)
+    return load(typed.config_file, typed.settings, implied=typed.implied, environ={})
+
+
+def settings_of(*arguments: str) -> Settings:
+    return loaded(*arguments).settings
+
+
+def refusal(*arguments: str) -> str:
+    """Return what is said against the arguments, which are refused."""
+    with pytest.raises(ConfigError) as caught:
+        settings_of(*arguments)
+    return str(caught.value)
 
 
 def compare(

@@ -17,8 +17,8 @@ from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
 from torch.nn.functional import normalize
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import PoolMode
-from antiphon.model_card.tasks import Task
 from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:

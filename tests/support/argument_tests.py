@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.sglang.arguments import rows
+from antiphon.config.sglang_arguments import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

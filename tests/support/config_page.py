@@ -7,7 +7,7 @@ from itertools import groupby
 from tests.support.markdown import DOCS, table
 
 from antiphon.config.fields import Group, SettingField, groups
-from antiphon.config.sglang.arguments import SglangArgument, rows
+from antiphon.config.sglang_arguments import SglangArgument, rows
 
 PAGE = DOCS / "reference/configuration.md"
 

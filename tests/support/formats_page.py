@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.markdown import DOCS, table
 
-from antiphon.config.sglang.arguments import values
+from antiphon.config.sglang_arguments import values
 from antiphon.gateway.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 

@@ -15,7 +15,7 @@ from tests.support.markdown import DOCS, table
 from tests.unit.gateway.cluster import house
 
 from antiphon.config.fields import fields
-from antiphon.config.sglang.arguments import SglangArgument, arguments, reasons, rows, values
+from antiphon.config.sglang_arguments import SglangArgument, arguments, reasons, rows, values
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from antiphon.layers.methods import LinearMethod

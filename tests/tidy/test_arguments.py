@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support import argument_tests
 
-from antiphon.config.sglang.arguments import SglangArgument, arguments, rows
+from antiphon.config.sglang_arguments import SglangArgument, arguments, rows
 from antiphon.resolve.resolved_config import ResolvedConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,10 +1,13 @@
-"""The folder tree is what the architecture says, and nothing lies about unused."""
+"""The folder tree and the import graph are what the architecture says."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
+from collections import Counter
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,16 @@ def name_of(path: Path) -> str:
     """`shared/antiphon/wire/ids.py` is `antiphon.wire.ids`."""
     parts = path.relative_to(ROOT).with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import(names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(str(module), names):
+            return [module, *(f"{module}.{alias.name}" for alias in names)]
+        case _:
+            return []
 
 
 def test_the_top_level_holds_what_the_architecture_names():
@@ -56,12 +69,8 @@ def test_production_code_imports_no_tests():
         (name_of(path), name)
         for path in CODE
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in (
-            [alias.name for alias in node.names] if isinstance(node, ast.Import)
-            else [node.module or ""] if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }  # fmt: skip
+        for name in imported(node)
+    }
     assert {(module, name) for module, name in imports if name.split(".")[0] == "tests"} == set()
 
 
@@ -71,11 +80,7 @@ def imported_names() -> set[str]:
     for path in [*CODE, *(ROOT / "tests").rglob("*.py")]:
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module)
-                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            names.update(imported(node))
         names.update(re.findall(r"\"(antiphon(?:\.\w+)+)[:\"]", text))
     return names
 
@@ -137,3 +142,54 @@ def test_one_small_file_uses_the_private_members_of_nats_py():
         "shared/antiphon/bus/connection.py"
     ]
     assert len(private[0].read_text().splitlines()) <= 150
+
+
+ONE_IMPORTER_MAX = 110
+BATCHING_LEVELS_MAX = 9
+SAMPLING_FILES_MAX = 6
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """The production modules that each production module imports."""
+    modules = {name_of(path): ast.parse(path.read_text()) for path in CODE}
+    return {
+        module: {
+            name
+            for node in ast.walk(tree)
+            for name in imported(node)
+            if name in modules and name != module
+        }
+        for module, tree in modules.items()
+    }
+
+
+def levels(package: str) -> int:
+    """The length of the longest chain of imports inside a package."""
+    inside = {
+        module: {name for name in names if name.startswith(package)}
+        for module, names in graph().items()
+        if module.startswith(package)
+    }
+    depth: dict[str, int] = {}
+    for module in TopologicalSorter(inside).static_order():
+        depth[module] = 1 + max((depth[name] for name in inside[module]), default=0)
+    return max(depth.values())
+
+
+def test_no_modules_import_each_other() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names the circle
+
+
+def test_few_files_have_one_importer() -> None:
+    importers = Counter(name for names in graph().values() for name in names)
+    assert sum(count == 1 for count in importers.values()) < ONE_IMPORTER_MAX
+
+
+def test_batching_has_few_levels() -> None:
+    assert levels("antiphon.model_worker.batching.") <= BATCHING_LEVELS_MAX
+
+
+def test_sampling_fields_are_spelled_in_few_files() -> None:
+    spelling = [path for path in CODE if re.search(r"\bmin_p\b", path.read_text())]
+    assert len(spelling) <= SAMPLING_FILES_MAX, spelling

@@ -11,10 +11,11 @@ from tests.bench.page import write as benchmarks
 from tests.bench.page.engine import PLOT
 from tests.bench.serving.report import drawn
 from tests.bench.summary import RESULTS, read
-from tests.support import status_page
+from tests.support import bus_page, config_page, status_page
 from tests.support.pages import PAGES
 
-from antiphon.config.fields import groups
+from antiphon.config.fields import fields, groups
+from antiphon.config.sglang_arguments import rows
 from antiphon.model_worker.batching.faults import SHARED
 from antiphon.wire.base import Role
 from antiphon.wire.routes import CLIENT, NAME, ROUTES, DeliveryMode, RequestRoute
@@ -88,6 +89,19 @@ def test_every_setting_has_help():
     for group in groups():
         for field in group.fields:
             assert field.help, field.path
+
+
+def test_pages_list_every_setting_flag_subject_and_message():
+    page = config_page.page()
+    for field in fields().values():
+        assert f"| `{field.path}` |" in page
+    for row in rows():
+        assert f"| `{row.flags[0]}`" in page
+    page = bus_page.page()
+    for route in ROUTES:
+        assert f"| `{route.subject}` |" in page
+    for message in bus_page.every_message():
+        assert f"### {message.__name__}\n" in page
 
 
 @pytest.mark.timeout(180)  # the page of models declares every family once for each method

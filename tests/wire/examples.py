@@ -11,7 +11,6 @@ from antiphon.wire import (
     generate,
     heartbeat,
     kv_events,
-    metrics,
     sampling,
     submit,
     text,
@@ -538,16 +537,16 @@ EVERY: tuple[Message, ...] = (
     heartbeat.Discover(asker=GATEWAY),
     heartbeat.ClaimName(process=GATEWAY, held=True),
     heartbeat.NameTaken(process=GATEWAY),
-    metrics.MetricsReport(
+    heartbeat.MetricsReport(
         role=Role.WORKER,
         process=WORKER,
         model=MODEL,
         metrics_port=30100,
         families=(
-            metrics.MetricFamily(
+            heartbeat.MetricFamily(
                 name="step_seconds",
                 bounds=(0.01, 0.1),
-                series=(metrics.MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
+                series=(heartbeat.MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
             ),
         ),
         number=7,

@@ -8,23 +8,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.bus_page import every_message
 from tests.wire import golden
 from tests.wire.examples import EVERY, EXAMPLES
 
 from antiphon.wire.codec import decode, encode, encode_json, is_json
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.routes import ROUTES, RequestRoute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.wire.base import Message
 
-CARRIED = {
-    message
-    for route in ROUTES
-    for message in (*route.carries, *(route.replies if isinstance(route, RequestRoute) else ()))
-} | {ErrorReply}
+CARRIED = {*every_message(), ErrorReply}
 
 
 def each(message: Message) -> str:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from antiphon.wire.heartbeat import MetricFamily, MetricSeries, MetricsReport
     from antiphon.wire.ids import ModelName
-    from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
 
 FRESH_S = 5.0
 """Maximum age of a report whose gauges count."""

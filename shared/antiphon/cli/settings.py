@@ -12,8 +12,7 @@ from rich.text import Text
 from antiphon.config.fields import SettingField, fields, value_at
 from antiphon.config.flags import Parser
 from antiphon.config.load import Loaded, load
-from antiphon.config.sglang.aliases import serve_parser
-from antiphon.config.sglang.arguments import arguments
+from antiphon.config.sglang_arguments import arguments, serve_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,13 +22,13 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
 from antiphon.config.settings import Settings
-from antiphon.config.sglang.aliases import rows_by_key, translate
+from antiphon.config.sglang_arguments import rows_by_key, translate
 from antiphon.config.sourced_value import Layer, SourcedValue, Value, nearest, parse, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.config.sglang.arguments import SglangArgument
+    from antiphon.config.sglang_arguments import SglangArgument
 
 
 class Loaded(msgspec.Struct, frozen=True):

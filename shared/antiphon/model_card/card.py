@@ -15,18 +15,17 @@ from antiphon.model_card.config_json import (
     REPEATED_KV,
     UNGATED_MLP,
     Factors,
-    check_shape,
-)
-from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
-from antiphon.model_card.json_file import parse_json, read_json
-from antiphon.model_card.quantization_config import read_quantization
-from antiphon.model_card.tasks import (
     Task,
+    check_shape,
     head_parameters,
     is_bidirectional,
+    parse_json,
+    read_json,
     task_of,
     unused_prefixes,
 )
+from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
+from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.weight_headers import Weights, read_weights
 from antiphon.wire.sampling import SamplingDefaults
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.json_file import read_json
+from antiphon.model_card.config_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

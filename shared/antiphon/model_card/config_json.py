@@ -2,21 +2,40 @@
 
 A file written by transformers omits the defaults of its model class, and old families have names of
 their own. All readers of a config use the completed one, so that the plan and the decoder cannot
-disagree.
+disagree. The name of the architecture decides the task.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.json_file import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+T = TypeVar("T")
+
+
+def read_json(file: Path, type_: type[T]) -> T:
+    try:
+        return parse_json(file.read_bytes(), type_, file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def parse_json(content: bytes | str | msgspec.Raw, type_: type[T], source: object) -> T:
+    """Decode JSON; the error begins with its source."""
+    try:
+        return msgspec.json.decode(content, type=type_)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
 
 Fields = dict[str, msgspec.Raw]
 Factors = Literal["short", "long"]
@@ -233,3 +252,56 @@ def with_factors(config: Fields, factors: Factors | None) -> Fields:
     chosen = rope.get(f"{factors}_factor", msgspec.Raw(b"[]"))  # none: refused where it is read
     rope |= {"short_factor": chosen, "long_factor": chosen}
     return config | {place: msgspec.Raw(msgspec.json.encode(rope))}
+
+
+class Task(StrEnum):
+    GENERATE = "generate"
+    """Text, token by token; it can also embed."""
+    EMBED = "embed"
+    """Embeddings only."""
+    SCORE = "score"
+    """Scores per label, or a reward; it can also embed."""
+
+
+def task_of(architecture: str) -> Task:
+    if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
+        return Task.SCORE
+    if architecture.endswith("ForMaskedLM"):
+        return Task.EMBED  # masked tokens are not served; the layers below the head can embed
+    if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
+        return Task.EMBED
+    return Task.GENERATE
+
+
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+"""Prefixes of architectures with bidirectional attention. Their classifiers have a dense layer of
+the hidden size before the last one."""
+
+
+def is_bidirectional(architecture: str) -> bool:
+    """Whether attention is bidirectional: a text is then computed in one pass, and not cached."""
+    return architecture.startswith(ENCODERS)
+
+
+_OTHER_HEADS = (
+    *("pooler.", "bert.pooler.", "roberta.pooler."),
+    *("cls.", "lm_head.", "head.", "decoder."),  # masked tokens: BERT, RoBERTa, ModernBERT
+)
+
+
+def unused_prefixes(architecture: str) -> tuple[str, ...]:
+    """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
+    if is_multimodal(architecture):
+        return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+    if not is_bidirectional(architecture) or task_of(architecture) is not Task.EMBED:
+        return ()
+    return _OTHER_HEADS
+
+
+def head_parameters(architecture: str, hidden: int, labels: int) -> int:
+    """Parameters of a classification head; 0 for other models."""
+    if task_of(architecture) is not Task.SCORE:
+        return 0
+    if architecture.endswith("ForRewardModel"):
+        return hidden * hidden + hidden
+    return (hidden * hidden if architecture.startswith(ENCODERS) else 0) + hidden * labels

@@ -15,10 +15,11 @@ from antiphon.model_card.config_json import (
     Factors,
     complete_config,
     longrope_factors,
+    parse_json,
+    read_json,
     text_model_config,
     with_factors,
 )
-from antiphon.model_card.json_file import parse_json, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

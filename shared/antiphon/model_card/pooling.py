@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.config_json import Task, is_bidirectional, parse_json, read_json
 from antiphon.model_card.files import ModelLocation, files_at, find_files
-from antiphon.model_card.json_file import parse_json, read_json
-from antiphon.model_card.tasks import Task, is_bidirectional
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:

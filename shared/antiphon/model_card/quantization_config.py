@@ -11,7 +11,7 @@ import msgspec
 import antiphon.config.quantization as schemes
 from antiphon.config.errors import ConfigError
 from antiphon.config.quantization import Pattern, QuantizationConfig, QuantizationMethod, Rule
-from antiphon.model_card.json_file import parse_json
+from antiphon.model_card.config_json import parse_json
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.model_card.config_json import read_json
 from antiphon.model_card.converted.tokenizer_json import byte_letters
-from antiphon.model_card.json_file import read_json
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:

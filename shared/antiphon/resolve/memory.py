@@ -10,8 +10,8 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.quantization import GPU_KERNELS, QuantizationConfig, choose_quantization
 from antiphon.model_card.card import ModelCard, item_bytes
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
-from antiphon.model_card.tasks import Task
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
-from antiphon.model_card.tasks import Task
 from antiphon.resolve.memory import (
     BIDIRECTIONAL,
     OVERLAPPED,

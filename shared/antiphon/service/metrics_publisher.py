@@ -14,7 +14,7 @@ from antiphon.telemetry import catalog
 from antiphon.wire.base import ProcessState
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
-from antiphon.wire.metrics import PARTS_MAX, SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
+from antiphon.wire.heartbeat import PARTS_MAX, SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
 from antiphon.wire.routes import METRICS
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from antiphon.wire import (
     generate,
     heartbeat,
     kv_events,
-    metrics,
     submit,
     text,
     tokenize,
@@ -341,7 +340,7 @@ DISCOVER = Route(
 METRICS = Route(
     name="metrics",
     subject="metrics.{role}.{instance}",
-    carries=(metrics.MetricsReport,),
+    carries=(heartbeat.MetricsReport,),
     senders=ALL_ROLES,
     listeners=(Role.GATEWAY,),
     delivery=DeliveryMode.ALL,

@@ -39,7 +39,7 @@ from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve
@@ -296,20 +296,25 @@ def test_request_whose_numbers_are_not_finite_ends_with_an_error(mixture: Path) 
     assert (why, ended) == ("internal", "length")
 
 
-def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
-    """Tokens of each request, and why it ended: a reason, or the code of an error."""
+def progress_of(engine: Engine, *requests: RequestState) -> list[Progress]:
+    """Run requests, whose keys are their numbers, until the engine is idle."""
     reports: list[StepReport] = []
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
-    runs = {ChoiceKey(n): request(prompt, n) for n, prompt in enumerate(prompts)}
+    runs = {ChoiceKey(n): state for n, state in enumerate(requests)}
     reports.append(loop.turn(Mail(runs=runs)))
     while not engine.core.idle:
         reports.append(loop.turn(Mail()))
+    return [progress for report in reports for progress in report.progress]
+
+
+def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
+    """Tokens of each request, and why it ended: a reason, or the code of an error."""
     tokens, ends = [0] * len(prompts), [""] * len(prompts)
-    for news in (news for report in reports for news in report.progress):
-        tokens[news.key] += len(unpack_ids(news.token_ids))
-        if news.finish is not None:
-            error = news.finish.error
-            ends[news.key] = str(news.finish.reason) if error is None else error.code
+    for progress in progress_of(engine, *(request(prompt, n) for n, prompt in enumerate(prompts))):
+        tokens[progress.key] += len(unpack_ids(progress.token_ids))
+        if progress.finish is not None:
+            error = progress.finish.error
+            ends[progress.key] = str(progress.finish.reason) if error is None else error.code
     return list(zip(tokens, ends, strict=True))
 
 
@@ -336,15 +341,8 @@ async def test_max_thinking_tokens_is_enforced() -> None:
             status, said, _ = await post(at, CHAT, body)
             assert status == 200, said
             (budget,) = at.cluster.submits[0].sampling.processors
-        engine = open_engine(settings)
-        reports: list[StepReport] = []
-        loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
-        state = request([5, 6, begin], processors=(budget,))
-        reports.append(loop.turn(Mail(runs={ChoiceKey(0): state})))
-        while not engine.core.idle:
-            reports.append(loop.turn(Mail()))
-        progress = (news for report in reports for news in report.progress)
-        return budget, [id_ for news in progress for id_ in unpack_ids(news.token_ids)]
+        run = progress_of(open_engine(settings), request([5, 6, begin], processors=(budget,)))
+        return budget, [id_ for progress in run for id_ in unpack_ids(progress.token_ids)]
 
     budget, ids = await compare_equal_async("--enable-strict-thinking", observe=budgets)
     assert budget == ThinkingBudget(tokens_max=3, begin_id=begin, closing_ids=(close,))

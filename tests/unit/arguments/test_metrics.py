@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.arguments import compare, shows
+from tests.arguments import compare, refusal, shows
 from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
 
 from antiphon.model_worker.batching.loop import StepReport
@@ -16,8 +16,6 @@ from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from antiphon.config.settings import Settings
 
 HEADERS = {"x-custom-labels": '{"team": "red"}', "x-labels": '{"team": "blue"}'}
@@ -167,21 +165,7 @@ def decode(step: int) -> StepReport:
     ],
 )
 def test_argument_with_a_bad_value_says_what_is_allowed(
-    argument: str, words: str, message: str, refuses: Callable[[list[str], str], None]
+    argument: str, words: str, message: str
 ) -> None:
     text = [words] if argument.endswith(("-labels", "-header")) else words.split()
-    refuses([argument, *text], message)
-
-
-@pytest.fixture
-def refuses() -> Callable[[list[str], str], None]:
-    from tests.arguments import settings_of  # noqa: PLC0415
-
-    from antiphon.config.errors import ConfigError  # noqa: PLC0415
-
-    def check(arguments: list[str], message: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            settings_of(*arguments)
-        assert message in str(caught.value)
-
-    return check
+    assert message in refusal(argument, *text)

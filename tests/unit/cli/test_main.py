@@ -17,7 +17,7 @@ from antiphon import embedded
 from antiphon.cli import bootstrap
 from antiphon.cli.main import COMMANDS, main
 from antiphon.config.fields import fields, groups
-from antiphon.config.sglang.arguments import rows
+from antiphon.config.sglang_arguments import rows
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.packaged import MODELS

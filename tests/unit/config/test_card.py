@@ -1,4 +1,4 @@
-"""What a model folder says of itself."""
+"""A model card says what the files of a model do, and names what it cannot read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.model_card.card import ModelCard, read_card
-from antiphon.model_card.tasks import Task
+from antiphon.model_card.config_json import (
+    Task,
+    head_parameters,
+    is_bidirectional,
+    longrope_factors,
+    task_of,
+    unused_prefixes,
+    with_factors,
+)
+from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from antiphon.model_card.config_json import Factors
+
 
 CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -181,3 +194,128 @@ def test_layers_with_other_heads_are_counted_one_by_one(
     write_model(tmp_path, config)
     kv_heads = 2
     assert read_card(tmp_path).kv_bytes(Dtype.BFLOAT16) == 2 * (2 * kv_heads * 16 + 2 * 32)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("LlamaForCausalLM", Task.GENERATE),
+        ("GPT2LMHeadModel", Task.GENERATE),
+        ("MistralModel", Task.EMBED),
+        ("XLMRobertaModel", Task.EMBED),
+        ("Qwen2ForRewardModel", Task.SCORE),
+        ("BertForSequenceClassification", Task.SCORE),
+    ],
+)
+def test_a_name_ends_in_its_task(architecture: str, task: Task) -> None:
+    assert task_of(architecture) is task
+
+
+def test_a_name_begins_with_how_tokens_see() -> None:
+    encoders = ("BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel")
+    assert all(map(is_bidirectional, encoders))
+    assert not is_bidirectional("LlamaForSequenceClassification")
+
+
+def test_what_another_task_trained_is_not_read() -> None:
+    assert "pooler." in unused_prefixes("BertModel")
+    assert unused_prefixes("BertForSequenceClassification") == ()
+    assert unused_prefixes("LlamaModel") == ()
+
+
+def test_matrices_of_heads() -> None:
+    assert head_parameters("LlamaForCausalLM", 8, 2) == 0
+    assert head_parameters("LlamaForSequenceClassification", 8, 3) == 24
+    assert head_parameters("BertForSequenceClassification", 8, 3) == 64 + 24
+    assert head_parameters("Qwen2ForRewardModel", 8, 1) == 64 + 8
+
+
+TOKENS = ["<s>", "</s>", "<|eom_id|>", "<tool>"]
+
+
+def write(folder: Path, card: dict[str, object] | None, tokens: list[str] = TOKENS) -> Path:
+    added = [{"id": 100 + index, "content": name} for index, name in enumerate(tokens)]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {}}))
+    if card is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(card))
+    return folder
+
+
+@pytest.mark.parametrize("end", ["</s>", {"content": "</s>", "special": True}], ids=type)
+def test_the_end_token_is_found_however_it_is_written(tmp_path: Path, end: object) -> None:
+    assert tokenizer_eos_ids(write(tmp_path, {"eos_token": end}, TOKENS[:2])) == (101,)
+
+
+@pytest.mark.parametrize(
+    ("card", "ends"), [({"eos_token": "</s>"}, (101, 102)), (None, (102,))], ids=["card", "none"]
+)
+def test_the_end_of_a_message_that_calls_a_tool_is_an_end(tmp_path: Path, card, ends) -> None:
+    assert tokenizer_eos_ids(write(tmp_path, card)) == ends
+
+
+def test_a_folder_without_a_tokenizer_names_no_ends(tmp_path: Path) -> None:
+    assert tokenizer_eos_ids(tmp_path) == ()
+
+
+def test_a_malformed_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        tokenizer_eos_ids(tmp_path)
+
+
+def test_the_embedded_tokenizer_ends_as_its_model_does() -> None:
+    folder = embedded.path()
+    assert set(tokenizer_eos_ids(folder)) == set(read_card(folder).eos_ids)
+
+
+LISTS = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+NEW = {"rope_parameters": LISTS | {"original_max_position_embeddings": 64}}
+OLD = {
+    "rope_scaling": {name: LISTS[name] for name in LISTS if name != "rope_type"} | {"type": "su"},
+    "original_max_position_embeddings": 64,
+}
+
+
+def fields(config: object) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(msgspec.json.encode(config), type=dict[str, msgspec.Raw])
+
+
+@pytest.mark.parametrize("config", [NEW, OLD], ids=["new names", "old names"])
+@pytest.mark.parametrize(
+    ("context_tokens", "factors"),
+    [(None, "long"), (63, "short"), (64, "short"), (65, "long"), (1000, "long")],
+)
+def test_served_context_chooses_one_list_for_both(
+    config: dict[str, object], context_tokens: int | None, factors: Factors
+) -> None:
+    made = fields({"max_position_embeddings": 256} | config)
+    assert longrope_factors(made, context_tokens) == factors
+    (place,) = [name for name in config if name.startswith("rope_")]
+    rope = msgspec.json.decode(with_factors(made, factors)[place])
+    assert rope["short_factor"] == rope["long_factor"] == LISTS[f"{factors}_factor"]
+
+
+def test_model_that_was_not_stretched_has_short_factors() -> None:
+    assert longrope_factors(fields({"max_position_embeddings": 64} | NEW), None) == "short"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rope_parameters": LISTS | {"original_max_position_embeddings": "many"}},
+    ],
+)
+def test_other_and_malformed_configs_stay_as_they_are(config: dict[str, object]) -> None:
+    made = fields({"max_position_embeddings": 256} | config)
+    assert longrope_factors(made, 8) is None
+    assert with_factors(made, None) is made
+
+
+def test_chosen_list_that_is_missing_is_not_replaced_by_the_other() -> None:
+    lone = {name: LISTS[name] for name in LISTS if name != "short_factor"}
+    made = fields({"max_position_embeddings": 64, "rope_parameters": lone})
+    assert msgspec.json.decode(with_factors(made, "short")["rope_parameters"])["long_factor"] == []

@@ -10,8 +10,8 @@ from tests.models.tiny import CONFIG, write_llama
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import Dense, Pooling, PoolingActivation, PoolMode, read_pooling
-from antiphon.model_card.tasks import Task
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.card import ModelCard, RecurrentStates, Weights
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import Pooling, PoolMode
-from antiphon.model_card.tasks import Task
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table

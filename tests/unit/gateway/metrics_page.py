@@ -18,8 +18,8 @@ from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Process, Role, Usage
+from antiphon.wire.heartbeat import MetricsReport
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName
-from antiphon.wire.metrics import MetricsReport
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from antiphon.config.settings import Settings
 from antiphon.gateway import metrics_exposition
 from antiphon.gateway.request_metrics import SETS_MAX, CustomLabels
 from antiphon.telemetry import catalog
+from antiphon.wire.heartbeat import MetricFamily, MetricSeries
 from antiphon.wire.ids import ModelName
-from antiphon.wire.metrics import MetricFamily, MetricSeries
 
 RANKS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 NAMED = {"model_name": "toy", **RANKS}

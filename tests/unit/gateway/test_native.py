@@ -18,7 +18,7 @@ from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
-from antiphon.config.sglang.arguments import rows
+from antiphon.config.sglang_arguments import rows
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import Pooling, PoolingActivation, PoolMode
-from antiphon.model_card.tasks import Task
 from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
 from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
 from antiphon.wire.tokenize import PoolingCard

@@ -20,8 +20,8 @@ from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode
+from antiphon.wire.heartbeat import MetricsReport
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName
-from antiphon.wire.metrics import MetricsReport
 from antiphon.wire.routes import METRICS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpe
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import ExpertsSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_card.tasks import unused_prefixes
+from antiphon.model_card.config_json import unused_prefixes
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelFamily, ModelSpec
 

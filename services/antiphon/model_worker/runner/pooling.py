@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from msgspec.structs import replace
 
 from antiphon.layers.classification_head import ClassificationHeadSpec
+from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import LoadFormat, find_files
 from antiphon.model_card.pooling import PoolingActivation, PoolMode
-from antiphon.model_card.tasks import Task
 from antiphon.model_worker.batching.plan import PooledVectors
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint

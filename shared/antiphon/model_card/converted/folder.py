@@ -16,10 +16,9 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.chat_templates import MORE, TOKENIZER_CONFIG
-from antiphon.model_card.converted.gguf_config import ROPE_FACTORS, gguf_config
-from antiphon.model_card.converted.gguf_tokenizer import gguf_tokenizer
+from antiphon.model_card.config_json import parse_json
+from antiphon.model_card.converted.gguf_file import ROPE_FACTORS, gguf_config, gguf_tokenizer
 from antiphon.model_card.converted.tokenizer_files import piece_tokenizer, tekken_tokenizer
-from antiphon.model_card.json_file import parse_json
 from antiphon.model_card.weight_headers import read_gguf
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import msgspec
 
 import antiphon.model_card.converted.tokenizer_json as parts
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.config_json import read_json
 from antiphon.model_card.converted.tokenizer_json import Added, Json
-from antiphon.model_card.json_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

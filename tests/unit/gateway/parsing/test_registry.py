@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.config.sglang.arguments import values
+from antiphon.config.sglang_arguments import values
 from antiphon.gateway.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,

@@ -11,7 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
-from antiphon.config.sglang.arguments import rows, shown
+from antiphon.config.sglang_arguments import rows, shown
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.meta_info import weight_version
 from antiphon.gateway.http.core.operation import json_reply

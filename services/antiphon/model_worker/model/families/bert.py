@@ -11,7 +11,7 @@ from antiphon.kernels.rotary import RotarySpec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_card.tasks import Task, task_of
+from antiphon.model_card.config_json import Task, task_of
 from antiphon.model_worker.model.config_file import activation_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (

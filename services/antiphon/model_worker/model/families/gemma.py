@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.kernels.rotary import RotarySpec
-from antiphon.model_card.tasks import Task, task_of
+from antiphon.model_card.config_json import Task, task_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     attention,

@@ -1,1 +1,0 @@
-"""SGLang's arguments: names, values, aliases, and the reasons of those that are refused."""
