@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 HEAVY = ("torch", "numpy", "PIL", "safetensors")
 MODEL = ModelName("antiphon-small")
-START_S = 5.0
-"""Starting takes half a second on an idle machine."""
 
 
 @pytest.fixture
@@ -101,12 +98,8 @@ def mapped(pid: int) -> set[str]:
     return {name for name in HEAVY if f"/site-packages/{name}/" in maps}
 
 
-async def test_without_a_model_it_starts_at_once_loads_no_torch_and_refuses(
-    server: NatsServer, bus: Bus
-) -> None:
-    since = time.monotonic()
+async def test_without_a_model_it_loads_no_torch_and_refuses(server: NatsServer, bus: Bus) -> None:
     async with encoder(server, bus) as process:
-        assert time.monotonic() - since < START_S
         for image in (RED, b"no image"):
             with pytest.raises(Unsupported, match=r"encoder\.model_path is not set"):
                 await bus.call(ENCODE_IMAGE, request(image), timeout_s=5, model=MODEL)
