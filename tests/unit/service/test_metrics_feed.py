@@ -48,14 +48,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Reader:
     """A gateway's side: what came, and what it makes of it."""
 
-    def __init__(self, labels: int) -> None:
+    def __init__(self, labels: str = "") -> None:
         self.reports: list[MetricsReport] = []
         self.model = ModelMetrics(
+            msgspec.structs.replace(Settings().metrics, custom_labels=labels),
             MODEL,
             READER,
             lambda: 0.0,
             lambda: MetricsReport(role=Role.GATEWAY, process=READER),
-            custom=labels,
         )
 
     def take(self, delivery: Delivery) -> None:
@@ -68,7 +68,7 @@ class Reader:
 
 
 async def published(
-    count: Callable[[Metrics], None], labels: int, wanted: Callable[[Reader], bool]
+    count: Callable[[Metrics], None], wanted: Callable[[Reader], bool], labels: str = ""
 ) -> Reader:
     """Run a service whose metrics `count` fills until a reader knows what is `wanted`."""
     broker, reader = MemoryBroker(), Reader(labels)
@@ -91,7 +91,9 @@ async def test_labels_of_many_bytes_come_in_parts() -> None:
                 counter.labels(*own, f"{number}", *("ü" * 128,) * 15).inc()
 
     expected = {family.name: 100 for family in COUNTED}
-    reader = await published(count, 16, lambda reader: expected.items() <= reader.series().items())
+    reader = await published(
+        count, lambda reader: expected.items() <= reader.series().items(), " ".join(names)
+    )
     assert max(report.parts for report in reader.reports) > 1
     assert max(len(encode(report)) for report in reader.reports) <= metrics_feed.PART_BYTES_MAX
     assert reader.model.rejected == 0
@@ -104,7 +106,7 @@ async def test_more_series_than_a_family_holds_are_not_cut_off() -> None:
             counter.labels(f"tenant-{number}", "stop").inc()
 
     name = catalog.TENANT_REQUESTS.name
-    reader = await published(count, 0, lambda reader: reader.series().get(name) == 1500)
+    reader = await published(count, lambda reader: reader.series().get(name) == 1500)
     assert reader.model.rejected == 0
 
 
@@ -114,7 +116,7 @@ async def test_a_number_that_is_not_finite_costs_no_other(value: float) -> None:
         metrics.gauge(catalog.GEN_THROUGHPUT).set(value)
         metrics.gauge(catalog.TOKEN_USAGE).set(0.5)
 
-    reader = await published(count, 0, lambda reader: "bus_errors_total" in reader.series())
+    reader = await published(count, lambda reader: "bus_errors_total" in reader.series())
     assert "token_usage" in reader.series()
     assert "gen_throughput" not in reader.series()
     series = [
@@ -127,7 +129,7 @@ async def test_a_number_that_is_not_finite_costs_no_other(value: float) -> None:
 
 
 def test_parts_of_a_report_count_only_when_all_have_come() -> None:
-    reader = Reader(0)
+    reader = Reader()
     whole = MetricsReport(
         role=Role.WORKER,
         process=Process(instance=InstanceId("worker-0"), incarnation=Incarnation("1")),
