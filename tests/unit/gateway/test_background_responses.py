@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -18,6 +18,7 @@ from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.gateway import peers
+from antiphon.gateway.http.core.respond import ResponseHandler
 from antiphon.gateway.http.openai.responses import store as journal
 from antiphon.gateway.http.openai.responses.store import ResponseEventLog
 from antiphon.gateway.service import GatewayService
@@ -172,6 +173,20 @@ async def test_a_stream_of_what_is_cancelled_ends_so(two: Pair) -> None:
     assert rest[-1].startswith("event: response.incomplete")
     assert '"status":"cancelled"' in rest[-1]
     two.cluster.go.set()
+
+
+async def test_first_reply_is_the_initial_state_though_the_response_has_ended(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detach = ResponseHandler.detach
+
+    async def slow(handler: ResponseHandler, *parts: Any) -> None:
+        await detach(handler, *parts)
+        await handler._detached.idle()  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(ResponseHandler, "detach", slow)
+    made = await two.create()
+    assert (made["status"], made["output"]) == ("queued", [])
 
 
 async def test_what_fails_in_the_background_is_told_as_failed(two: Pair) -> None:

@@ -176,15 +176,17 @@ class ResponseHandler:
         gen_requests: Sequence[GenerationRequest],
         make_writer: WriterFactory,
         write: Write,
-    ) -> ResponseWriter:
+    ) -> None:
         """Run prompts independently of the client; return once they are submitted.
 
         `write` receives the bytes of the writer, as a client would. The writer must store the
         output: there may be no client.
         """
-        begun: asyncio.Future[ResponseWriter] = asyncio.get_running_loop().create_future()
-        self._detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
-        return await begun
+        submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._detached.start(
+            self._run_detached, request, gen_requests, make_writer, write, submitted
+        )
+        await submitted
 
     async def relay(
         self,
@@ -284,14 +286,14 @@ class ResponseHandler:
         gen_requests: Sequence[GenerationRequest],
         make_writer: WriterFactory,
         write: Write,
-        writer_ready: asyncio.Future[ResponseWriter],
+        submitted: asyncio.Future[None],
     ) -> None:
-        """Write the response to `write`. Once it is ready, no caller can receive an error."""
+        """Write the response to `write`. Once `submitted` is set, no caller can get an error."""
         try:
             async with self._open(request, gen_requests) as stream_group:
                 writer = await make_writer(stream_group.streams)
-                if not writer_ready.done():
-                    writer_ready.set_result(writer)
+                if not submitted.done():
+                    submitted.set_result(None)
                 await write(writer.begin())
                 started = False
                 while not stream_group.ended and stream_group.error is None:
@@ -303,8 +305,8 @@ class ResponseHandler:
                         started = True
                         await _persist_if_possible(writer)
         except EngineError as error:
-            if not writer_ready.done():
-                writer_ready.set_exception(error)
+            if not submitted.done():
+                submitted.set_exception(error)
 
     async def _stream_response(
         self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter

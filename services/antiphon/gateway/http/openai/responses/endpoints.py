@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -228,18 +229,19 @@ class ResponsesEndpoints(Endpoints):
     ) -> web.StreamResponse:
         """Return the initial response, or its events as they are stored."""
         journal = ResponseEventLog(self.records, tenant_of(request), parsed.id)
+        created: asyncio.Future[ResponseReply] = asyncio.get_running_loop().create_future()
 
         async def begun(streams: Sequence[RequestStream]) -> ResponsesWriter:
             writer = await make_writer(streams)
             await writer.persist()
+            created.set_result(writer.response)
             return writer
 
         write = journal.write if parsed.body.stream else _discard
-        writer = await self.response_handler.detach(request, [gen_request], begun, write)
+        await self.response_handler.detach(request, [gen_request], begun, write)
         if parsed.body.stream:
             return await self.response_handler.relay(request, journal.read(-1), stream_error)
-        assert isinstance(writer, ResponsesWriter), "created for this request"
-        return json_reply(writer.response)
+        return json_reply(created.result())
 
     async def _stored_response(self, request: web.Request) -> StoredResponse:
         return await self.records.get(tenant_of(request), request.match_info["response_id"])
