@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 from tests.bench.crowd.listeners import Listeners
-from tests.bench.services import echo_stack
+from tests.bench.services import EchoStack, echo_stack
 from tests.bench.summary import Measurement, Summary, arguments, here, measured, report
 from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.bench.services import EchoStack
 
 WARM_UP = 30
 REQUESTS = 300

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from tests.bench.summary import Measurement, Summary, arguments, here, report, single
 from tests.models.specs import attention_of
 from tests.support.models import load
-from tests.training.batches import Encoder
+from tests.training.batches import Encoder, Row
 from tests.training.dialogue import seeded
 from tests.training.grammar import conversations
 from tokenizers import Tokenizer
@@ -24,15 +24,13 @@ from antiphon import embedded
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import apply_rotary, cos_sin
-from antiphon.layers.context import ForwardContext
+from antiphon.layers.context import AttentionParams, ForwardContext
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.weights import SingleRank
 
 if TYPE_CHECKING:
-    from tests.training.batches import Row
     from torch import Tensor
 
-    from antiphon.layers.context import AttentionParams
     from antiphon.model_worker.model.load import LoadedModel
 
 SEED = 20_000

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Shape, made
+from tests.bench.models import CACHE, LLAMA_135M, QWEN_05B, Model, Shape, made
 from tests.bench.peers.servers import Antiphon
 from tests.bench.services import metrics_urls, scrape
 from tests.bench.serving.client import HttpTarget
@@ -29,7 +29,6 @@ from tests.system.stack import Stack, serving
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tests.bench.models import Model
 
 ROUNDS = 5
 PROMPT_TOKENS = 16

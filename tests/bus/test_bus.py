@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import World, mailbox
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost, Transport
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode_json
 from antiphon.wire.errors import DeadlineExceeded, Overloaded
@@ -27,9 +26,6 @@ from antiphon.wire.ids import (
 )
 from antiphon.wire.routes import CANCEL, CLIENT_TEXT, COMMAND, DISCOVER, GENERATE
 from antiphon.wire.submit import CancelAccepted, CancelRequest
-
-if TYPE_CHECKING:
-    from antiphon.bus.transport import Transport
 
 MODEL = ModelName("org/model-1.5 b")
 CLUSTER = ClusterName("test")

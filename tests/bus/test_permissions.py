@@ -15,7 +15,7 @@ from tests.support.nats import NatsServer
 from tests.support.wait import until
 from tests.wire.examples import EXAMPLES, TERM, WORKER
 
-from antiphon.bus.bus import Bus
+from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, EndpointCounters, answer_discovery
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
@@ -35,7 +35,6 @@ from antiphon.wire.routes import CLIENT, COMMAND, ROUTES, Party, RequestRoute, R
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from antiphon.bus.bus import Delivery
 
 CLUSTER = ClusterName("antiphon")
 OTHER = TenantId("other")

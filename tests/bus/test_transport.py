@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import Mailbox, World, mailbox
 from tests.support.wait import until
 
-from antiphon.bus.transport import BusDown
+from antiphon.bus.transport import BusDown, Packet
 from antiphon.wire.errors import RequestTooLarge
-
-if TYPE_CHECKING:
-    from antiphon.bus.transport import Packet
 
 
 async def test_message_reaches_every_listener_with_its_subject_and_reply(world: World) -> None:

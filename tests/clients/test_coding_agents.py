@@ -6,14 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.clients.conftest import MODEL, thinking_call
+from tests.clients.conftest import MODEL, ScriptedStack, thinking_call
 from tests.clients.programs import node_program, run_on_loopback
 from tests.clients.relay import first_turn
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.clients.conftest import ScriptedStack
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.clients.conftest import MODEL, call, thinking_call
+from tests.clients.conftest import MODEL, ScriptedStack, call, thinking_call
 from tests.clients.programs import python_of, run_on_loopback
 from tests.clients.relay import first_turn
 
 if TYPE_CHECKING:
-    from tests.clients.conftest import ScriptedStack
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from tests.clients.conftest import MODEL, call, thinking_call
+from tests.clients.conftest import MODEL, ScriptedStack, call, thinking_call
 from tests.clients.programs import python_of, serving_on_loopback
 from tests.clients.relay import answered_in_time, relay_to
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from tests.clients.conftest import ScriptedStack
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -28,13 +28,13 @@ from antiphon.wire.routes import (
     TEXT,
     TOKENS,
     WORKER_CONTROL,
+    Route,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.wire.base import Message, Process
-    from antiphon.wire.routes import Route
 
 RANDOM_SHARE = 0.25
 """Of the messages, those that are random bytes."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.fuzz.forger import Forger, Known
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import CLUSTER, QUICK, client_bus, running
+from tests.support.services import CLUSTER, QUICK, Running, client_bus, running
 from tests.support.wait import until
 
 from antiphon.client import Client
@@ -26,8 +26,6 @@ from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
-    from tests.support.services import Running
-
     from antiphon.service.service import Service
 
 SERVICES = (

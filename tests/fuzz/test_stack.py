@@ -6,26 +6,20 @@ import asyncio
 import os
 import random
 import time
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from tests.fuzz.forger import Forger, Known
 from tests.support.wait import until
-from tests.system.stack import SERVICES, serving
+from tests.system.stack import SERVICES, Stack, serving
 
-from antiphon.bus.bus import Bus
+from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT, OPEN
-
-if TYPE_CHECKING:
-    from tests.system.stack import Stack
-
-    from antiphon.bus.bus import Delivery
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tests.models.derived import derived
+from tests.models.derived import Mutant, derived
 from tests.models.families import LENGTHS, VOCABULARY, Row
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_llama_parity import prompts
@@ -35,8 +35,6 @@ from antiphon.resolve.memory import weight_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from tests.models.derived import Mutant
 
     from antiphon.model_worker.model.spec import MixerSpec
 

@@ -11,7 +11,7 @@ from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.loop import BatchingLoop
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import EngineLimits, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from antiphon.model_worker.batching.loop import StepReport
     from antiphon.wire.errors import ErrorReply
 
 PAGE_TOKENS = 4

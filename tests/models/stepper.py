@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import SamplingColumns, StepOutcome, StepPlan, future
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.batching.plan import (
+    Ints,
+    PlanRunner,
+    SamplingColumns,
+    StepOutcome,
+    StepPlan,
+    future,
+)
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
-    from antiphon.model_worker.batching.plan import Ints, PlanRunner
-    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import ModelRunner as Rank
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from antiphon.model_worker.batching.loop import StepReport
 
 PAGE_TOKENS = 4
 CONTEXT_TOKENS = 256

@@ -15,7 +15,7 @@ from tests.support.models import open_model
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.observability.recording import RecordingHeader, read, write
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_worker.batching.plan import Ints, PlanRunner
-    from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.observability.flight_recorder import StepRecord
 

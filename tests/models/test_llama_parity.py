@@ -18,7 +18,7 @@ from antiphon import embedded
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import LoadedModel, load_weights
-from antiphon.model_worker.model.spec import PRE, Norms
+from antiphon.model_worker.model.spec import PRE, ModelSpec, Norms
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
@@ -26,7 +26,6 @@ from antiphon.model_worker.runner.pools import cache_groups
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.model.spec import ModelSpec
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

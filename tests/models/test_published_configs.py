@@ -24,7 +24,7 @@ from antiphon.config.worker import CacheConfig
 from antiphon.kernels.rotary import LinearScaling, RotarySpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
-from antiphon.model_card.files import find_files
+from antiphon.model_card.files import ModelFiles, find_files
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.model.config_file import read_config
@@ -38,7 +38,6 @@ from antiphon.model_worker.startup.engine import open_engine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_card.files import ModelFiles
     from antiphon.model_worker.runner.model_runner import OpenModel
 
 BY_NAME = {row.name: row for row in ROWS + MOE_ROWS}

@@ -15,7 +15,7 @@ from tests.support.models import load
 from torch import Tensor
 
 from antiphon.kernels.op import table
-from antiphon.model_worker.batching.plan import RowStatus, Splice
+from antiphon.model_worker.batching.plan import Ints, RowStatus, Splice
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pools import cache_groups
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
-    from antiphon.model_worker.batching.plan import Ints
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 

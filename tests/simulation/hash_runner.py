@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import RowStatus, StepOutcome
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.batching.plan import Ints, PlanRunner, RowStatus, StepOutcome, StepPlan
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from antiphon.model_worker.batching.plan import Ints, PlanRunner, StepPlan
-    from antiphon.model_worker.cache.groups import CacheGroup
 
 
 def next_token(

@@ -13,10 +13,12 @@ from antiphon.bus.transport import BusDown
 from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
 from antiphon.detokenizer.unfolding import READS
-from antiphon.gateway.owner.actions import Deliver, TextDelta
+from antiphon.gateway.owner.actions import Action as OwnerAction
+from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
+from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
@@ -41,23 +43,25 @@ from antiphon.wire.routes import (
     TEXT,
     TOKENS,
 )
-from antiphon.wire.submit import CancelAccepted, CancelRequest, NoticeBatch, OpenList, SubmitRequest
+from antiphon.wire.submit import (
+    CancelAccepted,
+    CancelRequest,
+    NoticeBatch,
+    OpenList,
+    SubmitAccepted,
+    SubmitRequest,
+)
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.token_outputs import TokenOutputs, pack_floats
-from antiphon.wire.tokens import TokenStep
+from antiphon.wire.tokens import TokenNews, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tests.simulation.protocol_network import Interest, Network, Timeline
 
-    from antiphon.gateway.owner.actions import Action as OwnerAction
-    from antiphon.gateway.owner.actions import StreamEvent
-    from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
     from antiphon.service.clock import Clock
     from antiphon.wire.errors import EngineError
-    from antiphon.wire.submit import SubmitAccepted
-    from antiphon.wire.tokens import TokenNews
 
 MODEL = ModelName("model")
 BEAT_S = 0.5

@@ -12,7 +12,7 @@ from tests.support.worker import error_of
 
 from antiphon.model_worker.batching import engine_core, loop, running_batch
 from antiphon.model_worker.batching.engine_core import EngineCore, OutcomeProcessor
-from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -28,7 +28,6 @@ from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWei
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from antiphon.model_worker.batching.mailbox import ControlCommand
 
 AT_FAULT = ChoiceKey(3)
 """The choice whose handling fails, of those of a test."""

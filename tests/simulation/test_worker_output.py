@@ -40,12 +40,11 @@ from antiphon.wire.command import (
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.tokens import TokenBatch, TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.wire.tokens import TokenNews, TokenRow
 
 VOCAB_SIZE = 50
 BEAT_MS = 500

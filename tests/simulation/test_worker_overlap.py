@@ -30,12 +30,11 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams, ThinkingBudget
+from antiphon.wire.sampling import LogitProcessors, SamplingParams, ThinkingBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.wire.sampling import LogitProcessors
 
 VOCAB_SIZE = 60
 EOS = 3

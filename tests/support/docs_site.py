@@ -13,13 +13,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, Files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]

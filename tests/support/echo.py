@@ -9,7 +9,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
-from antiphon.service.clock import deadline_in, remaining_s
+from antiphon.service.clock import Clock, deadline_in, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.main import run
 from antiphon.service.service import Report, Runtime
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.service.clock import Clock
 
 MODEL = ModelName("echo")
 BUG = "bug"

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from antiphon.model_card.served_model import served_name
-from antiphon.service.endpoint import StreamEndpoint
+from antiphon.service.endpoint import Endpoint, StreamEndpoint
 from antiphon.service.main import run
-from antiphon.service.service import Report
-from antiphon.wire.base import FinishReason, Role
+from antiphon.service.service import Report, Runtime
+from antiphon.wire.base import FinishReason, Role, Term
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import Admit, CommandBatch
 from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
@@ -29,9 +29,6 @@ from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from antiphon.service.endpoint import Endpoint
-    from antiphon.service.service import Runtime
-    from antiphon.wire.base import Term
     from antiphon.wire.ids import InstanceId, ModelName
 
 CONTEXT_TOKENS = 2048

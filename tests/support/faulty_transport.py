@@ -8,13 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from antiphon.bus.transport import BusDown
+from antiphon.bus.transport import BusDown, LinkState, PacketCallback, Subscription, Transport
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from antiphon.bus.transport import LinkState, PacketCallback, Subscription, Transport
 
     Held = tuple[bytes, str | None, Mapping[str, str] | None]
 

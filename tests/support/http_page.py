@@ -12,7 +12,7 @@ from antiphon.gateway.http.anthropic.schema import (
     CountBody,
     MessagesBody,
 )
-from antiphon.gateway.http.core.fields import EMBEDDING
+from antiphon.gateway.http.core.fields import EMBEDDING, UnsupportedField
 from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
 from antiphon.gateway.http.native.encode import EncodeBody
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from antiphon.gateway.http.core.fields import UnsupportedField
 
 PAGE = DOCS / "reference/http.md"
 

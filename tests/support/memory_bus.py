@@ -11,13 +11,12 @@ import logging
 import random
 from typing import TYPE_CHECKING, Self
 
-from antiphon.bus.transport import BusDown, LinkState, Packet, dispatch
+from antiphon.bus.transport import BusDown, LinkState, Packet, PacketCallback, dispatch
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from antiphon.bus.transport import PacketCallback
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.support.markdown import DOCS, table
 
-from antiphon.telemetry.catalog import FAMILIES, Kind
-
-if TYPE_CHECKING:
-    from antiphon.telemetry.catalog import MetricSpec
+from antiphon.telemetry.catalog import FAMILIES, Kind, MetricSpec
 
 PAGE = DOCS / "metrics.md"
 MARK = "## The metrics of a model\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.card import read_card
-from antiphon.model_card.files import files_at
+from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -18,7 +18,6 @@ from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
     from antiphon.layers.weights import Tp
-    from antiphon.model_card.files import ModelLocation
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.model_runner import OpenModel
 

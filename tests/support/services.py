@@ -12,18 +12,16 @@ from antiphon.bus.bus import Bus
 from antiphon.config.settings import HealthConfig, ServiceConfig, Settings
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.run import serve
-from antiphon.service.service import ProcessContext, Service
-from antiphon.wire.base import Process, ProcessState
+from antiphon.service.service import ProcessContext, Runtime, Service, ServiceFactory
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.bus.transport import Transport
-    from antiphon.service.service import Runtime, ServiceFactory
     from antiphon.service.web import ProcessHealth
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.base import Role
     from antiphon.wire.routes import Party
 
 S_co = TypeVar("S_co", bound=Service, covariant=True)

@@ -9,7 +9,7 @@ import numpy as np
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.batching.running_batch import Capacity
-from antiphon.model_worker.batching.state import EngineLimits, RequestState
+from antiphon.model_worker.batching.state import EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
@@ -22,7 +22,6 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from antiphon.model_worker.batching.state import Finish
     from antiphon.wire.errors import ErrorReply
 
 DEADLINE = 60_000

@@ -6,22 +6,18 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import numpy as np
 import openai
 import pytest
 import torch
 from openai import AsyncOpenAI
-from tests.system.stack import module_stack, wait_until
+from tests.system.stack import Stack, module_stack, wait_until
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
 from antiphon import embedded
 from antiphon.client import Client
-
-if TYPE_CHECKING:
-    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

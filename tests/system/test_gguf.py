@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import gguf
 import pytest
 from tests.models.test_load_formats import rotated_as_llama_cpp_does, tensors_of
-from tests.system.stack import serving
+from tests.system.stack import Stack, serving
 
 from antiphon import embedded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

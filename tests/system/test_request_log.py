@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from openai import APIError, OpenAI
-from tests.system.stack import serving, wait_until
+from tests.system.stack import Stack, serving, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 

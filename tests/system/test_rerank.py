@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.models.parity import draw
 from tests.models.tiny import write_llama
-from tests.system.stack import serving
+from tests.system.stack import Stack, serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

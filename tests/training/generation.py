@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from aiohttp import ClientSession, ClientTimeout
-from tests.training.dialogue import Call, Message, said, schema, template_message
+from tests.training.dialogue import Call, Chat, Message, said, schema, template_message
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from antiphon.client import Client
@@ -20,7 +20,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.token_masks import words_count
 from antiphon.model_worker.grammar.source import GrammarSource
-from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler, XgrammarMatcher
 from antiphon.wire.sampling import Grammar, GrammarKind
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from tests.training.dialogue import Chat
     from torch import Tensor
 
-    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarMatcher
     from antiphon.wire.generate import CompleteOptions
 
 

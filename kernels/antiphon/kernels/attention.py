@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.extension import cpu
+from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
 from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, is_fp8, upcast
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from antiphon.kernels.cpu.extension import CompiledMetadata
 
 QUERIES_MAX = 256
 """Queries of one row in a block: longer chunks are split; their first pieces gather fewer keys."""

@@ -23,15 +23,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, upcast
+from antiphon.kernels.kv import UNSCALED, KvScales, LayerKvCache, as_bytes, upcast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from antiphon.kernels.kv import LayerKvCache
 
     PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, KvScales], Tensor]
 

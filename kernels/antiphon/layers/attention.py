@@ -9,10 +9,10 @@ import torch
 
 from antiphon.kernels.attention import NoCache
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.rotary import QkNormWeights
-from antiphon.layers.context import AttentionParams
+from antiphon.kernels.rotary import QkNormWeights, RotarySpec
+from antiphon.layers.context import AttentionParams, ForwardContext
 from antiphon.layers.linear import CheckpointLayout, LinearPart
-from antiphon.layers.norm import RmsNorm
+from antiphon.layers.norm import NormSpec, RmsNorm
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, void
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import CompiledLinear
-    from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.context import ForwardContext
-    from antiphon.layers.norm import NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

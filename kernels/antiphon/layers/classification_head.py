@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import replicated
-from antiphon.layers.norm import build_norm
+from antiphon.layers.norm import NormSpec, build_norm
 from antiphon.layers.weights import BuildContext, Module
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.norm import NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

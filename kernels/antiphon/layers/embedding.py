@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import LinearShape, RankSlice
+from antiphon.layers.methods import LinearMethod, LinearShape, RankSlice
 from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod
 
 
 class VocabParallelEmbedding(Module):

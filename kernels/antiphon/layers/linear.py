@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.methods import LinearShape, RankSlice
+from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights, RankSlice
 from antiphon.layers.quantization.storage import (
     Int8Weight,
+    LoadedWeight,
+    StorageLayout,
+    WeightField,
+    WeightFields,
     WeightSlice,
     concat_weights,
     slice_weight,
@@ -26,13 +30,6 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import (
-        LoadedWeight,
-        StorageLayout,
-        WeightField,
-        WeightFields,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

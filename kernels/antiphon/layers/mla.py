@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.context import LatentAttentionParams
+from antiphon.layers.context import ForwardContext, LatentAttentionParams
 from antiphon.layers.linear import ColumnLinear, LinearPart, weight_sources
-from antiphon.layers.methods import WHOLE_SLICE, LinearShape, RankSlice
+from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
-from antiphon.layers.weights import Module
+from antiphon.layers.weights import Module, WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearWeights
     from antiphon.layers.norm import NormSpec
-    from antiphon.layers.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.activation import sigmoid
-from antiphon.kernels.routing import sort_by_expert
+from antiphon.kernels.activation import ActivationKind, sigmoid
+from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import WHOLE_SLICE, LinearShape, RankSlice
+from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
-from antiphon.layers.quantization.storage import dequantized
+from antiphon.layers.quantization.storage import StorageLayout, WeightField, dequantized
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, void
 
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.routing import RoutingSpec
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearWeights
-    from antiphon.layers.quantization.storage import StorageLayout, WeightField
-    from antiphon.layers.sublayer import LayerBuildContext
 
     Take = Callable[["_Expert", Tensor], None]
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.sublayer import LayerBuildContext
 
 
 class HeadVector(Module):

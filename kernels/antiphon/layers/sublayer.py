@@ -9,18 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import WHOLE_TENSOR, ColumnLinear, LinearPart, RowLinear, replicated
-from antiphon.layers.norm import build_norm
-from antiphon.layers.weights import Module
+from antiphon.layers.linear import (
+    WHOLE_TENSOR,
+    CheckpointLayout,
+    ColumnLinear,
+    LinearPart,
+    RowLinear,
+    replicated,
+)
+from antiphon.layers.norm import Norm, NormSpec, build_norm
+from antiphon.layers.weights import BuildContext, Module
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.linear import CheckpointLayout
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.norm import Norm, NormSpec
-    from antiphon.layers.weights import BuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

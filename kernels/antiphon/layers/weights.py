@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from antiphon.layers.quantization.storage import ANY, FLOATS
+from antiphon.layers.quantization.storage import ANY, FLOATS, StorageLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.quantization.storage import StorageLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
+from antiphon.detokenizer.incremental import Decode, IncrementalDecoder, TokenTexts
 from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import Attempt, FinishReason, Process, Usage
 from antiphon.wire.codec import id_count
-from antiphon.wire.sampling import SPACE_MAX
+from antiphon.wire.sampling import SPACE_MAX, StopStrings, ThinkingMarks
 from antiphon.wire.text import Origin, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, TokenOutputsChunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.detokenizer.incremental import TokenTexts
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import InstanceId, RequestId
-    from antiphon.wire.sampling import StopStrings, ThinkingMarks
     from antiphon.wire.tokens import TokenRow, TokenStream
 
 PIECE_BYTES: Final = 64 * 1024

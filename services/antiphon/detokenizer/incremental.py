@@ -6,13 +6,8 @@ detokenizer that starts over from offset 0 produces the same text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 Decode = Callable[[Sequence[int], bool], str]
 """(ids, skip special tokens) -> text."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRequest
-from antiphon.detokenizer.incremental import TokenTexts
+from antiphon.detokenizer.incremental import Decode, TokenTexts
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
@@ -25,7 +25,6 @@ from antiphon.wire.text import ResumeText, TextBatch, TextRow
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from antiphon.detokenizer.incremental import Decode
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream

@@ -23,7 +23,7 @@ from antiphon.wire.errors import Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
-from antiphon.wire.tokens import TokenStep
+from antiphon.wire.tokens import TokenNews, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from antiphon.detokenizer.choice import DetokenizerRequest
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenNews
 
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.wire.codec import ID_BYTES
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Process
-    from antiphon.wire.tokens import TokenNews
 
 
 READS = (TokenStep.__name__,)

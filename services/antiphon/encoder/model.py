@@ -35,8 +35,6 @@ from antiphon.resolve.device import detect_device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from antiphon.config.settings import Settings
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,21 +19,18 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import RunningTotal
+from antiphon.telemetry.metrics import Metrics, RunningTotal
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
 from antiphon.wire.base import Role
-from antiphon.wire.claim import EncodeImage, ImageEmbedding
+from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
-    from concurrent.futures import Executor
 
     from antiphon.config.settings import Settings
     from antiphon.encoder.model import VisionModel
-    from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.claim import Claim
     from antiphon.wire.ids import ModelName
 
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.state import WIRE_IDS
+from antiphon.model_worker.batching.state import WIRE_IDS, ChoiceKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.batching.steady import Drawn
     from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
     from antiphon.wire.ids import InstanceId

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.control import ControlEndpoint
+from antiphon.model_worker.control import ControlEndpoint, ControlMessage
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.recording import PlanDumps
@@ -35,10 +35,10 @@ from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits
-from antiphon.wire.base import Role
-from antiphon.wire.command import ControlDone, ResendTokens, StopChoice
+from antiphon.wire.base import Role, Term
+from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
-from antiphon.wire.heartbeat import WorkerLoad
+from antiphon.wire.heartbeat import RefusedCommands, WorkerLoad
 from antiphon.wire.routes import (
     COMMAND,
     KV_EVENTS,
@@ -53,11 +53,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.state import ChoiceKey
-    from antiphon.model_worker.control import ControlMessage
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
-    from antiphon.wire.base import Term
-    from antiphon.wire.command import CommandBatch
-    from antiphon.wire.heartbeat import RefusedCommands
     from antiphon.wire.ids import ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
     from antiphon.wire.submit import OpenList

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import OpenRequest
+from antiphon.wire.submit import OpenList, OpenRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
-    from antiphon.wire.submit import OpenList
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,12 @@ from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.worker_caches import WorkerCaches
 from antiphon.service.peers import Peer, PeerChange, PeerTable
-from antiphon.wire.base import Process, Role, leading_term
+from antiphon.wire.base import Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
 if TYPE_CHECKING:
     from antiphon.scheduler.outbox import Action
     from antiphon.service.clock import Clock
-    from antiphon.wire.base import Term
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.submit import (
         CancelAccepted,

@@ -6,11 +6,17 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.request_table import RequestCost, WorkerCapacity, pages_needed
+from antiphon.scheduler.request_table import (
+    RequestCost,
+    RequestEntry,
+    RequestTable,
+    WorkerCapacity,
+    pages_needed,
+)
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
-from antiphon.wire.errors import PromptTooLong
+from antiphon.wire.errors import EngineError, PromptTooLong
 from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
@@ -18,12 +24,9 @@ if TYPE_CHECKING:
 
     from antiphon.scheduler.leader_config import LeaderConfig
     from antiphon.scheduler.queue import SchedulerQueue
-    from antiphon.scheduler.request_table import RequestEntry, RequestTable
     from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, PeerTable
-    from antiphon.wire.base import Process
-    from antiphon.wire.errors import EngineError
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.submit import SubmitRequest

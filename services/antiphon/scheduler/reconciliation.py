@@ -17,20 +17,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import HeldAttempt
+from antiphon.scheduler.cluster_view import HeldAttempt, OpenLists
 from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS, FREE_AFTER_MS, GRACE_BEATS
 from antiphon.scheduler.request_table import RequestEntry
-from antiphon.wire.base import ProcessState
+from antiphon.wire.base import Attempt, Process, ProcessState
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from antiphon.scheduler.cluster_view import OpenLists
     from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.outbox import FailedRequest
     from antiphon.service.peers import Peer
-    from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList, OpenRequest

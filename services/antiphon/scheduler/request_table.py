@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.leader_config import FREE_AFTER_MS
+from antiphon.scheduler.leader_config import FREE_AFTER_MS, LeaderConfig
 from antiphon.wire.codec import id_count
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import InstanceId, RequestId
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
-    from antiphon.scheduler.leader_config import LeaderConfig
     from antiphon.service.priority import PriorityPolicy
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
-    from antiphon.wire.ids import InstanceId
     from antiphon.wire.submit import SubmitRequest
 
 STALE_LEAST = 64

@@ -9,42 +9,37 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from antiphon.bus.transport import BusDown
+from antiphon.bus.transport import BusDown, Subscription
 from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import Action, RequestBound, RequestRemoved, RequestRequeued
-from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
+from antiphon.scheduler.worker_caches import REPLAY_RETRY_S, WorkerCaches
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated, perform
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import RunningTotal
-from antiphon.telemetry.tracing import span
-from antiphon.wire.base import Role
+from antiphon.telemetry.metrics import Metrics, RunningTotal
+from antiphon.telemetry.tracing import Span, span
+from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, NOTICE, OPEN, SUBMIT
-from antiphon.wire.submit import NoticeBatch
+from antiphon.wire.submit import (
+    CancelAccepted,
+    CancelRequest,
+    NoticeBatch,
+    OpenList,
+    SubmitAccepted,
+    SubmitRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from antiphon.bus.transport import Subscription
-    from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.peers import Peer, PeerChange
-    from antiphon.telemetry.metrics import Metrics
-    from antiphon.telemetry.tracing import Span
-    from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.kv_events import KvEvents, ReplayKv
-    from antiphon.wire.submit import (
-        CancelAccepted,
-        CancelRequest,
-        OpenList,
-        SubmitAccepted,
-        SubmitRequest,
-    )
 
 
 log = logging.getLogger(__name__)

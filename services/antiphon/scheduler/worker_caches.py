@@ -15,6 +15,7 @@ from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    KvEvent,
     KvEvents,
     KvReplayed,
     ReplayKv,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from antiphon.wire.base import Process
-    from antiphon.wire.kv_events import KvEvent
 
 
 FULL_REPLAY = -1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import msgspec
 
@@ -16,9 +16,6 @@ from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
 from antiphon.wire.tokenize import EncodeRequest
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3

@@ -17,7 +17,7 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unsupported,
 )
-from antiphon.wire.tokenize import characters_max
+from antiphon.wire.tokenize import DecodeRequest, EncodeRequest, characters_max
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
-    from antiphon.wire.tokenize import DecodeRequest, EncodeRequest
 
 
 log = logging.getLogger(__name__)

@@ -20,14 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.tokenize import TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jinja2.parser import Parser
 
-    from antiphon.wire.tokenize import ChatMessage
 
 T = TypeVar("T")
 

@@ -14,21 +14,24 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
-from antiphon.bus.transport import NoResponders, ReplyLost, is_async
+from antiphon.bus.transport import (
+    NoResponders,
+    Packet,
+    PacketCallback,
+    ReplyLost,
+    Subscription,
+    Transport,
+    is_async,
+)
 from antiphon.wire.base import WIRE_VERSION, Message, Process
 from antiphon.wire.codec import decode, decode_reply, encode, encode_json, is_json
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error
-from antiphon.wire.ids import DEFAULT_TENANT
-from antiphon.wire.routes import CLIENT, DeliveryMode, RequestRoute, Route, escape, inbox
-
-if TYPE_CHECKING:
-    from antiphon.bus.transport import Packet, PacketCallback, Subscription, Transport
-    from antiphon.wire.ids import ClusterName, TenantId
-    from antiphon.wire.routes import Party
+from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
+from antiphon.wire.routes import CLIENT, DeliveryMode, Party, RequestRoute, Route, escape, inbox
 
 _ANSWERABLE = ("inbox", "client")
 """First tokens of the cluster's subjects that replies may be sent to."""

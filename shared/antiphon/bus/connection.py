@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
+from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client, Srv
 from nats.errors import Error, StaleConnectionError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from antiphon.bus.tcp import Socket, ThreadSafeWriter, dispatch_messages, text
-from antiphon.bus.transport import Packet, dispatch_sync
+from antiphon.bus.transport import Packet, PacketCallback, dispatch_sync
 
 if TYPE_CHECKING:
-    from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
 
-    from antiphon.bus.transport import PacketCallback
 
 FLUSH_TIMEOUT_S = 2
 LEAVE_TIMEOUT_S = 1.0

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.wire.base import Role
+from antiphon.wire.base import Process, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from antiphon.bus.transport import Packet, PacketCallback, Transport
-    from antiphon.wire.base import Process
 
 Response = dict[str, object]
 

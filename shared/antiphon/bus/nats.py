@@ -13,7 +13,7 @@ import nats.errors
 
 from antiphon.bus.connection import Connection
 from antiphon.bus.tcp import ThreadSafeWriter, publish_frame
-from antiphon.bus.transport import BusDown, LinkState, Packet, dispatch, is_async
+from antiphon.bus.transport import BusDown, LinkState, Packet, PacketCallback, dispatch, is_async
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from antiphon.bus.transport import PacketCallback
     from antiphon.config.settings import BusConfig
 
 log = logging.getLogger(__name__)

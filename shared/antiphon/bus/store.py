@@ -16,13 +16,12 @@ import msgspec
 
 from antiphon.bus.transport import NoResponders
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import API
+from antiphon.wire.routes import API, KeyValueBucket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.bus.bus import Bus
-    from antiphon.wire.routes import KeyValueBucket
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from nats.aio.transport import Transport
 
-from antiphon.bus.transport import Packet, dispatch_sync
+from antiphon.bus.transport import Packet, PacketCallback, dispatch_sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from ssl import SSLContext
     from urllib.parse import ParseResult
 
-    from antiphon.bus.transport import PacketCallback
 
 DEFAULT_PORT = 4222
 _MESSAGE = b"MSG "

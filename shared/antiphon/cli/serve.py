@@ -18,7 +18,7 @@ from rich.console import Console
 from antiphon.bus.server import ServerFailed, ServerMissing
 from antiphon.cli.settings import load_arguments
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.packaged import ensure_cached, is_cached, is_packaged, packaged
+from antiphon.model_card.packaged import Wheel, ensure_cached, is_cached, is_packaged, packaged
 from antiphon.model_card.served_model import cache_folder, hub_models, model_files, tokenizer_path
 from antiphon.supervisor.stack import CannotServe, ServiceStack
 from antiphon.telemetry import log as logs
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from antiphon.config.settings import Settings
-    from antiphon.model_card.packaged import Wheel
 
 FAILED = 1
 INTERRUPTED = 130

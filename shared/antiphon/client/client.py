@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
-from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost, Transport
 from antiphon.client.stream import (
     NO_RESPONDERS_TIMEOUT_S,
     Completion,
@@ -23,7 +23,13 @@ from antiphon.client.stream import (
 from antiphon.config.settings import BusConfig
 from antiphon.wire.base import Message, Process, Usage
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest
-from antiphon.wire.generate import CompleteOptions, EmbedRequest, GenerateOptions, GenerateRequest
+from antiphon.wire.generate import (
+    CompleteOptions,
+    EmbedReply,
+    EmbedRequest,
+    GenerateOptions,
+    GenerateRequest,
+)
 from antiphon.wire.ids import (
     DEFAULT_TENANT,
     ClientKey,
@@ -37,10 +43,6 @@ from antiphon.wire.ids import (
 from antiphon.wire.routes import EMBED
 from antiphon.wire.token_outputs import join_chunks, unpack_floats
 from antiphon.wire.tokenize import ChatMessage
-
-if TYPE_CHECKING:
-    from antiphon.bus.transport import Transport
-    from antiphon.wire.generate import EmbedReply
 
 M = TypeVar("M", bound=Message)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.bus.transport import BusDown, NoResponders
+from antiphon.bus.transport import BusDown, NoResponders, Packet
 from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.bus.bus import Bus
-    from antiphon.bus.transport import Packet
     from antiphon.wire.base import FinishReason, Usage
     from antiphon.wire.token_outputs import TokenOutputsChunk
 

@@ -10,10 +10,10 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkstemp
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 import msgspec
 import yaml
@@ -22,13 +22,8 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
 from antiphon.config.settings import Settings
-from antiphon.config.sglang_arguments import rows_by_key, translate
+from antiphon.config.sglang_arguments import SglangArgument, rows_by_key, translate
 from antiphon.config.sourced_value import Layer, SourcedValue, Value, nearest, parse, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from antiphon.config.sglang_arguments import SglangArgument
 
 
 class Loaded(msgspec.Struct, frozen=True):

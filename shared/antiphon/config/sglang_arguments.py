@@ -13,9 +13,9 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -24,10 +24,6 @@ from antiphon.config.fields import fields
 from antiphon.config.flags import IMPLIED, Parser, TypedText, add_settings
 from antiphon.config.sourced_value import Value
 from antiphon.config.worker import WHITESPACE_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 Status = Literal["works", "partly", "refused"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,7 +15,6 @@ from antiphon.config.model import Dtype, LoadFormat
 from antiphon.model_card.config_json import text_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from antiphon.config.quantization import QuantizationConfig

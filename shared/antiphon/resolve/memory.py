@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.settings import Settings
-    from antiphon.model_card.card import ModelCard
 
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)

@@ -12,7 +12,7 @@ from antiphon.service.tasks import Tasks
 from antiphon.telemetry.tracing import request_id_var, span
 from antiphon.wire.base import Message
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import DeliveryMode
+from antiphon.wire.routes import DeliveryMode, RequestRoute, Route
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus, Delivery, DeliveryCallback
     from antiphon.bus.transport import Subscription
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.routes import RequestRoute, Route
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

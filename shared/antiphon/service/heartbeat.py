@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 from antiphon.config.cluster import digest
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import StreamEndpoint
-from antiphon.service.peers import PeerChange
-from antiphon.service.service import Report, Runtime
-from antiphon.wire.base import ProcessState
+from antiphon.service.peers import Peer, PeerChange
+from antiphon.service.service import Report, Runtime, Service
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, HEARTBEAT_SOURCES
 
 if TYPE_CHECKING:
     from antiphon.service.instance_name import InstanceName
-    from antiphon.service.peers import Peer
-    from antiphon.service.service import Service
-    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 

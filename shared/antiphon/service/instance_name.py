@@ -7,7 +7,7 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost, Subscription
 from antiphon.service.endpoint import RequestEndpoint
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Process
@@ -17,7 +17,6 @@ from antiphon.wire.ids import Incarnation
 from antiphon.wire.routes import NAME
 
 if TYPE_CHECKING:
-    from antiphon.bus.transport import Subscription
     from antiphon.service.service import Runtime
 
 log = logging.getLogger(__name__)

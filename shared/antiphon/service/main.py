@@ -28,19 +28,17 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
 from antiphon.service.instance_name import Replaced
 from antiphon.service.run import serve
-from antiphon.service.service import ProcessContext
+from antiphon.service.service import ProcessContext, Service, ServiceFactory
 from antiphon.service.startup import CannotStart, die_with
 from antiphon.telemetry import log as logs
-from antiphon.wire.base import WIRE_VERSION, Process, ProcessState
+from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from antiphon.service.service import Service, ServiceFactory
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.base import Role
 
 log = logging.getLogger(__name__)
 

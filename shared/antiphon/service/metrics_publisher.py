@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.telemetry import catalog
-from antiphon.wire.base import ProcessState
+from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
 from antiphon.wire.heartbeat import PARTS_MAX, SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from antiphon.service.service import Runtime
     from antiphon.telemetry.metrics import Published, Series
-    from antiphon.wire.base import Role
     from antiphon.wire.ids import ModelName
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.config.cluster import differing
-from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role, leading_term
+from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role, Term, leading_term
 
 if TYPE_CHECKING:
     from antiphon.service.clock import Clock
-    from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import InstanceId, ModelName
 

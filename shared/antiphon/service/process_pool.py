@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from antiphon.service.startup import die_with
 from antiphon.service.tasks import Tasks, isolated
@@ -24,7 +24,6 @@ from antiphon.wire.errors import DeadlineExceeded, EngineError, Internal, Overlo
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Callable, Generator, Sequence
-    from typing import Self
 
 log = logging.getLogger(__name__)
 

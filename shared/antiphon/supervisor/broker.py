@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from antiphon.bus.discovery import OPERATOR
-from antiphon.bus.permissions import anonymous_user, user, users_text
+from antiphon.bus.permissions import NatsUser, anonymous_user, user, users_text
 from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
 from antiphon.service.startup import die_with
 from antiphon.supervisor.ports import is_free
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from antiphon.bus.permissions import NatsUser
     from antiphon.wire.ids import ClusterName
     from antiphon.wire.routes import Party
 

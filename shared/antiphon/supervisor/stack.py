@@ -14,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -29,7 +30,7 @@ from antiphon.config.load import child_environment, nats_server
 from antiphon.config.tenants import read_tenants
 from antiphon.model_card.card import read_card
 from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
-from antiphon.resolve.device import detect_device
+from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.resolved_config import check_context
 from antiphon.service.web import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-    from rich.progress import Task
 
     from antiphon.config.settings import Settings
-    from antiphon.resolve.device import HostDevice
 
 START_ORDER = (
     Role.WORKER,  # takes longest to be ready

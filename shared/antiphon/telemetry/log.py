@@ -11,14 +11,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TextIO
 
 import msgspec
 
 from antiphon.telemetry.tracing import request_id_var, trace_id
-
-if TYPE_CHECKING:
-    from typing import TextIO
 
 CANNOT_START = "cannot start"
 """Event of a failed startup, with its `reason`, which `antiphon serve` shows."""

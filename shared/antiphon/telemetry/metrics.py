@@ -10,6 +10,7 @@ from prometheus_client import (
     Gauge,
     GCCollector,
     Histogram,
+    Metric,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -23,7 +24,6 @@ from antiphon.telemetry.catalog import Kind, MetricSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from prometheus_client import Metric
 
 disable_created_metrics()  # an extra series per counter and histogram, with its creation time
 

@@ -26,12 +26,10 @@ from antiphon.wire import (
 )
 from antiphon.wire.base import Message, Role
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import DEFAULT_TENANT, TenantId
+from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from antiphon.wire.ids import ClusterName
 
 
 Q = TypeVar("Q", bound=Message)

@@ -20,7 +20,7 @@ import msgspec
 from tests.bench.crowd import profiled_gateway
 from tests.bench.crowd.listeners import Listeners
 from tests.bench.crowd.profiled_gateway import read
-from tests.bench.services import GATEWAY, echo_stack
+from tests.bench.services import GATEWAY, EchoStack, echo_stack
 from tests.bench.summary import RESULTS, Measurement, Summary, here, measured, report, single
 from tests.support.nats import NatsServer
 from tests.system.stack import wait_until
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.bench.services import EchoStack
 
 STREAMS = 128
 ROUNDS = 3

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.bench.page.markdown import device_line, markdown
-from tests.bench.peers.cases import CASES
+from tests.bench.peers.cases import CASES, Case, Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tests.bench.peers.cases import Case, Figure
     from tests.bench.summary import Measurement, Summary
 
 HEAD = """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tests.bench.machine import instructions
 from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, write_page
-from tests.bench.peers.cases import CASES
+from tests.bench.peers.cases import CASES, Case
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
 from tests.bench.peers.rounds import Referee, entrant, print_progress, reports, summarize
@@ -28,7 +28,6 @@ from tests.bench.summary import RESULTS, Entrant, write_results
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.bench.peers.cases import Case
 
 KINDS: dict[str, type[Peer]] = {
     kind.name: kind for kind in (Antiphon, LlamaCpp, Vllm, OpenVino, TransformersServe)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.bench.models import LLAMA_135M, QWEN_05B, SMOLLM2
+from tests.bench.models import LLAMA_135M, QWEN_05B, SMOLLM2, Shape
 from tests.bench.serving.load import RandomLengths, SharedPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tests.bench.machine import Device
-    from tests.bench.models import Shape
     from tests.bench.serving.metrics import Metrics
 
 BF16_BYTES = 2

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench.machine import Device, Machine, machine, measure_device
-from tests.bench.peers.cases import CASES
-from tests.bench.peers.peer import OURS, NotHere, config_digest, running
+from tests.bench.peers.cases import CASES, Case, Figure
+from tests.bench.peers.peer import OURS, NotHere, Peer, Server, config_digest, running
 from tests.bench.peers.quiet import BUSY_MAX, wait_until_quiet, work
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, RandomLengths, SharedPrefix, Vocabulary, play
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from tests.bench.models import Model
-    from tests.bench.peers.cases import Case, Figure
-    from tests.bench.peers.peer import Peer, Server
 
 TRIES = 5
 """Maximum number of attempts to measure a case undisturbed."""

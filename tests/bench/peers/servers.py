@@ -13,13 +13,9 @@ import sys
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.bench.models import CONTEXT_TOKENS
+from tests.bench.models import CONTEXT_TOKENS, Model
 from tests.bench.peers.peer import OURS, TORCH, NotHere, Peer
-
-if TYPE_CHECKING:
-    from tests.bench.models import Model
 
 
 class Antiphon(Peer):

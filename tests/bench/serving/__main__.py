@@ -30,7 +30,7 @@ from tests.bench.models import CACHE, LLAMA_135M, SHAPES, Model, made
 from tests.bench.peers.peer import config_digest, running
 from tests.bench.peers.quiet import Busy, wait_until_quiet
 from tests.bench.peers.servers import Antiphon
-from tests.bench.serving.client import HttpTarget, NatsTarget
+from tests.bench.serving.client import HttpTarget, NatsTarget, Target
 from tests.bench.serving.load import (
     FORMS,
     ClosedLoop,
@@ -49,7 +49,6 @@ from antiphon.client import Client
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.bench.serving.client import Target
 
 SWEEP = ("closed:1", "closed:4", "closed:16", "closed:64")
 WARM_UP_SEED = 1_000_000

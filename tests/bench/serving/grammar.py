@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.bench.models import CACHE, END_ID, LLAMA_135M, Model, made
-from tests.bench.peers.peer import running
+from tests.bench.peers.peer import Server, running
 from tests.bench.peers.servers import Antiphon
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary
@@ -39,8 +39,6 @@ from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from tests.bench.peers.peer import Server
 
     from antiphon.model_worker.grammar.backend import CompiledGrammar
     from antiphon.model_worker.grammar.matcher import GrammarMatcher

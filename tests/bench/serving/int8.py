@@ -15,11 +15,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
-from tests.bench.models import CACHE, QWEN_05B, made
+from tests.bench.models import CACHE, QWEN_05B, Model, made
 from tests.bench.peers.cases import CASES, output_limit
 from tests.bench.peers.peer import OURS
 from tests.bench.peers.quiet import Busy
-from tests.bench.peers.rounds import Referee, entrant, reports
+from tests.bench.peers.rounds import PeersReport, Referee, entrant, reports
 from tests.bench.peers.servers import Antiphon
 from tests.bench.summary import RESULTS, Measurement, Summary, measured, report, single
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.bench.machine import Device
-    from tests.bench.models import Model
-    from tests.bench.peers.rounds import PeersReport
 
 CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
 PAIRS = 5

@@ -11,9 +11,9 @@ import msgspec
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from tests.bench.machine import Device, measure_device
-from tests.bench.peers.peer import config_digest
+from tests.bench.peers.peer import Peer, config_digest
 from tests.bench.peers.quiet import work
-from tests.bench.serving.load import play
+from tests.bench.serving.load import Arrival, Dataset, Vocabulary, play
 from tests.bench.serving.metrics import Metrics, Slo, measure
 from tests.bench.summary import Measurement, Summary, here, measured, of_spread, single
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tests.bench.models import Model
-    from tests.bench.peers.peer import Peer
     from tests.bench.serving.client import Target
-    from tests.bench.serving.load import Arrival, Dataset, Vocabulary
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,11 +30,11 @@ from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
-from tests.bench.peers.peer import running
+from tests.bench.peers.peer import Server, running
 from tests.bench.peers.quiet import BUSY_MAX, Busy, work
 from tests.bench.peers.servers import Antiphon
 from tests.bench.services import scrape
-from tests.bench.serving.client import HttpTarget
+from tests.bench.serving.client import HttpTarget, Timeline
 from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run, summarize_pairs
@@ -43,8 +43,6 @@ from tests.bench.summary import RESULTS, report
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tests.bench.peers.peer import Server
-    from tests.bench.serving.client import Timeline
 
 RUNNING = 64
 WAITING = 2000

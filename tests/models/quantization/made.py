@@ -19,7 +19,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
 
 GROUPS: dict[str, object] = {
     "num_bits": 4,

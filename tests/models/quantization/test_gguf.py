@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

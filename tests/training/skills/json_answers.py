@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from tests.training.dialogue import Exchange, Skill, Split, Thread, Tools, draw
@@ -23,9 +23,6 @@ from tests.training.words import (
     roughen,
     words,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Value: TypeAlias = str | int
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
 from tests.bench.peers import rounds as reporting
 from tests.bench.peers.__main__ import KINDS
-from tests.bench.peers.cases import CASES, output_limit, prefill_s, step_s
+from tests.bench.peers.cases import CASES, Case, output_limit, prefill_s, step_s
 from tests.bench.peers.peer import NotHere, Peer, config_digest, running
 from tests.bench.peers.quiet import Work, work
 from tests.bench.peers.rounds import (
@@ -36,9 +35,6 @@ from tests.bench.summary import Entrant, Measurement, write
 from tests.system.stack import processes, wait_until
 
 from antiphon.kernels.cpu import extension
-
-if TYPE_CHECKING:
-    from tests.bench.peers.cases import Case
 
 DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
 DEVICE = Device(31.8, 433.0)

@@ -12,7 +12,7 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.wire.base import FinishReason, Process, Role, Usage
+from antiphon.wire.base import FinishReason, Message, Process, Role, Usage
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import (
     ChoiceEnd,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from antiphon.bus.transport import Subscription, Transport
-    from antiphon.wire.base import Message
 
 MODEL = "m"
 USAGE = Usage(prompt_tokens=3, completion_tokens=5)

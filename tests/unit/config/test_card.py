@@ -14,6 +14,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.config_json import (
+    Factors,
     Task,
     head_parameters,
     is_bidirectional,
@@ -27,8 +28,6 @@ from antiphon.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from antiphon.model_card.config_json import Factors
 
 
 CONFIG: dict[str, object] = {

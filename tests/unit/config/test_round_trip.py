@@ -13,14 +13,13 @@ from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
 from antiphon.config.load import load, load_process, write_yaml
 from antiphon.config.settings import Settings
-from antiphon.config.sourced_value import SourcedValue
+from antiphon.config.sourced_value import SourcedValue, Value
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hypothesis.strategies import SearchStrategy
 
-    from antiphon.config.sourced_value import Value
 
 PARSER = Parser()
 add_settings(PARSER)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.nats import NatsServer
 from tests.unit.encoder.images import RED
 
-from antiphon.bus.bus import Bus
+from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock, deadline_in
@@ -27,7 +27,6 @@ from antiphon.wire.routes import ENCODE_IMAGE, HEARTBEAT
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from antiphon.bus.bus import Delivery
     from antiphon.wire.heartbeat import Heartbeat
 
 HEAVY = ("torch", "numpy", "PIL", "safetensors")

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import QUICK, client_bus, running
+from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 from tests.unit.encoder.images import BLUE, RED
 
-from antiphon.config.settings import EncoderConfig
+from antiphon.config.settings import EncoderConfig, Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
-from antiphon.wire.claim import EncodeImage, ImageEmbedding
+from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -39,13 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from tests.support.services import Running
-
     from antiphon.bus.bus import Bus
-    from antiphon.config.settings import Settings
     from antiphon.encoder.cache import CachedEmbedding
     from antiphon.service.service import Service
-    from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()
 MODEL = ModelName("antiphon-small")

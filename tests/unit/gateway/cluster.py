@@ -13,12 +13,21 @@ from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
 from antiphon.config.cluster import ClusterConfig, digest
-from antiphon.config.gateway import AccessConfig, SessionsConfig
+from antiphon.config.gateway import AccessConfig, RequestLogConfig, ResponsesConfig, SessionsConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
-from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term, Usage
+from antiphon.wire.base import (
+    Attempt,
+    FinishReason,
+    Message,
+    Process,
+    ProcessState,
+    Role,
+    Term,
+    Usage,
+)
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.digests import block_digests
@@ -37,23 +46,25 @@ from antiphon.wire.routes import (
     TOKENIZE,
     WORKER_CONTROL,
 )
-from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import CancelAccepted, OpenList, SubmitAccepted, SubmitRequest
 from antiphon.wire.text import Origin, TextBatch, TextResumed, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
-from antiphon.wire.tokenize import DecodeReply, EncodeReply, PoolingCard, SamplingDefaults
+from antiphon.wire.tokenize import (
+    DecodeReply,
+    EncodeReply,
+    EncodeRequest,
+    PoolingCard,
+    SamplingDefaults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
-    from antiphon.config.gateway import RequestLogConfig, ResponsesConfig
     from antiphon.config.model import ModelConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
-    from antiphon.wire.base import Message
-    from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokenize import EncodeRequest
 
 MODEL = ModelName("toy")
 CONTEXT_TOKENS = 64

@@ -15,7 +15,7 @@ from tests.unit.gateway.test_http import HI, Body, post
 from antiphon.gateway.http.anthropic.parse import conversation
 from antiphon.gateway.http.anthropic.schema import MessagesBody
 from antiphon.wire.base import FinishReason
-from antiphon.wire.errors import Internal, InvalidRequest, Overloaded, WorkerLost
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded, WorkerLost
 from antiphon.wire.sampling import GrammarKind, ThinkingBudget
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from anthropic.types import Message
 
-    from antiphon.wire.errors import EngineError
 
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

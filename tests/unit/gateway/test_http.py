@@ -20,14 +20,13 @@ from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
+from antiphon.wire.errors import EngineError, Overloaded, Unavailable, WorkerLost
 from antiphon.wire.sampling import LogitBias, TokenOutputParams
 from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from antiphon.wire.errors import EngineError
 
 TEXT = "".join(SCRIPT)
 HI = [{"role": "user", "content": "hi"}]

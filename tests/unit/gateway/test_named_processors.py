@@ -8,12 +8,17 @@ import pytest
 from tests.unit.gateway.test_http import post
 
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.sampling import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
+from antiphon.wire.sampling import (
+    AllowRange,
+    AllowTokens,
+    DisallowTokens,
+    LogitProcessor,
+    ThinkingBudget,
+)
 
 if TYPE_CHECKING:
     from tests.unit.gateway.cluster import House
 
-    from antiphon.wire.sampling import LogitProcessor
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 BODIES = {

@@ -16,15 +16,13 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
-from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
+from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.heartbeat import WorkerStats
-from antiphon.wire.sampling import GrammarKind
+from antiphon.wire.sampling import GrammarKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from antiphon.wire.errors import EngineError
-    from antiphon.wire.sampling import SamplingParams
 
 TEXT = "".join(SCRIPT)
 CHAT = "/api/chat"

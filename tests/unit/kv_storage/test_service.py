@@ -14,12 +14,13 @@ from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 
-from antiphon.config.settings import KvStorageConfig
+from antiphon.config.settings import KvStorageConfig, Settings
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore, fetch_all
 from antiphon.wire.claim import (
+    Claim,
     GetPages,
     LeaseReleased,
     LookupPages,
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.bus.bus import Bus
-    from antiphon.config.settings import Settings
     from antiphon.wire.base import Message
-    from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()
 NODE = "kv_storage-0"

@@ -48,16 +48,14 @@ from antiphon.wire.command import (
     StopChoice,
     TokenCursor,
 )
-from antiphon.wire.errors import WorkerLost, encode_error
+from antiphon.wire.errors import EngineError, WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.tokens import TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.wire.errors import EngineError
-    from antiphon.wire.tokens import TokenBatch, TokenRow
 
 R = RequestId("r")
 USURPER = Term(number=2, scheduler=process("a"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,15 +20,12 @@ from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
 from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import build_plan
-from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.cache.table import PageTable
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.token_outputs import unpack_floats
-
-if TYPE_CHECKING:
-    from antiphon.model_worker.batching.state import Progress
 
 STEM = list(range(40, 76))
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tests.models.tiny import write_llama
 from tests.simulation.hash_runner import HashRunner
-from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
+from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, Stage, harmless, staged
 from tests.unit.model_worker.test_opening import SMALL
 
 from antiphon.cli.commands import replay as replay_command
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.batching.plan import Biases, Penalties
+from antiphon.model_worker.batching.plan import Biases, Penalties, StepOutcome, StepPlan
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord, summary
 from antiphon.model_worker.observability.recording import (
     FILES_MAX,
@@ -41,10 +41,6 @@ from antiphon.wire.ids import InstanceId
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from tests.simulation.test_worker_overlap import Stage
-
-    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 
 
 def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage, list[StepRecord]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ from antiphon.model_worker.protocol.held_request import HeldRequest
 from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
-from antiphon.service.clock import SystemClock
+from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term
@@ -45,7 +45,7 @@ from antiphon.wire.command import (
     StopChoice,
 )
 from antiphon.wire.digests import block_digests, namespace
-from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands
+from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.routes import (
@@ -63,15 +63,12 @@ from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
     from antiphon.model_worker.control import ControlMessage
-    from antiphon.service.clock import Clock
     from antiphon.service.service import Runtime, Service
-    from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 VOCAB_SIZE = 50

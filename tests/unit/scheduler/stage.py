@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from tests.support.clock import ManualClock
 
@@ -17,10 +15,14 @@ from antiphon.wire.command import Abort, Admit, Command, CommandBatch
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, OpenRequest, SubmitRequest
-
-if TYPE_CHECKING:
-    from antiphon.wire.submit import LostRequest
+from antiphon.wire.submit import (
+    CancelRequest,
+    LostRequest,
+    NoticeBatch,
+    OpenList,
+    OpenRequest,
+    SubmitRequest,
+)
 
 MODEL = ModelName("model")
 BEAT_S = 0.5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from tests.unit.config.test_sglang import serve
 from tests.unit.scheduler.stage import GATEWAY, Actor, Stage, other_attempt, running, usual
@@ -15,16 +13,13 @@ from antiphon.scheduler.queue import CACHE_WAITING_MAX, DrainRate, SchedulerQueu
 from antiphon.scheduler.request_table import TOMBSTONES_MAX, SchedulerTombstones
 from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.service.priority import PriorityPolicy
-from antiphon.wire.base import Role
+from antiphon.wire.base import Attempt, Role
 from antiphon.wire.codec import pack_ids, split_rows
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from antiphon.wire.base import Attempt
 
 A, B, C, D = RequestId("a"), RequestId("b"), RequestId("c"), RequestId("d")
 HIGH, LOW = -5, 0

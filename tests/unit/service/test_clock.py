@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 from tests.support.clock import ManualClock
 
 from antiphon.config.worker import Policy, QueueConfig
-from antiphon.service.clock import check, deadline_in, remaining_s
+from antiphon.service.clock import Clock, check, deadline_in, remaining_s
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 from antiphon.service.sequence import Arrival, SeqReceiver, SeqSender
 from antiphon.wire.base import Process
@@ -19,9 +18,6 @@ from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, new_request_id
 from antiphon.wire.tokenize import DecodeRequest
-
-if TYPE_CHECKING:
-    from antiphon.service.clock import Clock
 
 MODEL = ModelName("model")
 

@@ -17,7 +17,7 @@ from antiphon.gateway.metrics_exposition import ModelMetrics
 from antiphon.gateway.request_metrics import CustomLabels
 from antiphon.service import metrics_publisher as metrics_feed
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import Metrics
+from antiphon.telemetry.metrics import Metrics, Published
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode
 from antiphon.wire.heartbeat import MetricsReport
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.bus.bus import Delivery
-    from antiphon.telemetry.metrics import Published
 
 MODEL = ModelName("toy")
 READER = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))

@@ -20,7 +20,7 @@ from tests.support.echo import BUG, MODEL, echo_request
 from tests.support.nats import NatsServer
 from tests.support.wait import until
 
-from antiphon.bus.bus import Bus
+from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock
@@ -32,7 +32,6 @@ from antiphon.wire.routes import HEARTBEAT, TOKENIZE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from antiphon.bus.bus import Delivery
     from antiphon.wire.heartbeat import Heartbeat
 
 CLOCK = SystemClock()

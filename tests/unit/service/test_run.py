@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from tests.support.faulty_transport import FaultyTransport
-from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import QUICK, client_bus, running
+from tests.support.memory_bus import MemoryBroker, MemorySubscription, MemoryTransport
+from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.bus.transport import BusDown, NoResponders
+from antiphon.bus.transport import BusDown, NoResponders, PacketCallback
 from antiphon.service.clock import SystemClock
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.inbox import SharedStateBroken
@@ -31,11 +31,7 @@ from antiphon.wire.submit import OpenList
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from tests.support.memory_bus import MemorySubscription
-    from tests.support.services import Running
-
     from antiphon.bus.bus import Bus, Delivery
-    from antiphon.bus.transport import PacketCallback
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime, Service
     from antiphon.wire.tokenize import EncodeReply, EncodeRequest

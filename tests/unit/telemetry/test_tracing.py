@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -30,8 +30,6 @@ from antiphon.telemetry.export import OtlpTarget
 from antiphon.telemetry.tracing import request_context, span
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from antiphon.wire.ids import ModelName, RequestId
-from antiphon.wire.tokenize import EncodeRequest
-
-if TYPE_CHECKING:
-    from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.tokenize import ChatMessage, EncodeRequest
 
 
 def asks(

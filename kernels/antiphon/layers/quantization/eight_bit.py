@@ -18,7 +18,9 @@ from antiphon.layers.quantization.storage import (
     SCALES,
     Axis,
     Int8Weight,
+    LoadedWeight,
     WeightField,
+    WeightFields,
     check_divisible,
 )
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import LoadedWeight, WeightFields
 
 ZERO = ".weight_zero_point"
 E4M3 = torch.float8_e4m3fn

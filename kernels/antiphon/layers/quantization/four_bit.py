@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
-from antiphon.layers.quantization.storage import ANY, FLOATS, Axis, WeightField, check_divisible
+from antiphon.layers.quantization.storage import (
+    ANY,
+    FLOATS,
+    Axis,
+    WeightField,
+    WeightFields,
+    check_divisible,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import WeightFields
 
 BLOCK = 64
 """Weights of a block in what transformers writes with bitsandbytes."""

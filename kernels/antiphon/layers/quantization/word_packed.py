@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import FLOATS, Axis, WeightField, check_divisible, groups
+from antiphon.layers.quantization.storage import (
+    FLOATS,
+    Axis,
+    WeightField,
+    WeightFields,
+    check_divisible,
+    groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import WeightFields
 
 AWQ_BITS = 4
 AWQ_WORD = 32 // AWQ_BITS

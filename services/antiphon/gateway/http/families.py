@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.anthropic.endpoints import MessagesEndpoints
 from antiphon.gateway.http.core.keepalive import Keepalive
-from antiphon.gateway.http.core.operation import openapi_operation
-from antiphon.gateway.http.core.respond import ResponseHandler
+from antiphon.gateway.http.core.operation import Operation, openapi_operation
+from antiphon.gateway.http.core.respond import DetachedTasks, ResponseHandler
 from antiphon.gateway.http.core.session_requests import SessionRequests
 from antiphon.gateway.http.native.absent_routes import absent_operations
 from antiphon.gateway.http.native.control import ControlEndpoints
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from antiphon.gateway.http.core.body_reader import BodyReader
-    from antiphon.gateway.http.core.operation import Operation
-    from antiphon.gateway.http.core.respond import DetachedTasks
     from antiphon.gateway.requests.submission import Submission
     from antiphon.wire.base import Process
     from antiphon.wire.ids import TenantId

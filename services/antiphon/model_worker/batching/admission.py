@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.logits import unpack_bias
-from antiphon.model_worker.batching.state import WIRE_IDS
+from antiphon.model_worker.batching.state import WIRE_IDS, EngineLimits, RequestState
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
-from antiphon.wire.sampling import BIAS_MAX, named_ids
+from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams, named_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.state import EngineLimits, RequestState
-    from antiphon.wire.sampling import LogitBias, SamplingParams
 
 
 def check(state: RequestState, limits: EngineLimits) -> None:

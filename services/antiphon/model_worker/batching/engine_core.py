@@ -11,11 +11,18 @@ import msgspec
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.logprobs import write_outputs
-from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.batching.plan import RowStatus, StepOutcome
 from antiphon.model_worker.batching.planner import QueueRules, StepPlanner, WaitingQueue
 from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.running_batch import RunningBatch
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Phase, Progress
+from antiphon.model_worker.batching.running_batch import Capacity, RunningBatch
+from antiphon.model_worker.batching.state import (
+    ChoiceKey,
+    EngineLimits,
+    Finish,
+    Phase,
+    Progress,
+    RequestState,
+)
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.batching.timeouts import Timeouts
@@ -23,6 +30,7 @@ from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import (
     InlineMatcherExecutor,
+    MatcherExecutor,
     MatcherTask,
     PendingGrammarRow,
     PendingGrammarRows,
@@ -35,11 +43,7 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from antiphon.model_worker.batching.plan import StepOutcome
-    from antiphon.model_worker.batching.running_batch import Capacity
-    from antiphon.model_worker.batching.state import EngineLimits, RequestState
     from antiphon.model_worker.cache.table import CachePools
-    from antiphon.model_worker.grammar.executor import MatcherExecutor
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 log = logging.getLogger(__name__)

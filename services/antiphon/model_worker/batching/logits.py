@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Biases, Penalties
+from antiphon.model_worker.batching.plan import Biases, Floats, Ints, Penalties
 from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.batching.plan import Floats, Ints
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.sampling import LogitBias

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import LogprobsRequest, PoolingRequest
+from antiphon.model_worker.batching.plan import (
+    Floats,
+    Ints,
+    LogprobsBatch,
+    LogprobsRequest,
+    PoolingRequest,
+    StepOutcome,
+)
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsBatch, StepOutcome
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.wire.sampling import TokenOutputParams
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
-from antiphon.model_worker.batching.mailbox import NOTHING
-from antiphon.model_worker.batching.plan import OverlapRunner, StepOutcome
+from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mail, Mailbox
+from antiphon.model_worker.batching.plan import OverlapRunner, PlanRunner, StepOutcome, StepPlan
 from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.request import BatchRow
 from antiphon.model_worker.batching.running_batch import Capacity, build_plan
@@ -35,8 +35,6 @@ from antiphon.wire.kv_events import KvEvent
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore
-    from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
-    from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.request import Request
-from antiphon.model_worker.batching.running_batch import pages_needed
-from antiphon.model_worker.batching.state import Phase
+from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
+from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, RequestState
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
-    from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow
-    from antiphon.model_worker.batching.state import EngineLimits, QueueKey, RequestState
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.table import PageTable

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.request import PendingPrefix
+from antiphon.model_worker.batching.request import PendingPrefix, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.cache.table import PageTable
 

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import future
-from antiphon.model_worker.batching.state import WIRE_IDS, Finish, Phase, Progress
-from antiphon.model_worker.batching.token_masks import looks_back
+from antiphon.model_worker.batching.plan import Ints, future
+from antiphon.model_worker.batching.state import (
+    WIRE_IDS,
+    ChoiceKey,
+    Finish,
+    Phase,
+    Progress,
+    QueueKey,
+    RequestState,
+)
+from antiphon.model_worker.batching.token_masks import TokenFilter, looks_back
 from antiphon.wire.base import FinishReason
 from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.state import ChoiceKey, QueueKey, RequestState
-    from antiphon.model_worker.batching.token_masks import TokenFilter
     from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.table import PageTable

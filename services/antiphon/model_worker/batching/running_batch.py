@@ -10,24 +10,20 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.logprobs import pooling_request, token_types
-from antiphon.model_worker.batching.plan import StepPlan
+from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
 from antiphon.model_worker.batching.slots import Slots
-from antiphon.model_worker.cache.groups import STATES_RUNNING, GroupKind
-from antiphon.model_worker.cache.hashing import CacheKey, request_namespace
-from antiphon.model_worker.cache.table import PageTable
+from antiphon.model_worker.cache.groups import STATES_RUNNING, CacheGroup, GroupKind
+from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
+from antiphon.model_worker.cache.table import CachePools, PageTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.plan import Ints, Longs
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.batching.state import EngineLimits
-    from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.cache.hashing import Namespace
     from antiphon.model_worker.cache.radix import Prefix, RadixIndex
-    from antiphon.model_worker.cache.table import CachePools
 
 ANSWER_TOKENS_MAX = 4096
 """Maximum number of further output tokens for which pages are reserved, as in SGLang."""

@@ -10,13 +10,12 @@ import numpy as np
 from antiphon.model_worker.batching.layout import Layout
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsSlots
-from antiphon.model_worker.batching.plan import SamplingColumns
+from antiphon.model_worker.batching.plan import Ints, SamplingColumns
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import BatchRow, Request
     from antiphon.model_worker.cache.table import PageTable
 

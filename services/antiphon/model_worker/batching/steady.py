@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import StepPlan
-from antiphon.model_worker.batching.request import BatchRow
-from antiphon.model_worker.batching.state import WIRE_IDS, Progress
+from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
+from antiphon.model_worker.batching.request import BatchRow, Request
+from antiphon.model_worker.batching.state import WIRE_IDS, ChoiceKey, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.plan import Ints, StepOutcome
-    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.running_batch import RunningBatch as StepPlanner
     from antiphon.model_worker.batching.slots import Slots
-    from antiphon.model_worker.batching.state import ChoiceKey
 
 STEPS_AHEAD = 64
 """Steps whose lengths are counted at once."""

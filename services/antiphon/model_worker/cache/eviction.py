@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from antiphon.model_worker.cache.table import CachePools, PagePool
     from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 

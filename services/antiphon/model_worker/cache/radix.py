@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor
-from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.table import PageTable
-from antiphon.model_worker.cache.tree import RadixTree
+from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor, Strategy
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup
+from antiphon.model_worker.cache.table import CachePools, PageTable
+from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.eviction import Strategy
-    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.hashing import CacheKey
-    from antiphon.model_worker.cache.table import CachePools
-    from antiphon.model_worker.cache.tree import RadixNode
     from antiphon.wire.kv_events import KvEvent
 
 

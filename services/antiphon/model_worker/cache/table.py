@@ -6,12 +6,11 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.groups import HOLE, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from antiphon.model_worker.cache.groups import CacheGroup
 
 _CACHED = 1
 _WATCHED = 2  # cached, and reported by `take_loosened` once it is loose

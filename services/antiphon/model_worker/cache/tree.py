@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.hashing import announced_root
+from antiphon.model_worker.cache.hashing import CacheKey, announced_root
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
 

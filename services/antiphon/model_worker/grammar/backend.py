@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 
 from antiphon.model_card.vocabulary import read_vocabulary
-from antiphon.model_worker.batching.state import WIRE_IDS
-from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
+from antiphon.model_worker.batching.state import WIRE_IDS, ChoiceKey, RequestState
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher, GrammarState
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
 from antiphon.telemetry import catalog
 from antiphon.wire.errors import (
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.worker import GrammarConfig
-    from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-    from antiphon.model_worker.grammar.matcher import GrammarState
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.ids import TenantId

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.model_worker.batching.state import Phase
+from antiphon.model_worker.batching.state import Finish, Phase
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepOutcome
     from antiphon.model_worker.batching.request import BatchRow, Request
-    from antiphon.model_worker.batching.state import Finish
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 PATIENCE_S = 0.005

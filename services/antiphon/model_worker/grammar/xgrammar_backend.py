@@ -16,7 +16,7 @@ import numpy as np
 import xgrammar
 
 from antiphon.model_worker.batching.token_masks import pack, words_count
-from antiphon.model_worker.grammar.source import invalid_grammar
+from antiphon.model_worker.grammar.source import GrammarSource, invalid_grammar
 from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from antiphon.config.worker import GrammarConfig
     from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.grammar.source import GrammarSource
 
 
 START = 0

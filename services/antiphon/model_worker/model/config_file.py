@@ -19,12 +19,11 @@ from antiphon.kernels.rotary import (
     YarnScaling,
 )
 from antiphon.model_card.config_json import check_shape
-from antiphon.model_card.files import files_at
+from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 
 if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.model_card.files import ModelLocation
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0)]

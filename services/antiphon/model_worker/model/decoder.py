@@ -21,9 +21,15 @@ from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.layers.norm import Norm, RmsNorm, build_norm
 from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
 from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec
-from antiphon.layers.sublayer import LayerBuildContext
-from antiphon.layers.weights import Module
-from antiphon.model_worker.model.spec import HeadSpec
+from antiphon.layers.sublayer import LayerBuildContext, Sublayer
+from antiphon.layers.weights import BuildContext, Module
+from antiphon.model_worker.model.spec import (
+    FeedForwardSpec,
+    HeadSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,9 +39,6 @@ if TYPE_CHECKING:
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.sublayer import Sublayer
-    from antiphon.layers.weights import BuildContext
-    from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec, ModelSpec
 
 SUBLAYERS: Mapping[type, Callable[..., Sublayer]] = {
     AttentionSpec: Attention,

@@ -18,11 +18,11 @@ from antiphon.config.quantization import (
     QuantizationMethod,
     choose_quantization,
 )
-from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.kv import KvScales, KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.methods import LinearMethod, unsupported_reason
-from antiphon.layers.weights import BuildContext, SingleRank
-from antiphon.model_card.files import files_at
+from antiphon.layers.weights import BuildContext, SingleRank, Tp
+from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
@@ -31,17 +31,13 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.quantization import quantized_linears
 from antiphon.model_worker.model.registry import family_of
-from antiphon.model_worker.model.spec import HeadSpec
+from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
 from antiphon.model_worker.model.transformers_backend.support import load_transformers
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.kernels.kv import KvScales
-    from antiphon.layers.weights import Tp
-    from antiphon.model_card.files import ModelFiles, ModelLocation
-    from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
     from antiphon.resolve.resolved_config import ResolvedConfig
 

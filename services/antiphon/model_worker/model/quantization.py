@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import antiphon.config.quantization as schemes
 from antiphon.layers.quantization.eight_bit import (
@@ -21,15 +21,13 @@ from antiphon.layers.quantization.four_bit import (
 )
 from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
 from antiphon.layers.weights import CheckpointQuantization
-from antiphon.model_worker.model.spec import HeadSpec
+from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.quantization.storage import StorageLayout
-    from antiphon.model_worker.model.spec import ModelSpec
 
 LAYOUTS: Mapping[type[schemes.QuantizationScheme], type[Any]] = {
     schemes.Fp8: Fp8Storage,

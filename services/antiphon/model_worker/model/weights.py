@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
@@ -15,17 +15,15 @@ from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import dummy_weights, read_safetensors, read_torch
-from antiphon.model_worker.model.formats.stored_tensor import trim
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, TensorData, trim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from typing import TextIO
 
     import torch
     from torch import Tensor
 
     from antiphon.layers.weights import WeightSource
-    from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, TensorData
 
 log = logging.getLogger(__name__)
 

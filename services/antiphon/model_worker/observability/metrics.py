@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from antiphon.kernels.cpu import extension
 from antiphon.telemetry import catalog
-from antiphon.telemetry.metrics import RunningTotal
+from antiphon.telemetry.metrics import Metrics, RunningTotal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.running_batch import PoolUse
     from antiphon.telemetry.catalog import MetricSpec
-    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.heartbeat import WorkerStats
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.cache.groups import CacheGroup
-from antiphon.model_worker.observability.flight_recorder import StepRecord
+from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
 from antiphon.wire.errors import Internal, Unsupported
 from antiphon.wire.routes import escape
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.observability.flight_recorder import FlightRecorder
     from antiphon.model_worker.startup.engine import Engine
     from antiphon.service.clock import Clock
     from antiphon.wire.ids import InstanceId

@@ -19,7 +19,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
 from antiphon.model_worker.startup.engine import load_resolved
 from antiphon.service.startup import CannotStart
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from antiphon.model_worker.batching.plan import Longs, PlanRunner, StepOutcome, StepPlan
-    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.observability.flight_recorder import StepRecord
 
     Flags = NDArray[np.bool_]

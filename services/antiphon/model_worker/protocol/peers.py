@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.cluster import differing
 from antiphon.service.startup import CannotStart
-from antiphon.wire.base import ProcessState
+from antiphon.wire.base import Process, ProcessState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.service.peers import Peer
-    from antiphon.wire.base import Process
     from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
     from antiphon.wire.ids import ModelName
 

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
+from antiphon.kernels.kv import UNSCALED, KvScales, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
-from antiphon.kernels.recurrent import LayerStates
-from antiphon.kernels.rotary import CosSinCache, apply_rotary
-from antiphon.layers.context import ForwardContext
+from antiphon.kernels.recurrent import LayerStates, StateMetadata
+from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin, apply_rotary
+from antiphon.layers.context import (
+    AttentionBackend,
+    AttentionParams,
+    ForwardContext,
+    LatentAttentionBackend,
+    LatentAttentionParams,
+)
 from antiphon.model_worker.model.decoder import NotStackable
-from antiphon.model_worker.runner.input_batch import PlanRefused
+from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,19 +29,9 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderOutput
-    from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.recurrent import StateMetadata
-    from antiphon.kernels.rotary import RotarySpec, TokenCosSin
-    from antiphon.layers.context import (
-        AttentionBackend,
-        AttentionParams,
-        LatentAttentionBackend,
-        LatentAttentionParams,
-    )
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
-    from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.pools import KvPool, StatePool
 
     Angles = Callable[[RotarySpec | None], TokenCosSin]

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.model_worker.batching.plan import LogprobsBatch
+from antiphon.model_worker.batching.plan import (
+    Floats,
+    Ints,
+    LogprobsBatch,
+    LogprobsRequest,
+    Longs,
+    StepPlan,
+)
 from antiphon.model_worker.runner.sampling import is_random
 from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX, prompt_logits_rows
 
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsRequest, Longs, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

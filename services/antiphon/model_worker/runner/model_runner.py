@@ -16,16 +16,22 @@ import torch
 from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.op import REFERENCE, DeviceCapability, KernelUnavailable, table
+from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable, table
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
-from antiphon.model_card.files import files_at
-from antiphon.model_worker.batching.plan import RowStatus, StepOutcome, StepPlan
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_card.files import ModelLocation, files_at
+from antiphon.model_worker.batching.plan import (
+    Ints,
+    RowStatus,
+    SamplingColumns,
+    StepOutcome,
+    StepPlan,
+)
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.model.cache_scales import scales_digest
-from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.load import LoadedModel, load
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.input_batch import (
     FutureTokens,
@@ -45,13 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.latent import LatentSizes
-    from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import Tp
-    from antiphon.model_card.files import ModelLocation
-    from antiphon.model_worker.batching.plan import Ints, SamplingColumns
-    from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.resolve.resolved_config import ResolvedConfig
 

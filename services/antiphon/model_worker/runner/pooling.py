@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import LoadFormat, find_files
-from antiphon.model_card.pooling import PoolingActivation, PoolMode
-from antiphon.model_worker.batching.plan import PooledVectors
+from antiphon.model_card.pooling import Dense, Pooling, PoolingActivation, PoolMode
+from antiphon.model_worker.batching.plan import Floats, PooledVectors, StepPlan
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.model_card.pooling import Dense, Pooling
-    from antiphon.model_worker.batching.plan import Floats, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
 
     Score = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.files import ModelLocation, files_at
+from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
 from antiphon.model_card.hub import PublishedFile, list_published_files
 from antiphon.model_card.pooling import module_files
 from antiphon.service.startup import CannotStart
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.model import LoadConfig
-    from antiphon.model_card.files import ModelFiles
 
 log = logging.getLogger(__name__)
 

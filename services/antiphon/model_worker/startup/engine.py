@@ -24,10 +24,10 @@ from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.grammar.backend import no_compiler, open_compiler
+from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 from antiphon.model_worker.startup.checksums import verify, verify_digest
-from antiphon.resolve.device import detect_device
+from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
     from antiphon.model_worker.batching.plan import PlanRunner
-    from antiphon.model_worker.grammar.backend import GrammarCompiler
     from antiphon.model_worker.runner.model_runner import OpenModel
-    from antiphon.resolve.device import HostDevice
     from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)

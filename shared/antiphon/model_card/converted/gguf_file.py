@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import msgspec
 
 import antiphon.model_card.converted.tokenizer_json as parts
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.converted.tokenizer_json import Added, Json
-from antiphon.model_card.weight_headers import GgufHeader, GgufTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from antiphon.model_card.weight_headers import Value
-
+from antiphon.model_card.weight_headers import GgufHeader, GgufTensor, Value
 
 _TABLE, _HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +24,6 @@ from antiphon.model_card.config_json import read_json
 from antiphon.model_card.converted.tokenizer_json import Added, Json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 FILE_BYTES_MAX = 1 << 28

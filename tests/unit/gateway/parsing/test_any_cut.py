@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tests.unit.gateway.parsing.renderers import CALLS_ALONE, FORMATS, RENDERERS, TYPED
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Reasoning,
+)
 from antiphon.gateway.parsing.formats import REASONING_FORMATS
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
@@ -21,7 +28,6 @@ from antiphon.gateway.parsing.tools.tool import OfferedTools
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json

@@ -11,13 +11,12 @@ from tests.unit.gateway.parsing.renderers import FORMATS
 from antiphon.gateway.parsing.formats import tool_format
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
-from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
+from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, Tool, read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
-    from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json
 
 HERMES = tool_format("hermes")

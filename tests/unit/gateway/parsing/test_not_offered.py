@@ -10,13 +10,12 @@ from tests.unit.gateway.parsing.renderers import FORMATS, RENDERERS
 from tests.unit.gateway.parsing.test_work import feed, steps
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.events import Content
+from antiphon.gateway.parsing.events import Content, Parsed
 from antiphon.gateway.parsing.formats import tool_format
 from antiphon.gateway.parsing.tools import json_calls, tags
 from antiphon.gateway.parsing.tools.tool import OfferedTools
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})

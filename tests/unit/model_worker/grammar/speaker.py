@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher, GrammarState
 
 if TYPE_CHECKING:
     from antiphon.model_card.vocabulary import TokenVocabulary
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.state import Finish
-    from antiphon.model_worker.grammar.matcher import GrammarState
     from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 
 

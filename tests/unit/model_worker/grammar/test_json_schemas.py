@@ -18,13 +18,12 @@ from tests.unit.model_worker.grammar.json_schemas import (
 from tests.unit.model_worker.grammar.speaker import guide_of, speak
 
 from antiphon.model_worker.grammar.source import source_of
-from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler, XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from antiphon.model_card.vocabulary import TokenVocabulary
-    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 
 VOICES = 3
 END = 2

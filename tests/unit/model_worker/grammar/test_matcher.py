@@ -21,14 +21,18 @@ from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
-from antiphon.model_worker.grammar.xgrammar_backend import START, Utf8, XgrammarGrammar
+from antiphon.model_worker.grammar.xgrammar_backend import (
+    START,
+    Utf8,
+    XgrammarCompiler,
+    XgrammarGrammar,
+)
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.model_card.vocabulary import TokenVocabulary
-    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 
 Compile = Callable[[GrammarKind, str], XgrammarGrammar]
 

@@ -16,7 +16,7 @@ from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_cho
 from antiphon.gateway.parsing.tools.json_calls import JSON_CALLS
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.model_worker.grammar.source import source_of
-from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler, XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.sampling import Grammar, GrammarKind
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.model_card.vocabulary import TokenVocabulary
-    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
     from antiphon.wire.schemas import Json
 
 Compile = Callable[[Grammar], XgrammarGrammar]

@@ -14,7 +14,7 @@ from tests.unit.model_worker.grammar.words import Compiler
 from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine, staged
 
 from antiphon.wire.base import Attempt, FinishReason
-from antiphon.wire.command import Abort
+from antiphon.wire.command import Abort, Admit
 from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.startup.engine import Engine
-    from antiphon.wire.command import Admit
 
 
 def guided(name: str, text: str) -> Admit:

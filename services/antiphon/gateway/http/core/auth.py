@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from antiphon.gateway.access.access import ANONYMOUS, PROBE_CALLER, Caller
+from antiphon.gateway.access.access import ANONYMOUS, PROBE_CALLER, Access, Caller
 from antiphon.wire.errors import EngineError, HeadersTooLarge
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler, Middleware
 
-    from antiphon.gateway.access.access import Access
     from antiphon.gateway.http.core.operation import Operation
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.wire.ids import TenantId

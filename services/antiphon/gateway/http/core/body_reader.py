@@ -19,7 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import msgspec
 
@@ -38,7 +38,6 @@ from antiphon.wire.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-    from typing import Self
 
 log = logging.getLogger(__name__)
 

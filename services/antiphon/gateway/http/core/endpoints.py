@@ -15,7 +15,7 @@ from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import PromptTooLong, UnknownModel
-from antiphon.wire.ids import new_request_id
+from antiphon.wire.ids import ModelName, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
 
 Method = TypeVar("Method", bound="Callable[..., object]")
 

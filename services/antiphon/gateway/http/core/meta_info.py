@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.gateway.http.core.logprobs import LOWEST
-from antiphon.gateway.owner.actions import Finished
+from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.sampling import TokenOutputParams
@@ -16,7 +16,6 @@ from antiphon.wire.sampling import TokenOutputParams
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from antiphon.gateway.owner.actions import TextDelta
     from antiphon.gateway.stream.stream import ChoiceEvent, CollectedResponse, RequestStream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import InstanceId

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.http.core.endpoints import Endpoints
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_vector
+from antiphon.gateway.requests.pooling import OPEN_MAX, Pooled, Prompt, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.wire.sampling import PoolParams
     from antiphon.wire.tokenize import PoolingCard
 

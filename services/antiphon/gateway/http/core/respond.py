@@ -18,9 +18,14 @@ from aiohttp import web
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
-from antiphon.gateway.http.core.writer import CONTENT_TYPE
+from antiphon.gateway.http.core.writer import CONTENT_TYPE, ResponseWriter
 from antiphon.gateway.owner.actions import TextDelta
-from antiphon.gateway.stream.stream import CollectedResponse, StreamGroup
+from antiphon.gateway.stream.stream import (
+    ChoiceEvent,
+    CollectedResponse,
+    RequestStream,
+    StreamGroup,
+)
 from antiphon.service.tasks import gather, isolated
 from antiphon.wire.errors import EngineError
 
@@ -38,10 +43,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.body_reader import BodyReader
     from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
-    from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.stream.stream import ChoiceEvent, RequestStream
 
     EventBatches = list[tuple[int, list[ChoiceEvent]]]
     WriterFactory = Callable[[Sequence[RequestStream]], Awaitable[ResponseWriter]]

@@ -18,6 +18,7 @@ from antiphon.wire.sampling import (
     AdditivePenalty,
     Grammar,
     GrammarKind,
+    LogitProcessor,
     SamplingDefaults,
     StopPattern,
     StopString,
@@ -29,7 +30,6 @@ from antiphon.wire.sampling import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.wire.sampling import LogitProcessor
 
 Schema = str | Json
 """A JSON schema, as JSON text or as an object."""

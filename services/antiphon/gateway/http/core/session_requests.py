@@ -12,7 +12,7 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import EngineError
-from antiphon.wire.ids import ClientKey, new_request_id
+from antiphon.wire.ids import ClientKey, TenantId, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.sessions import SessionParams, Sessions
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import TenantId
 
     SessionWriterFactory = Callable[
         [GenerationRequest, Sequence[RequestStream], PersistReply], Awaitable[ResponseWriter]

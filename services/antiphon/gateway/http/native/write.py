@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
-from antiphon.gateway.http.core.meta_info import UNSET, MetaInfo, UnsetType
+from antiphon.gateway.http.core.meta_info import UNSET, GenerateOutputs, MetaInfo, UnsetType
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.meta_info import GenerateOutputs
     from antiphon.gateway.http.native.parse import ParsedGenerateRequest
     from antiphon.gateway.owner.actions import Finished, TextDelta
     from antiphon.gateway.stream.stream import CollectedResponse

@@ -23,7 +23,7 @@ from antiphon.gateway.http.core.pooling import (
 )
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.schema import UsageBody, usage_body
-from antiphon.gateway.requests.pooling import pool_params
+from antiphon.gateway.requests.pooling import Pooled, Prompt, pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import new_request_id
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.wire.tokenize import PoolingCard
 
 

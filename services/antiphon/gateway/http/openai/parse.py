@@ -31,7 +31,7 @@ from antiphon.gateway.http.openai.schema import (
     conversation,
 )
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
-from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
+from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
@@ -47,7 +47,6 @@ from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reasoning import ReasoningFormat
-    from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 

@@ -6,9 +6,9 @@ equivalent to an omitted field, as in SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,16 +30,11 @@ from antiphon.gateway.http.core.logprobs import ChatLogprobs, TextLogprobs, TopL
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails, MetaInfo
 from antiphon.gateway.http.core.sampling_fields import SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
-from antiphon.wire.base import FinishReason
+from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Priority, Seed, TokenId
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from antiphon.wire.base import Usage
 
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a text completion."""

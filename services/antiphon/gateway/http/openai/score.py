@@ -37,7 +37,7 @@ from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_v
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import NAMED_MAX, PoolParams, TokenId, TokenOutputParams
-from antiphon.wire.tokenize import ChatMessage, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, PoolingCard, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.stream.stream import CollectedResponse
-    from antiphon.wire.tokenize import PoolingCard
 
 _Items = Meta(min_length=1, max_length=PROMPTS_MAX)
 

@@ -10,7 +10,12 @@ import msgspec
 from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import chat_logprobs
-from antiphon.gateway.http.core.meta_info import CachedTokensDetails, output_ids
+from antiphon.gateway.http.core.meta_info import (
+    CachedTokensDetails,
+    GenerateOutputs,
+    MetaInfo,
+    output_ids,
+)
 from antiphon.gateway.http.core.writer import DONE, ResponseWriter, event, total_usage
 from antiphon.gateway.http.openai.schema import (
     UNSET,
@@ -38,6 +43,7 @@ from antiphon.gateway.parsing.events import (
     CallEnd,
     Collector,
     Content,
+    Event,
     Reasoning,
 )
 from antiphon.wire.base import FinishReason, Usage
@@ -46,9 +52,7 @@ from antiphon.wire.codec import unpack_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.gateway.http.core.meta_info import GenerateOutputs, MetaInfo
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
-    from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream
     from antiphon.wire.errors import EngineError
     from antiphon.wire.token_outputs import TokenOutputsChunk

@@ -6,25 +6,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.logprobs import (
-    NOTHING_BEFORE,
-    text_logprobs,
-)
+from antiphon.gateway.http.core.logprobs import NOTHING_BEFORE, TextLogprobs, text_logprobs
 from antiphon.gateway.http.openai.schema import (
     UNSET,
     TextChoice,
     TextReply,
 )
-from antiphon.gateway.http.openai.write import OpenAiResponseWriter
+from antiphon.gateway.http.openai.write import CompletionHeader, OpenAiResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.gateway.http.core.logprobs import TextLogprobs
     from antiphon.gateway.http.core.meta_info import GenerateOutputs
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
-    from antiphon.gateway.http.openai.write import CompletionHeader
     from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream
     from antiphon.wire.token_outputs import TokenOutputsChunk
 

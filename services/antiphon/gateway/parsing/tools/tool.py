@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, Unsupported
 from antiphon.wire.schemas import Json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 TOOLS_MAX = 512  # maximum number of tools of one request
 DEPTH_MAX = 100  # maximum nesting depth of schemas

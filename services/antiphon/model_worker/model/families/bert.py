@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from antiphon.kernels.rotary import RotarySpec
-from antiphon.layers.attention import AttentionNames
+from antiphon.layers.attention import AttentionNames, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_card.config_json import Task, task_of
-from antiphon.model_worker.model.config_file import activation_of
+from antiphon.model_worker.model.config_file import ConfigFile, activation_of
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     attention,
@@ -22,12 +22,7 @@ from antiphon.model_worker.model.llama_parts import (
     model,
     plain,
 )
-from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
-
-if TYPE_CHECKING:
-    from antiphon.layers.attention import AttentionSpec
-    from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
+from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, ModelSpec, Norms
 
 BERT_NAMES = AttentionNames(
     query="attention.self.query",

@@ -21,12 +21,17 @@ from antiphon.model_worker.model.llama_parts import (
     model,
     rms_norm,
 )
-from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec, ModelFamily
+from antiphon.model_worker.model.spec import (
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelFamily,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from antiphon.layers.mlp import GatedMlpSpec
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever the config sets for the others."""

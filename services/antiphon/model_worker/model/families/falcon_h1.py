@@ -9,11 +9,17 @@ import msgspec
 from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
 from antiphon.layers.recurrent import Mamba2Spec, Scales
 from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
+from antiphon.model_worker.model.spec import (
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelFamily,
+    ModelSpec,
+    Norms,
+)
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 
 class _SpecialFloat(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from antiphon.model_worker.model.spec import (
     HeadSpec,
     LayerSpec,
     ModelFamily,
+    ModelSpec,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
     from antiphon.layers.mlp import GatedMlpSpec
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 
 def declare_gemma(config: ConfigFile) -> ModelSpec:

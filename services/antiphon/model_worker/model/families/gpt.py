@@ -9,11 +9,17 @@ import msgspec
 from antiphon.layers.attention import AttentionNames
 from antiphon.model_worker.model.errors import UnsupportedVariant
 from antiphon.model_worker.model.llama_parts import attention, layer_norm, model, plain
-from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
+from antiphon.model_worker.model.spec import (
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelFamily,
+    ModelSpec,
+    Norms,
+)
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 _GPT2_QKV = "attn.c_attn"
 GPT2_NAMES = AttentionNames(

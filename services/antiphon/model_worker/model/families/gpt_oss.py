@@ -13,11 +13,10 @@ from antiphon.model_worker.model.llama_parts import (
     model,
     rms_norm,
 )
-from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily, ModelSpec
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 
 class _GptOssFields(ExpertFields, frozen=True, kw_only=True):

@@ -24,12 +24,12 @@ from antiphon.model_worker.model.spec import (
     HeadSpec,
     LayerSpec,
     ModelFamily,
+    ModelSpec,
     Norms,
 )
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 QKV = "self_attn.qkv_proj"
 GATE_UP = "mlp.gate_up_proj"

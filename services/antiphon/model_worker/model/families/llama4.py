@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.layers.attention import Temperature
+from antiphon.layers.attention import AttentionSpec, Temperature
 from antiphon.layers.moe import MoeSpec, StackedExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -17,13 +17,11 @@ from antiphon.model_worker.model.llama_parts import (
     model,
     rms_norm,
 )
-from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily, ModelSpec
 
 if TYPE_CHECKING:
-    from antiphon.layers.attention import AttentionSpec
     from antiphon.layers.mlp import GatedMlpSpec
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import ModelSpec
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 

@@ -20,11 +20,16 @@ from antiphon.model_worker.model.llama_parts import (
     one_plus_norm,
     rms_norm,
 )
-from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
+from antiphon.model_worker.model.spec import (
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelFamily,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
 
 
 def declare_qwen2(config: ConfigFile) -> ModelSpec:

@@ -16,6 +16,7 @@ import torch
 from antiphon.model_card.weight_headers import SafetensorsEntry, read_header
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.stored_tensor import (
+    Part,
     StoredTensor,
     TensorData,
     mapped_data,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.weights import WeightSource
-    from antiphon.model_worker.model.formats.stored_tensor import Part
 
 DTYPES = {
     "F32": torch.float32,

@@ -10,7 +10,7 @@ model before it serves, and attention features that we do not support are refuse
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,21 +24,18 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.context import AttentionParams
+from antiphon.layers.context import AttentionParams, ForwardContext
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-
     from transformers import PreTrainedModel
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.context import ForwardContext
 
     Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 

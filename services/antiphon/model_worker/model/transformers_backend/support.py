@@ -10,7 +10,7 @@ import torch
 from antiphon.config.model import Dtype, LoadFormat
 from antiphon.kernels.kv import KvSpec
 from antiphon.model_card.card import read_card
-from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.config_file import ConfigFile, read_config
 from antiphon.model_worker.model.errors import (
     ModelLoadError,
     UnknownArchitecture,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from antiphon.layers.weights import BuildContext
     from antiphon.model_card.files import ModelFiles
-    from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 
 

@@ -11,6 +11,7 @@ from antiphon.gateway.http.openai.responses.items import (
     CallOutputItem,
     CustomCallItem,
     CustomCallOutputItem,
+    Item,
     MessageItem,
     ReasoningItem,
     ToolCallItem,
@@ -19,14 +20,12 @@ from antiphon.gateway.http.openai.responses.items import (
 )
 from antiphon.gateway.http.openai.responses.tools import custom_arguments, model_name
 from antiphon.gateway.http.openai.schema import ChatMessageParam, FunctionCall, ToolCall
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from antiphon.gateway.http.openai.responses.items import Item
-    from antiphon.wire.errors import PromptTooLong
 
 TRIES_MAX = 6
 """Maximum number of truncations, each of which is tokenized again."""

@@ -13,6 +13,7 @@ from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
 from antiphon.gateway.http.openai.responses.parse import (
+    ParsedResponsesRequest,
     check_include,
     parse_responses_request,
     prepare_responses_request,
@@ -32,7 +33,12 @@ from antiphon.gateway.http.openai.responses.store import (
     StoredResponse,
     page_of,
 )
-from antiphon.gateway.http.openai.responses.write import ResponsesWriter, draft, stream_error
+from antiphon.gateway.http.openai.responses.write import (
+    PersistResponse,
+    ResponsesWriter,
+    draft,
+    stream_error,
+)
 from antiphon.wire.errors import (
     InvalidRequest,
     PromptTooLong,
@@ -47,8 +53,6 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
     from antiphon.gateway.http.openai.responses.items import Item
-    from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
-    from antiphon.gateway.http.openai.responses.write import PersistResponse
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission

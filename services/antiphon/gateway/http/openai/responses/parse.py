@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
 
-from antiphon.gateway.http.core.chat import to_json
+from antiphon.gateway.http.core.chat import OutputParserOptions, to_json
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses.conversation import turns
 from antiphon.gateway.http.openai.responses.items import (
@@ -45,9 +45,6 @@ from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from antiphon.gateway.http.core.chat import OutputParserOptions
     from antiphon.gateway.http.core.limits import Json
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.requests.generation_request import GenerationRequest

@@ -13,7 +13,7 @@ from antiphon.bus.store import KeyValueStore, StoreLimits
 from antiphon.gateway.http.core.keepalive import HEADERS_S, PING_S
 from antiphon.gateway.http.core.writer import PING
 from antiphon.gateway.http.openai.responses.items import Item
-from antiphon.gateway.http.openai.responses.schema import ItemList, ResponseReply
+from antiphon.gateway.http.openai.responses.schema import ItemList, ResponseReply, ResponsesBody
 from antiphon.gateway.http.openai.responses.write import as_failed, encode_event, response_event
 from antiphon.gateway.peers import GatewayLiveness
 from antiphon.wire.base import Process
@@ -25,17 +25,15 @@ from antiphon.wire.errors import (
     UnknownResponse,
     Unsupported,
 )
-from antiphon.wire.ids import ModelName
+from antiphon.wire.ids import ModelName, TenantId
 from antiphon.wire.routes import ABORT, RESPONSES
 from antiphon.wire.submit import AbortRequests
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
-    from antiphon.gateway.http.openai.responses.schema import ResponsesBody
     from antiphon.gateway.requests.submission import Submission
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import TenantId
 
 _LOST_MESSAGE = "the gateway that was generating it was lost"
 _ID = re.compile(r"resp_[0-9a-f]{32}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, cast
 
 import msgspec
 
@@ -11,10 +11,6 @@ from antiphon.gateway.http.core.chat import to_json
 from antiphon.gateway.http.core.fields import decode
 from antiphon.gateway.http.core.limits import Json
 from antiphon.wire.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 INPUT = "input"
 """The only argument of a custom tool, which the model sees as a function."""

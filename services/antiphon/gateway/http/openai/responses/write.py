@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.http.core.errors import envelope
-from antiphon.gateway.http.core.logprobs import chat_logprobs
+from antiphon.gateway.http.core.logprobs import TokenLogprob, chat_logprobs
 from antiphon.gateway.http.core.writer import ResponseWriter, named_event, total_usage
 from antiphon.gateway.http.openai.responses.items import (
     CallItem,
@@ -20,6 +20,7 @@ from antiphon.gateway.http.openai.responses.items import (
     OutputText,
     ReasoningItem,
     ReasoningText,
+    Status,
     new_id,
 )
 from antiphon.gateway.http.openai.responses.schema import (
@@ -29,6 +30,7 @@ from antiphon.gateway.http.openai.responses.schema import (
     ResponseReasoning,
     ResponseReply,
     ResponseText,
+    State,
     TextFormat,
     TextOptions,
     response_usage,
@@ -43,24 +45,17 @@ from antiphon.gateway.parsing.events import (
     Event,
     Reasoning,
 )
-from antiphon.wire.base import FinishReason
-from antiphon.wire.token_outputs import join_chunks
+from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.token_outputs import TokenOutputsChunk, join_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from antiphon.gateway.http.core.chat import OutputParser
     from antiphon.gateway.http.core.limits import Json
-    from antiphon.gateway.http.core.logprobs import TokenLogprob
-    from antiphon.gateway.http.openai.responses.items import Status
     from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
-    from antiphon.gateway.http.openai.responses.schema import State
     from antiphon.gateway.stream.stream import CollectedResponse
-    from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import ModelName
     from antiphon.wire.sampling import SamplingParams
-    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
 PersistResponse = Callable[["ResponseReply"], Awaitable[None]]
