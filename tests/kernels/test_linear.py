@@ -165,7 +165,7 @@ def test_the_gate_in_the_epilogue_is_the_gate_by_itself(
 ) -> None:
     weight, bias = drawn(2 * width, inputs, dtype=dtype), drawn(2 * width, dtype=dtype, seed=2)
     x = drawn(ROWS, inputs, dtype=dtype, seed=1)
-    halves = packed(weight, bias, format_, halves=True).linear
+    halves: Any = packed(weight, bias, format_, halves=True).linear
     assert torch.equal(halves.multiply(x), packed(weight, bias, format_).linear.multiply(x))
     gated = halves.multiply_gated(x)
     by_itself = silu_mul.select(DeviceCapability("cpu", dtype=dtype)).call(halves.multiply(x))
@@ -300,7 +300,7 @@ def test_no_rows_are_no_rows() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    linear = packed(drawn(64, 32, dtype=torch.float32), None).linear
+    linear: Any = packed(drawn(64, 32, dtype=torch.float32), None).linear
     with pytest.raises(RuntimeError, match="x must be"):
         linear.multiply(torch.zeros(2, 31))
     with pytest.raises(RuntimeError, match="x must be"):

@@ -13,9 +13,9 @@ from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import EngineLimits, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
@@ -86,7 +86,7 @@ class PoolingEngine:
     ) -> list[np.ndarray]:
         """The vectors of prompts that arrive at once."""
         sampling = sampling or SamplingParams(max_new_tokens=0, pool=params or PoolParams())
-        keys = list(range(self._keys, self._keys + len(prompts)))
+        keys = [ChoiceKey(self._keys + number) for number in range(len(prompts))]
         self._keys += len(prompts)
         runs = {
             key: RequestState(

@@ -15,8 +15,8 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams

@@ -16,8 +16,8 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.observability.recording import RecordingHeader, read, write
 from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.sampling import Sampler

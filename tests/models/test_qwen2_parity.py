@@ -17,7 +17,7 @@ from tests.models.test_llama_parity import (
 from tests.models.tiny import write_qwen2
 from tests.support.models import load, open_model
 
-from antiphon.layers.methods import unsupported_reason
+from antiphon.layers.methods import LinearMethod, unsupported_reason
 from antiphon.layers.mlp import GatedMlpSpec
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def opened(folder: Path, linear: str) -> OpenModel:
-    if lacks := unsupported_reason(linear, torch.device("cpu"), torch.float32):
+    if lacks := unsupported_reason(LinearMethod(linear), torch.device("cpu"), torch.float32):
         pytest.skip(lacks)
     return open_model(folder, pages=256, dtype="float32", linear=linear)
 

@@ -27,8 +27,8 @@ from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import request_namespace
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker

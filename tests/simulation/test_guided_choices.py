@@ -18,7 +18,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.batching.token_masks import pack
-from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids

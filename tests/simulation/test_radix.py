@@ -26,8 +26,8 @@ from antiphon.model_worker.cache.events import (
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.kv_events import BlocksCleared, BlocksRemoved, BlocksStored

@@ -21,7 +21,7 @@ from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.cache import tree
-from antiphon.model_worker.cache.table import PagePool
+from antiphon.model_worker.cache.pages import PagePool
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
 

@@ -23,7 +23,7 @@ from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import FinishReason, Message

@@ -17,8 +17,8 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import (

@@ -39,8 +39,8 @@ from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.batching.steady import SteadyRows
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:

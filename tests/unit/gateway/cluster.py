@@ -120,15 +120,12 @@ class Cluster:
     async def start(self) -> None:
         """Listen, and send heartbeats."""
         self.encoding.set()
-        for route, handler in (
-            (TOKENIZE, self._encode),
-            (CANCEL_ENCODE, self._encode_cancelled),
-            (DECODE, self._decode),
-            (SUBMIT, self._submit),
-            (CANCEL, self._cancel),
-            (OPEN, self._opened),
-        ):
-            await self.bus.listen(route, handler, model=MODEL)
+        await self.bus.listen(TOKENIZE, self._encode, model=MODEL)
+        await self.bus.listen(CANCEL_ENCODE, self._encode_cancelled, model=MODEL)
+        await self.bus.listen(DECODE, self._decode, model=MODEL)
+        await self.bus.listen(SUBMIT, self._submit, model=MODEL)
+        await self.bus.listen(CANCEL, self._cancel, model=MODEL)
+        await self.bus.listen(OPEN, self._opened, model=MODEL)
         await self.bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
         await self.bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
         self.group.create_task(self._beat())

@@ -12,8 +12,8 @@ from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 

@@ -20,8 +20,8 @@ from antiphon.model_worker.cache.hashing import (
     announced_root,
     request_namespace,
 )
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
 from antiphon.wire.base import Process
 from antiphon.wire.codec import encode, pack_ids

@@ -21,6 +21,7 @@ def test_mail_is_taken_once_and_in_order() -> None:
     box.run(B, STATE)
     box.run(A, STATE)
     mail = box.take(wait=True)
+    assert mail is not None
     assert mail == Mail(runs={B: STATE, A: STATE})
     assert list(mail.runs) == [B, A]
     assert box.take(wait=False) == Mail()

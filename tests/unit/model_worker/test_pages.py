@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.table import CachePools, PagePool, PageTable
+from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
 
 PAGE_TOKENS = 4
 

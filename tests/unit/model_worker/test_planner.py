@@ -21,7 +21,7 @@ from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
 from antiphon.model_worker.batching.request import BatchRow, Request
 from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
-from antiphon.model_worker.cache.table import PageTable
+from antiphon.model_worker.cache.pages import PageTable
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import TokenOutputParams

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
 
 PAGE_TOKENS = 4

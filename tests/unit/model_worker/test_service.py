@@ -20,8 +20,8 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.pages import CachePools, PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools, PagePool
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.protocol.held_request import HeldRequest
 from antiphon.model_worker.protocol.worker_output import WorkerOutput

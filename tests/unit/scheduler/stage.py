@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from tests.support.clock import ManualClock
 
@@ -186,7 +188,7 @@ class Stage:
         self.listen()
         return request
 
-    def submit_all(self, count: int, name: str = "r", **fields: object) -> None:
+    def submit_all(self, count: int, name: str = "r", **fields: Any) -> None:
         for number in range(count):
             self.submit(f"{name}{number}", **fields)
 

@@ -43,7 +43,7 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from antiphon.model_worker.cache.table import CachePools
+    from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
     from antiphon.model_worker.batching.timeouts import Timeouts
+    from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
-    from antiphon.model_worker.cache.table import PageTable
     from antiphon.model_worker.cache.tree import RadixNode
 
 TOUCH_STEPS = 32

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.batching.state import ChoiceKey
-    from antiphon.model_worker.cache.table import PageTable
+    from antiphon.model_worker.cache.pages import PageTable
 
 WORTH_TOKENS = 32
 """Minimum prefix worth waiting for, or worth a checkpoint. A shorter one is prefilled again."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.cache.hashing import CacheKey
+    from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
-    from antiphon.model_worker.cache.table import PageTable
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.sampling import SamplingParams
 

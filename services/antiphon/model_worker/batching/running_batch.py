@@ -15,7 +15,7 @@ from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCh
 from antiphon.model_worker.batching.slots import Slots
 from antiphon.model_worker.cache.groups import STATES_RUNNING, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
-from antiphon.model_worker.cache.table import CachePools, PageTable
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

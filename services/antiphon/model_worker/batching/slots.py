@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.request import BatchRow, Request
-    from antiphon.model_worker.cache.table import PageTable
+    from antiphon.model_worker.cache.pages import PageTable
 
 _INT32_MAX = 2**31 - 1
 _WIDTH = 64

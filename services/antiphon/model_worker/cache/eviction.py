@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.cache.table import CachePools, PagePool
+    from antiphon.model_worker.cache.pages import CachePools, PagePool
     from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 
 Rank = tuple[int, int]

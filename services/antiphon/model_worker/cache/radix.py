@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor, Strategy
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup
-from antiphon.model_worker.cache.table import CachePools, PageTable
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
 

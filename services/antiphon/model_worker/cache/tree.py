@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.table import CachePools, PageTable
+    from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -22,8 +22,8 @@ from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Reques
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 from antiphon.model_worker.startup.checksums import verify, verify_digest
