@@ -19,6 +19,7 @@ from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.gateway import peers
 from antiphon.gateway.http.core.respond import ResponseHandler
+from antiphon.gateway.http.openai.responses import endpoints
 from antiphon.gateway.http.openai.responses import store as journal
 from antiphon.gateway.http.openai.responses.store import ResponseEventLog
 from antiphon.gateway.service import GatewayService
@@ -187,6 +188,19 @@ async def test_first_reply_is_the_initial_state_though_the_response_has_ended(
     monkeypatch.setattr(ResponseHandler, "detach", slow)
     made = await two.create()
     assert (made["status"], made["output"]) == ("queued", [])
+
+
+async def test_a_bug_before_the_first_reply_is_an_error_of_the_request(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(endpoints, "draft", broken)
+    body = {"input": "hi", "background": True}
+    async with two.session.post(two.first.url + RESPONSES, json=body) as reply:
+        assert reply.status == 500
+    await until(lambda: two.first.service.submission.idle)  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_what_fails_in_the_background_is_told_as_failed(two: Pair) -> None:

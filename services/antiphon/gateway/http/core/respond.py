@@ -307,9 +307,11 @@ class ResponseHandler:
                     if not (started or stream_group.ended):
                         started = True
                         await _persist_if_possible(writer)
-        except EngineError as error:
+        except Exception as error:
             if not submitted.done():
                 submitted.set_exception(error)
+            elif not isinstance(error, EngineError):
+                raise
 
     async def _stream_response(
         self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter
