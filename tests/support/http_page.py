@@ -16,8 +16,8 @@ from antiphon.gateway.http.core.fields import EMBEDDING, UnsupportedField
 from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
 from antiphon.gateway.http.native.encode import EncodeBody
-from antiphon.gateway.http.native.endpoints import CloseSession, OpenSession
-from antiphon.gateway.http.native.parsing import ParseBody, SeparateBody
+from antiphon.gateway.http.native.endpoints import SESSION_UNSUPPORTED, CloseSession, OpenSession
+from antiphon.gateway.http.native.parsing import SEPARATE_UNSUPPORTED, ParseBody, SeparateBody
 from antiphon.gateway.http.native.schema import (
     ENCODE_UNSUPPORTED,
     GENERATE_UNSUPPORTED,
@@ -41,7 +41,7 @@ from antiphon.gateway.http.openai.schema import (
     ChatBody,
     CompletionBody,
 )
-from antiphon.gateway.http.openai.score import RerankBody, ScoreBody
+from antiphon.gateway.http.openai.score import SCORE_UNSUPPORTED, RerankBody, ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], 
     ("/v1/responses", ResponsesBody, RESPONSES_UNSUPPORTED),
     ("/v1/tokenize", TokenizeBody, {}),
     ("/v1/detokenize", DetokenizeBody, {}),
-    ("/v1/score", ScoreBody, {}),
+    ("/v1/score", ScoreBody, SCORE_UNSUPPORTED),
     ("/v1/embeddings", EmbeddingBody, EMBEDDING),
     ("/v1/classify", ClassifyBody, EMBEDDING),
     ("/v1/rerank", RerankBody, EMBEDDING),
@@ -76,14 +76,14 @@ BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], 
     ("/api/embed", OllamaEmbedBody, OLLAMA_EMBED_UNSUPPORTED),
     ("/api/embeddings", OllamaEmbeddingBody, {}),
     ("/api/show", ShowBody, {}),
-    ("/open_session", OpenSession, {}),
+    ("/open_session", OpenSession, SESSION_UNSUPPORTED),
     ("/close_session", CloseSession, {}),
     ("/abort_request", AbortBody, {}),
     ("/pause_generation", PauseBody, {}),
     ("/continue_generation", ContinueBody, {}),
     ("/update_weight_version", VersionBody, {}),
     ("/parse_function_call", ParseBody, {}),
-    ("/separate_reasoning", SeparateBody, {}),
+    ("/separate_reasoning", SeparateBody, SEPARATE_UNSUPPORTED),
 )
 """Path, struct and rejected fields of every documented body."""
 

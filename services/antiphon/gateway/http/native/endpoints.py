@@ -55,7 +55,7 @@ class CloseSession(msgspec.Struct, frozen=True):
     """Session id."""
 
 
-_STREAMING = {
+SESSION_UNSUPPORTED = {
     "streaming": UnsupportedField(
         "session streaming is not supported: sessions store token ids and hold no cache pages",
         (False,),
@@ -172,12 +172,12 @@ class GenerateEndpoints(Endpoints):
         "Open a session, usable at every gateway. Returns the session id.",
         body=OpenSession,
         reply=str,
-        unsupported=_STREAMING,
+        unsupported=SESSION_UNSUPPORTED,
         examples=({"capacity_of_str_len": 1000},),
     )
     async def _open(self, request: web.Request) -> web.Response:
         body = await self.response_handler.parse_body(
-            request, OpenSession, lambda body: body, _STREAMING
+            request, OpenSession, lambda body: body, SESSION_UNSUPPORTED
         )
         name = await self.sessions.open(
             tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout

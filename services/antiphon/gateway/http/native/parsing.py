@@ -23,7 +23,9 @@ Object = dict[str, msgspec.Raw]
 
 _INLINE_BYTES_MAX = 8 * 1024
 """Larger texts are parsed in a child process: a parser takes up to 1 us per character."""
-_SEPARATE = {"return_blocks": UnsupportedField("blocks are returned as one text", (False,))}
+SEPARATE_UNSUPPORTED = {
+    "return_blocks": UnsupportedField("blocks are returned as one text", (False,))
+}
 
 
 class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +96,16 @@ class ParsingEndpoints(Endpoints):
         "Separate the reasoning from a text.",
         body=SeparateBody,
         reply=SeparateReply,
-        unsupported=_SEPARATE,
+        unsupported=SEPARATE_UNSUPPORTED,
         examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
     )
     async def _separate(self, request: web.Request) -> web.Response:
         return await self.response_handler.compute(
-            request, SeparateBody, separated, _SEPARATE, inline_bytes_max=_INLINE_BYTES_MAX
+            request,
+            SeparateBody,
+            separated,
+            SEPARATE_UNSUPPORTED,
+            inline_bytes_max=_INLINE_BYTES_MAX,
         )
 
 
