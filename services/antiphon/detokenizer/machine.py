@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
 
+log = logging.getLogger(__name__)
+
 
 RESEND_INTERVAL_S = 0.5
 """Minimum time between two equal messages to a worker that has not reacted."""
@@ -58,9 +60,6 @@ class SendResend:
 
 
 Action = TextBatch | SendStop | SendResend
-
-
-log = logging.getLogger(__name__)
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
     from concurrent.futures import Executor
 
+log = logging.getLogger(__name__)
+
 
 SUFFIX = ".page"
 CHECKSUM_BYTES = 32
@@ -89,9 +91,6 @@ class MemoryTier:
     @property
     def pinned(self) -> int:
         return len(self._pins)
-
-
-log = logging.getLogger(__name__)
 
 
 class DiskTier:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 log = logging.getLogger(__name__)
 
@@ -200,10 +203,6 @@ def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...
     return tuple(
         vocabulary.tokenizer.decode_batch(rows, skip_special_tokens=request.skip_special_tokens)
     )
-
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)

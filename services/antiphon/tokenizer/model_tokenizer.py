@@ -21,6 +21,8 @@ from antiphon.tokenizer.template import ChatTemplate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+P = TypeVar("P")
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -156,9 +158,6 @@ def choose_completion_template(
         return template
     found = [template for template in TEMPLATES if tokens.issuperset(template.marks)]
     return found[0] if len(found) == 1 else None
-
-
-P = TypeVar("P")
 
 
 class TemplateFormats(msgspec.Struct, frozen=True):

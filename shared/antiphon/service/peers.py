@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import InstanceId, ModelName
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
@@ -383,9 +387,6 @@ class PeerTable:
         for watcher in self._watchers:
             watcher(change, peer)
 
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 _REASONS = {
     "instance": "a live process has this name",

@@ -236,9 +236,6 @@ def _time_of_spans(count: int) -> float:
     return time.process_time() - since
 
 
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
-
 log = logging.getLogger("antiphon.test")
 
 Form = Literal["text", "json"]

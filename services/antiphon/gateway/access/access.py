@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
 
+log = logging.getLogger(__name__)
+
 
 class AccessLevel(IntEnum):
     TENANT = 0
@@ -90,8 +92,6 @@ class KeysFile:
         except ConfigError as error:
             return error
 
-
-log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # the whole file is compared: timestamps of files are too coarse
 ANONYMOUS = Caller(DEFAULT_TENANT, AccessLevel.OPERATOR)  # the caller if no key is required

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Counter
 
-
 log = logging.getLogger(__name__)
+
 
 CLOSE_S = 1.5
 """How long a stopping process waits for queued records."""
@@ -154,8 +154,6 @@ def write_all(descriptor: int, data: bytes) -> None:
     while left:
         left = left[os.write(descriptor, left) :]
 
-
-log = logging.getLogger(__name__)
 
 _NAMES_MAX = 100
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from antiphon.service.clock import Clock
     from antiphon.wire.ids import InstanceId
 
+log = logging.getLogger(__name__)
+
 
 SUFFIX = ".plans"
 FILES_MAX = 16
@@ -129,9 +131,6 @@ def _to_array(_: type, value: object) -> object:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _RECORDS = msgspec.msgpack.Decoder(StepRecord, dec_hook=_to_array)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
