@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # it, and pages are then read one by one on access.
 POPULATE_READ = 22
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 def _nothing() -> None:
     """The `prefetch` and `release` of data that is freed with its last reference."""
@@ -144,7 +147,3 @@ def trim() -> None:
     """Return freed memory to the system, where the C library can."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
-
-
-_LIBC = ctypes.CDLL(None)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
