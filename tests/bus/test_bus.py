@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 from tests.bus.worlds import World, mailbox
 from tests.support.wait import until
 
@@ -32,6 +33,11 @@ CLUSTER = ClusterName("test")
 OWNER = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
 CANCEL_IT = CancelRequest(request_id=RequestId("r"), owner=OWNER, deadline_unix_ms=1)
 CANCELLED = CancelAccepted(request_id=RequestId("r"))
+HELLO = GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello")
+
+
+def accepted_by(gateway: InstanceId) -> GenerateAccepted:
+    return GenerateAccepted(key=HELLO.key, request_id=RequestId("r"), gateway=gateway)
 
 
 def bus_on(transport: Transport, instance: str = "gateway-0") -> Bus:
@@ -74,19 +80,11 @@ async def test_calls_beside_each_other_get_their_own_answers(world: World) -> No
                 one.respond(CancelAccepted(request_id=one.read(CANCEL).request_id))
 
     await callee.listen(CANCEL, deliver, model=MODEL)
-    async with asyncio.TaskGroup() as group:
-        calls = [
-            group.create_task(
-                caller.call(
-                    CANCEL,
-                    CancelRequest(request_id=RequestId(str(n)), owner=OWNER, deadline_unix_ms=1),
-                    timeout_s=5,
-                    model=MODEL,
-                )
-            )
-            for n in range(20)
-        ]
-    assert [call.result().request_id for call in calls] == [str(n) for n in range(20)]
+    requests = [replace(CANCEL_IT, request_id=RequestId(str(n))) for n in range(20)]
+    replies = await asyncio.gather(
+        *(caller.call(CANCEL, request, timeout_s=5, model=MODEL) for request in requests)
+    )
+    assert [reply.request_id for reply in replies] == [str(n) for n in range(20)]
 
 
 async def test_error_of_the_callee_is_raised(world: World) -> None:
@@ -175,41 +173,32 @@ async def test_cancelled_call_leaves_nothing(world: World) -> None:
 
 async def test_json_is_answered_in_json(world: World) -> None:
     gateway, client = await join(world), await world.join()
-    accepted = GenerateAccepted(
-        key=ClientKey("k"), request_id=RequestId("r"), gateway=InstanceId("gateway-0")
-    )
+    accepted = accepted_by(gateway.process.instance)
 
     async def deliver(delivery: Delivery) -> None:
-        assert delivery.read(GENERATE).prompt == "hello"
+        assert delivery.read(GENERATE) == HELLO
         delivery.respond(accepted)
 
     await gateway.listen(GENERATE, deliver, model=MODEL)
     box = await mailbox(client, "client.default.1")
-    request = encode_json(GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello"))
-    client.publish(f"test.v1.{GENERATE.subject_for(model=MODEL)}", request, "client.default.1")
+    subject = gateway.subject(GENERATE, model=MODEL)
+    client.publish(subject, encode_json(HELLO), "client.default.1")
     assert await box.wait(1) == [encode_json(accepted)]
 
 
 async def test_queue_route_is_answered_by_one_of_many(world: World) -> None:
     caller = await join(world)
-    received: list[str] = []
+    received: list[InstanceId] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        received.append(delivery.bus.process.instance)
+        delivery.respond(accepted_by(delivery.bus.process.instance))
+
     for n in range(3):
         gateway = await join(world, f"gateway-{n + 1}")
-
-        async def deliver(delivery: Delivery) -> None:
-            received.append(delivery.bus.process.instance)
-            delivery.respond(
-                GenerateAccepted(
-                    key=ClientKey("k"),
-                    request_id=RequestId("r"),
-                    gateway=delivery.bus.process.instance,
-                )
-            )
-
         await gateway.listen(GENERATE, deliver, model=MODEL)
-    request = GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello")
     for _ in range(30):
-        await caller.call(GENERATE, request, timeout_s=5, model=MODEL)
+        await caller.call(GENERATE, HELLO, timeout_s=5, model=MODEL)
     assert len(received) == 30
     assert len(set(received)) > 1
 

@@ -40,24 +40,23 @@ authorization {
 
 
 async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
-    server: NatsServer,
+    server: NatsServer, transport: NatsTransport
 ) -> None:
-    async with NatsTransport(bus_config(server.url), name="test") as transport:
-        box = await mailbox(transport, "news")
-        await server.pause()
-        chunk = b"x" * 512 * 1024
-        wire = transport._connection.writer
-        assert wire is not None
-        async with asyncio.timeout(10):
-            while wire.get_write_buffer_size() < len(chunk):
-                transport.publish("news", chunk)
-                await asyncio.sleep(0)
-        await server.kill()
-        await until(lambda: not transport.link.up)
-        await server.start()
-        await until(lambda: transport.link.up)
-        transport.publish("news", b"after")
-        assert await box.wait(1) == [b"after"]
+    box = await mailbox(transport, "news")
+    await server.pause()
+    chunk = b"x" * 512 * 1024
+    wire = transport._connection.writer
+    assert wire is not None
+    async with asyncio.timeout(10):
+        while wire.get_write_buffer_size() < len(chunk):
+            transport.publish("news", chunk)
+            await asyncio.sleep(0)
+    await server.kill()
+    await until(lambda: not transport.link.up)
+    await server.start()
+    await until(lambda: transport.link.up)
+    transport.publish("news", b"after")
+    assert await box.wait(1) == [b"after"]
 
 
 def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
@@ -88,13 +87,12 @@ def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
 
 
 async def test_publishing_to_a_frozen_broker_ends_in_an_error_not_in_memory(
-    server: NatsServer,
+    server: NatsServer, transport: NatsTransport
 ) -> None:
-    async with NatsTransport(bus_config(server.url), name="test") as transport:
-        await server.pause()
-        with pytest.raises(BusDown, match="does not read"):
-            await flood(transport)
-        server.resume()
+    await server.pause()
+    with pytest.raises(BusDown, match="does not read"):
+        await flood(transport)
+    server.resume()
 
 
 async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServer) -> None:
@@ -115,17 +113,18 @@ async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServ
         assert (await box.wait(1))[-1] == b"after"
 
 
-async def test_flush_that_gave_up_does_not_deafen_the_link(server: NatsServer) -> None:
-    async with NatsTransport(bus_config(server.url), name="test") as transport:
-        box = await mailbox(transport, "news")
-        await server.pause()
-        with pytest.raises(BusDown):
-            await transport.flush(0.05)
-        server.resume()
-        transport.publish("news", b"hello")
-        assert await box.wait(1) == [b"hello"]
-        await transport.flush(5)
-        assert transport.link.connect_count == 1
+async def test_flush_that_gave_up_does_not_deafen_the_link(
+    server: NatsServer, transport: NatsTransport
+) -> None:
+    box = await mailbox(transport, "news")
+    await server.pause()
+    with pytest.raises(BusDown):
+        await transport.flush(0.05)
+    server.resume()
+    transport.publish("news", b"hello")
+    assert await box.wait(1) == [b"hello"]
+    await transport.flush(5)
+    assert transport.link.connect_count == 1
 
 
 async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
@@ -307,29 +306,28 @@ async def test_refused_subjects_are_counted_and_the_link_stays_up(
 
 
 async def test_slow_receiver_loses_the_newest_and_is_counted(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    transport: NatsTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport_module, "PENDING_MESSAGES_MAX", 10)
-    async with NatsTransport(bus_config(server.url), name="test") as transport:
-        go, box = asyncio.Event(), Mailbox()
+    go, box = asyncio.Event(), Mailbox()
 
-        async def receive(packet: Packet) -> None:
-            await go.wait()
-            await box.receive(packet)
+    async def receive(packet: Packet) -> None:
+        await go.wait()
+        await box.receive(packet)
 
-        await transport.subscribe("fast", receive)
-        for n in range(100):
-            transport.publish("fast", b"%d" % n)
-        await transport.flush(5)
-        go.set()
-        await until(lambda: len(box.packets) + transport.errors.dropped == 100)
-        assert transport.errors.dropped >= 80
-        # The first is taken from the ten that wait, at some time: that makes room for a later one.
-        kept = [int(data) for data in box.data]
-        assert kept[:10] == list(range(10))
-        assert kept == sorted(set(kept))
-        # Logged at each doubling: 1, 2, 4, ... 64.
-        assert caplog.messages.count("slow receiver lost messages") == 7
+    await transport.subscribe("fast", receive)
+    for n in range(100):
+        transport.publish("fast", b"%d" % n)
+    await transport.flush(5)
+    go.set()
+    await until(lambda: len(box.packets) + transport.errors.dropped == 100)
+    assert transport.errors.dropped >= 80
+    # The first is taken from the ten that wait, at some time: that makes room for a later one.
+    kept = [int(data) for data in box.data]
+    assert kept[:10] == list(range(10))
+    assert kept == sorted(set(kept))
+    # Logged at each doubling: 1, 2, 4, ... 64.
+    assert caplog.messages.count("slow receiver lost messages") == 7
 
 
 async def test_leaving_a_frozen_broker_ends_in_time(
@@ -434,30 +432,29 @@ def test_messages_after_the_connection_is_closed_are_ignored() -> None:
 
 
 async def test_a_thread_publishes_beside_the_event_loop_and_each_in_its_order(
-    server: NatsServer,
+    server: NatsServer, transport: NatsTransport
 ) -> None:
     count = 500
-    async with NatsTransport(bus_config(server.url), name="test") as transport:
-        assert transport.any_thread
-        box = await mailbox(transport, "news")
+    assert transport.any_thread
+    box = await mailbox(transport, "news")
 
-        def publish() -> None:
-            for number in range(count):
-                transport.publish("news", b"thread %d" % number)
-
-        thread = threading.Thread(target=publish)
-        thread.start()
+    def publish() -> None:
         for number in range(count):
-            transport.publish("news", b"loop %d" % number)
-            if number % 50 == 0:
-                await asyncio.sleep(0)
-        received = await box.wait(2 * count)
-        thread.join()
-        for writer in (b"thread", b"loop"):
-            mine = [data for data in received if data.startswith(writer)]
-            assert mine == [b"%b %d" % (writer, number) for number in range(count)]
-        await server.kill()
-        await until(lambda: not transport.link.up)
-        assert not transport.any_thread
-        with pytest.raises(BusDown):
-            transport.publish("news", b"late")
+            transport.publish("news", b"thread %d" % number)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    for number in range(count):
+        transport.publish("news", b"loop %d" % number)
+        if number % 50 == 0:
+            await asyncio.sleep(0)
+    received = await box.wait(2 * count)
+    thread.join()
+    for writer in (b"thread", b"loop"):
+        mine = [data for data in received if data.startswith(writer)]
+        assert mine == [b"%b %d" % (writer, number) for number in range(count)]
+    await server.kill()
+    await until(lambda: not transport.link.up)
+    assert not transport.any_thread
+    with pytest.raises(BusDown):
+        transport.publish("news", b"late")
