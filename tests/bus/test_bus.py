@@ -7,30 +7,22 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 from tests.bus.worlds import World, mailbox
+from tests.support.services import client_bus, process
 from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.transport import BusDown, NoResponders, ReplyLost, Transport
-from antiphon.wire.base import Process, Role
+from antiphon.bus.transport import BusDown, NoResponders, ReplyLost
+from antiphon.wire.base import Role
 from antiphon.wire.codec import encode_json
 from antiphon.wire.errors import DeadlineExceeded, Overloaded
 from antiphon.wire.generate import GenerateAccepted, GenerateRequest
 from antiphon.wire.heartbeat import Discover
-from antiphon.wire.ids import (
-    ClientKey,
-    ClusterName,
-    Incarnation,
-    InstanceId,
-    ModelName,
-    RequestId,
-    new_incarnation,
-)
+from antiphon.wire.ids import ClientKey, ClusterName, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import CANCEL, CLIENT_TEXT, COMMAND, DISCOVER, GENERATE
 from antiphon.wire.submit import CancelAccepted, CancelRequest
 
 MODEL = ModelName("org/model-1.5 b")
-CLUSTER = ClusterName("test")
-OWNER = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
+OWNER = process("gateway-0")
 CANCEL_IT = CancelRequest(request_id=RequestId("r"), owner=OWNER, deadline_unix_ms=1)
 CANCELLED = CancelAccepted(request_id=RequestId("r"))
 HELLO = GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello")
@@ -40,14 +32,9 @@ def accepted_by(gateway: InstanceId) -> GenerateAccepted:
     return GenerateAccepted(key=HELLO.key, request_id=RequestId("r"), gateway=gateway)
 
 
-def bus_on(transport: Transport, instance: str = "gateway-0") -> Bus:
-    process = Process(instance=InstanceId(instance), incarnation=new_incarnation())
-    return Bus(transport, CLUSTER, process, party=Role.GATEWAY)
-
-
 async def join(world: World, instance: str = "gateway-0") -> Bus:
     """A bus on a transport of its own, which the world leaves."""
-    bus = await world.stack.enter_async_context(bus_on(world.make(), instance))
+    bus = await world.stack.enter_async_context(client_bus(world.make(), instance, Role.GATEWAY))
     world.transports.append(bus.transport)
     return bus
 
@@ -139,7 +126,7 @@ async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
 async def test_call_fails_when_its_bus_is_left(world: World) -> None:
     received = await listening(await join(world, "scheduler-0"))
     async with asyncio.TaskGroup() as group:
-        async with bus_on(world.make()) as caller:
+        async with client_bus(world.make(), "gateway-0", Role.GATEWAY) as caller:
             call = group.create_task(lost(caller))
             await received.wait()
         assert await call

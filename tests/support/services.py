@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from antiphon.bus.transport import Transport
     from antiphon.service.web import ProcessHealth
     from antiphon.telemetry.metrics import Metrics
-    from antiphon.wire.routes import Party
+    from antiphon.wire.base import Message
+    from antiphon.wire.routes import Party, Route
 
+M = TypeVar("M", bound="Message")
 S_co = TypeVar("S_co", bound=Service, covariant=True)
 
 CLUSTER = ClusterName("test")
@@ -32,6 +34,10 @@ QUICK = Settings(
     health=HealthConfig(host="127.0.0.1", port=0),
 )
 """Settings for tests: the defaults, with short heartbeats."""
+
+
+def process(name: str, life: str = "1") -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
 
 
 class Running(Generic[S_co]):
@@ -111,12 +117,10 @@ async def running(
         clock: The system clock by default.
         ready: Whether the block begins when the service is ready, or at once.
     """
-    process = Process(
-        instance=InstanceId(instance or f"{factory.role}-0"), incarnation=Incarnation(incarnation)
-    )
+    here = process(instance or f"{factory.role}-0", incarnation)
     around = ProcessContext(
         settings=settings,
-        bus=Bus(transport, CLUSTER, process, party=factory.role),
+        bus=Bus(transport, CLUSTER, here, party=factory.role),
         clock=clock or SystemClock(),
     )
     run = Running(factory, around)
@@ -134,10 +138,24 @@ async def running(
 
 
 @asynccontextmanager
+async def listening(bus: Bus, route: Route[M], **address: str) -> AsyncGenerator[asyncio.Queue[M]]:
+    """The messages of a route that arrive during the block."""
+    received: asyncio.Queue[M] = asyncio.Queue()
+    subscription = await bus.listen(
+        route, lambda delivery: received.put_nowait(delivery.read(route)), **address
+    )
+    yield received
+    await subscription.drain()
+
+
+@asynccontextmanager
 async def client_bus(
-    transport: Transport, name: str = "test-client", party: Party = "client"
+    transport: Transport,
+    name: str = "test-client",
+    party: Party = "client",
+    *,
+    cluster: ClusterName = CLUSTER,
 ) -> AsyncGenerator[Bus]:
     """A separate bus for the test, in the cluster of `running`, in the role of any `party`."""
-    process = Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-    async with Bus(transport, CLUSTER, process, party=party) as bus:
+    async with Bus(transport, cluster, process(name), party=party) as bus:
         yield bus

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.support.services import process
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.batching.running_batch import Capacity
 from antiphon.model_worker.batching.state import EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.base import Attempt, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Admit, ChoiceOutput
 from antiphon.wire.digests import split_digests
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.ids import RequestId
 from antiphon.wire.kv_events import BlocksRemoved, BlocksStored
 from antiphon.wire.sampling import SamplingParams
 
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 DEADLINE = 60_000
 VOCABULARY = 8192
 """Of the models that the benchmarks serve."""
-
-
-def process(name: str, life: str = "1") -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
 
 
 WORKER, DETOKENIZER, GATEWAY = process("worker"), process("detokenizer"), process("gateway")
@@ -73,10 +70,7 @@ def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
 
 
 def page_group(
-    pages: int,
-    kind: GroupKind = GroupKind.FULL,
-    window: int | None = None,
-    page_tokens: int = 4,
+    pages: int, kind: GroupKind = GroupKind.FULL, window: int | None = None, page_tokens: int = 4
 ) -> CacheGroup:
     """A group of so many pages."""
     return CacheGroup(

@@ -18,23 +18,25 @@ import msgspec
 import pytest
 from tests.support.echo import BUG, MODEL, echo_request
 from tests.support.nats import NatsServer
+from tests.support.services import client_bus, listening, process
 from tests.support.wait import until
 
-from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock
-from antiphon.wire.base import Process, ProcessState
+from antiphon.wire.base import ProcessState
 from antiphon.wire.errors import EngineError
-from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
+from antiphon.wire.ids import ClusterName
 from antiphon.wire.routes import HEARTBEAT, TOKENIZE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from antiphon.bus.bus import Bus
     from antiphon.wire.heartbeat import Heartbeat
 
 CLOCK = SystemClock()
+ECHO_0 = {"role": "tokenizer", "instance": "echo-0"}
 
 
 @pytest.fixture
@@ -45,9 +47,8 @@ async def server() -> AsyncGenerator[NatsServer]:
 
 @pytest.fixture
 async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
-    process = Process(instance=InstanceId("test"), incarnation=Incarnation("1"))
     transport = NatsTransport(BusConfig(url=server.url), name="test")
-    async with Bus(transport, ClusterName("antiphon"), process) as bus:
+    async with client_bus(transport, cluster=ClusterName("antiphon")) as bus:
         yield bus
 
 
@@ -59,16 +60,9 @@ class Echo:
 
     async def ready(self, bus: Bus) -> None:
         """Wait for the heartbeat that says so."""
-        received: asyncio.Queue[Heartbeat] = asyncio.Queue()
-
-        async def receive(delivery: Delivery) -> None:
-            received.put_nowait(delivery.read(HEARTBEAT))
-
-        subscription = await bus.listen(HEARTBEAT, receive, role="tokenizer", instance="echo-0")
-        async with asyncio.timeout(10):
-            while (beat := await received.get()).state is not ProcessState.READY:
+        async with listening(bus, HEARTBEAT, **ECHO_0) as beats, asyncio.timeout(10):
+            while (beat := await beats.get()).state is not ProcessState.READY:
                 pass
-        await subscription.drain()
         self.health_port = beat.health_port
 
     async def open_calls(self, count: int) -> None:
@@ -78,9 +72,13 @@ class Echo:
                 pass
 
     async def metrics(self) -> str:
-        url = f"http://127.0.0.1:{self.health_port}/metrics"
+        _, text = await self.get("/metrics")
+        return text
+
+    async def get(self, path: str) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self.health_port}{path}"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
-            return await response.text()
+            return response.status, await response.text()
 
     async def ended(self, timeout_s: float = 10) -> int:
         async with asyncio.timeout(timeout_s):
@@ -160,11 +158,9 @@ async def test_a_second_signal_ends_it_at_once(server: NatsServer, bus: Bus) -> 
         call = group.create_task(outcome(bus, 60))
         await service.open_calls(1)
         service.process.send_signal(signal.SIGINT)
-        async with aiohttp.ClientSession() as session:
-            url = f"http://127.0.0.1:{service.health_port}/readyz"
-            async with asyncio.timeout(5):
-                while (await session.get(url)).status == 200:
-                    pass
+        async with asyncio.timeout(5):
+            while (await service.get("/readyz"))[0] == 200:
+                pass
         service.process.send_signal(signal.SIGTERM)
         assert await service.ended(2) == 128 + signal.SIGTERM
         call.cancel()
@@ -234,32 +230,27 @@ async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
     server: NatsServer, bus: Bus
 ) -> None:
     """Neither while it serves, nor when they were sent while it was frozen."""
-    beats: list[Heartbeat] = []
 
-    async def receive(delivery: Delivery) -> None:
-        beats.append(delivery.read(HEARTBEAT))
-
-    def forge(incarnation: str) -> None:
+    def forge(beat: Heartbeat) -> None:
         now_ms = CLOCK.unix_ms()
-        forged = msgspec.structs.replace(
-            beats[0],
-            process=Process(instance=InstanceId("echo-0"), incarnation=Incarnation(incarnation)),
-            sent_unix_ms=now_ms,
-            not_after_unix_ms=now_ms + 2500,
-        )
-        bus.publish(HEARTBEAT, forged, role="tokenizer", instance="echo-0")
+        for turn in range(50):
+            forged = msgspec.structs.replace(
+                beat,
+                process=process("echo-0", f"forged-{turn % 3}"),
+                sent_unix_ms=now_ms,
+                not_after_unix_ms=now_ms + 2500,
+            )
+            bus.publish(HEARTBEAT, forged, **ECHO_0)
 
     async with echo(server.url, "--service-heartbeat-s", "0.1") as service:
         await service.ready(bus)
-        await bus.listen(HEARTBEAT, receive, role="tokenizer", instance="echo-0")
-        await until(lambda: bool(beats))
-        for turn in range(50):
-            forge(f"forged-{turn % 3}")
+        async with listening(bus, HEARTBEAT, **ECHO_0) as beats:
+            beat = await beats.get()
+        forge(beat)
         assert await outcome(bus, 0) == "ok"
         service.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(0.5)  # the silence itself: it is suspect after 0.3 s
-        for turn in range(50):
-            forge(f"forged-{turn % 3}")
+        forge(beat)
         service.process.send_signal(signal.SIGCONT)
         for _ in range(3):
             assert await outcome(bus, 0.2) == "ok"

@@ -12,7 +12,7 @@ import pytest
 from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.memory_bus import MemoryBroker, MemorySubscription, MemoryTransport
-from tests.support.services import QUICK, Running, client_bus, running
+from tests.support.services import QUICK, Running, client_bus, listening, process, running
 from tests.support.wait import until
 
 from antiphon.bus.transport import BusDown, NoResponders, PacketCallback
@@ -20,11 +20,10 @@ from antiphon.service.clock import SystemClock
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.service.peers import PeerChange
-from antiphon.wire.base import Message, Process, ProcessState, Role
+from antiphon.wire.base import Message, ProcessState, Role
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
-from antiphon.wire.heartbeat import ClaimName, Discover, Heartbeat
-from antiphon.wire.ids import Incarnation
+from antiphon.wire.heartbeat import ClaimName, Discover
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, NAME, OPEN, TOKENIZE, WORKER_CONTROL
 from antiphon.wire.submit import OpenList
 
@@ -99,9 +98,12 @@ async def reached(
         yield bus, run
 
 
+def counted(run: Running[Service], name: str, **labels: str) -> float:
+    return run.metrics.registry.get_sample_value(f"antiphon_{name}", labels) or 0
+
+
 def open_calls(run: Running[Service]) -> float:
-    labels = {"route": TOKENIZE.name}
-    return run.metrics.registry.get_sample_value("antiphon_calls_open", labels) or 0
+    return counted(run, "calls_open", route=TOKENIZE.name)
 
 
 async def test_a_start_is_done_before_any_call_is_taken() -> None:
@@ -170,15 +172,11 @@ async def test_bug_in_a_call_without_a_reply_subject_does_not_end_the_service() 
         async with client_bus(MemoryTransport(broker), "mute") as bus:
             bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
             bus.transport.publish("test.v1.tokenizer.echo.encode", b"\xc1 no message")
-        await until(lambda: answered(run, "internal") == 1)
-        await until(lambda: answered(run, "invalid_request") == 1)
+        for code in ("internal", "invalid_request"):
+            answered = {"route": TOKENIZE.name, "outcome": code}
+            await until(lambda answered=answered: counted(run, "calls_total", **answered) == 1)
         calls.call(1, after_s=0.0)
         assert await calls.outcomes() == ["ok"]
-
-
-def answered(run: Running[Service], code: str) -> float | None:
-    labels = {"route": TOKENIZE.name, "outcome": code}
-    return run.metrics.registry.get_sample_value("antiphon_calls_total", labels)
 
 
 class BigReply(EchoService):
@@ -193,12 +191,12 @@ async def test_a_reply_over_the_size_limit_is_an_error_and_no_silence() -> None:
         assert await calls.outcomes() == ["request_too_large"]
 
 
+async def crash() -> None:
+    raise ValueError("crashed")
+
+
 async def test_a_crash_in_the_background_ends_the_process_and_answers_what_was_taken() -> None:
     broker, service = MemoryBroker(), EchoService()
-
-    async def crash() -> None:
-        raise ValueError("crashed")
-
     async with callers(broker) as calls:
         async with running(service, MemoryTransport(broker)) as run:
             calls.call(12, after_s=LONG_S)
@@ -246,17 +244,13 @@ async def test_feed_survives_a_failed_assertion_and_counts_it() -> None:
     ):
         for _ in range(3):
             bus.publish(OPEN, an_open_list(bus), model=MODEL)
-        sample = run.metrics.registry.get_sample_value
-        labels = {"route": OPEN.name, "reason": "internal"}
-        await until(lambda: sample("antiphon_messages_refused_total", labels) == 3)
+        refused = {"route": OPEN.name, "reason": "internal"}
+        await until(lambda: counted(run, "messages_refused_total", **refused) == 3)
         assert not run.gone.is_set()
 
 
 def an_open_list(bus: Bus) -> OpenList:
-    return OpenList(
-        model=MODEL, owner=bus.process, version=1, whole=True, opened=(), closed=(),
-        not_after_unix_ms=0,
-    )  # fmt: skip
+    return OpenList(model=MODEL, owner=bus.process, version=1, whole=True, not_after_unix_ms=0)
 
 
 class SlowStart(EchoService):
@@ -274,7 +268,7 @@ async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
     broker, service = MemoryBroker(), SlowStart()
     async with (
         client_bus(MemoryTransport(broker)) as bus,
-        listening(bus) as received,
+        listening(bus, HEARTBEAT) as received,
         running(service, MemoryTransport(broker), ready=False) as run,
     ):
         assert (await received.get()).state is ProcessState.STARTING
@@ -282,23 +276,11 @@ async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
         assert service.left
 
 
-@asynccontextmanager
-async def listening(bus: Bus) -> AsyncGenerator[asyncio.Queue[Heartbeat]]:
-    received: asyncio.Queue[Heartbeat] = asyncio.Queue()
-
-    async def receive(delivery: Delivery) -> None:
-        received.put_nowait(delivery.read(HEARTBEAT))
-
-    subscription = await bus.listen(HEARTBEAT, receive)
-    yield received
-    await subscription.drain()
-
-
 async def test_heartbeats_report_each_change_of_state_at_once() -> None:
     broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
     async with (
         client_bus(MemoryTransport(broker)) as bus,
-        listening(bus) as received,
+        listening(bus, HEARTBEAT) as received,
         running(EchoService(), MemoryTransport(broker), settings=settings) as run,
     ):
         while (beat := await received.get()).state is not ProcessState.READY:
@@ -311,7 +293,10 @@ async def test_heartbeats_report_each_change_of_state_at_once() -> None:
 
 
 async def test_discover_is_answered_with_a_heartbeat() -> None:
-    async with reached(EchoService(), heartbeat_s=3600) as (bus, run), listening(bus) as received:
+    async with (
+        reached(EchoService(), heartbeat_s=3600) as (bus, run),
+        listening(bus, HEARTBEAT) as received,
+    ):
         bus.publish(DISCOVER, Discover(asker=bus.process))
         async with asyncio.timeout(1):
             assert (await received.get()).process == run.process
@@ -320,23 +305,18 @@ async def test_discover_is_answered_with_a_heartbeat() -> None:
 async def test_reconnect_sends_discover_and_a_heartbeat() -> None:
     broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
     transport = MemoryTransport(broker)
-    asked: asyncio.Queue[Discover] = asyncio.Queue()
-
-    async def receive(delivery: Delivery) -> None:
-        asked.put_nowait(delivery.read(DISCOVER))
-
-    async with client_bus(MemoryTransport(broker)) as bus:
-        await bus.listen(DISCOVER, receive)
-        async with (
-            running(EchoService(), transport, settings=settings) as run,
-            listening(bus) as all_,
-        ):
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        listening(bus, DISCOVER) as asked,
+        running(EchoService(), transport, settings=settings) as run,
+        listening(bus, HEARTBEAT) as beats,
+    ):
+        assert (await asked.get()).asker == run.process
+        broker.cut(transport)
+        broker.heal(transport)
+        async with asyncio.timeout(1):
             assert (await asked.get()).asker == run.process
-            broker.cut(transport)
-            broker.heal(transport)
-            async with asyncio.timeout(1):
-                assert (await asked.get()).asker == run.process
-                assert (await all_.get()).process == run.process
+            assert (await beats.get()).process == run.process
 
 
 class Store(EchoService):
@@ -374,8 +354,7 @@ async def test_draining_service_keeps_the_feeds_of_its_running_requests() -> Non
         await bus.call(WORKER_CONTROL, FlushCache(), timeout_s=1, worker="worker-0")
         assert service.flushed
         assert not run.gone.is_set()
-        whole = OpenList(model=MODEL, owner=bus.process, version=1, whole=True, not_after_unix_ms=0)
-        bus.publish(OPEN, whole, model=MODEL)
+        bus.publish(OPEN, an_open_list(bus), model=MODEL)
         await run.ended(timeout_s=2)
 
 
@@ -393,10 +372,6 @@ async def test_a_lifespan_that_does_not_end_does_not_keep_the_process(
 ) -> None:
     monkeypatch.setattr("antiphon.service.run._LEAVE_S", 0.1)
     service = Clinging()
-
-    async def crash() -> None:
-        raise ValueError("crashed")
-
     async with running(service, MemoryTransport(MemoryBroker())) as run:
         if crashes:
             service.runtime.group.create_task(crash())
@@ -426,9 +401,8 @@ async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
     service = Store()
     async with reached(service) as (bus, run):
         bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
-        sample = run.metrics.registry.get_sample_value
-        labels = {"route": OPEN.name, "reason": "malformed"}
-        await until(lambda: sample("antiphon_messages_refused_total", labels) == 1)
+        refused = {"route": OPEN.name, "reason": "malformed"}
+        await until(lambda: counted(run, "messages_refused_total", **refused) == 1)
         service.done.set()
 
 
@@ -553,8 +527,7 @@ async def test_of_processes_that_find_a_name_free_at_once_exactly_one_stays(
 async def test_a_forged_claim_does_not_end_the_holder_of_a_name() -> None:
     async with reached(EchoService()) as (bus, run):
         for incarnation in ("0", "1", "2"):
-            forged = Process(instance=run.process.instance, incarnation=Incarnation(incarnation))
-            claim = ClaimName(process=forged, held=True)
+            claim = ClaimName(process=process(run.process.instance, incarnation), held=True)
             with suppress(NoResponders):  # while it asks anew it does not answer
                 await bus.call(NAME, claim, timeout_s=5, **ECHO_0)
         listening = asyncio.Event()
