@@ -15,7 +15,7 @@ from antiphon.service.process_pool import ProcessPool
 from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 CHILD = """
@@ -50,16 +50,14 @@ serve(work, *sys.argv[-2:])
 
 
 class Gate:
-    """Holds jobs of children until it is opened; then every job passes."""
+    """Holds jobs of children, or their start, until it is opened; then everything passes."""
 
-    def __init__(self, folder: Path, name: str = "gate") -> None:
-        self.path = folder / name
-        os.mkfifo(self.path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        self.job = b"wait " + bytes(path)
+        self.start = f"wait({str(path)!r})"
         self._open: int | None = None
-
-    @property
-    def job(self) -> bytes:
-        return b"wait " + bytes(self.path)
 
     def open(self) -> None:
         self._open = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
@@ -69,13 +67,11 @@ class Gate:
             os.close(self._open)
 
 
-@asynccontextmanager
-async def gate(folder: Path, name: str = "gate") -> AsyncIterator[Gate]:
-    made = Gate(folder, name)
-    try:
-        yield made
-    finally:
-        made.close()
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
 
 
 @asynccontextmanager
@@ -88,12 +84,17 @@ async def pool(
         yield made
 
 
+def begin(
+    made: ProcessPool, job: bytes, *, timeout_s: float = 20, owner: str = ""
+) -> asyncio.Task[bytes]:
+    return asyncio.get_running_loop().create_task(made.run(job, timeout_s=timeout_s, owner=owner))
+
+
 async def test_pool_returns_what_one_child_makes_of_many_jobs() -> None:
     async with pool() as made:
         results = [await made.run(b"x" * size, timeout_s=20) for size in (0, 1, 5_000_000)]
-    pids = {result.partition(b" ")[0] for result in results}
-    assert len(pids) == 1
-    assert pids != {str(os.getpid()).encode()}
+    (pid,) = {int(result.partition(b" ")[0]) for result in results}
+    assert pid != os.getpid()
     assert [len(result.partition(b" ")[2]) for result in results] == [0, 1, 5_000_000]
 
 
@@ -104,61 +105,58 @@ async def test_pool_starts_another_child_after_one_has_ended() -> None:
         assert (await made.run(b"again", timeout_s=20)).endswith(b" again")
 
 
-async def test_pool_kills_a_child_whose_job_takes_too_long(tmp_path: Path) -> None:
-    async with pool(job_s=30) as made, gate(tmp_path) as never:
+async def test_pool_kills_a_child_whose_job_takes_too_long(gate: Gate) -> None:
+    async with pool(job_s=30) as made:
         pid = await _warm(made)
-        loop = asyncio.get_running_loop()
-        job = loop.create_task(made.run(never.job, timeout_s=100))
+        job = begin(made, gate.job, timeout_s=100)
         await _turn_of_the_loop()
-        _put_forward(loop, 40.0)
+        _put_forward(40.0)
+        await until(job.done)  # which looks often: the loop has to see that its clock jumped
         with pytest.raises(DeadlineExceeded, match="within 30 s"):
-            await _soon(job)
+            await job
         assert not _lives(pid)
         assert (await made.run(b"next", timeout_s=20)).endswith(b" next")
 
 
 async def test_pool_kills_a_child_whose_caller_left_and_whose_job_takes_too_long(
-    tmp_path: Path,
+    gate: Gate,
 ) -> None:
-    async with pool(job_s=30) as made, gate(tmp_path) as never:
+    async with pool(job_s=30) as made:
         pid = await _warm(made)
-        await _leave(made, never.job)
-        _put_forward(asyncio.get_running_loop(), 40.0)
+        await _leave(made, gate.job)
+        _put_forward(40.0)
         await until(lambda: not _lives(pid))
         assert (await made.run(b"next", timeout_s=20)).endswith(b" next")
 
 
 @pytest.mark.parametrize("late", [False, True], ids=("cancelled", "late"))
-async def test_pool_keeps_the_child_of_a_job_whose_caller_left(
-    tmp_path: Path, *, late: bool
-) -> None:
+async def test_pool_keeps_the_child_of_a_job_whose_caller_left(gate: Gate, *, late: bool) -> None:
     """The next job finds it warm, whichever tenant sends it."""
-    async with pool() as made, gate(tmp_path) as held:
+    async with pool() as made:
         pid = await _warm(made)
         if late:
             with pytest.raises(DeadlineExceeded):
-                await made.run(held.job, timeout_s=0.05, owner="a")
+                await made.run(gate.job, timeout_s=0.05, owner="a")
         else:
-            await _leave(made, held.job, owner="a")
-        held.open()
+            await _leave(made, gate.job, owner="a")
+        gate.open()
         assert await made.run(b"next", timeout_s=20, owner="b") == b"%d next" % pid
 
 
-async def test_pool_keeps_a_child_whose_caller_left_while_it_started(tmp_path: Path) -> None:
+async def test_pool_keeps_a_child_whose_caller_left_while_it_started(gate: Gate) -> None:
     """What it has asked for is not done."""
-    start = f"wait({str(tmp_path / 'start')!r})"
-    async with pool(start=start) as made, gate(tmp_path, "start") as started:
+    async with pool(start=gate.start) as made:
         await _leave(made, b"exit")
         (pid,) = made.pids
-        started.open()
+        gate.open()
         assert await made.run(b"next", timeout_s=20) == b"%d next" % pid
 
 
-async def test_pool_gives_no_turn_to_a_tenant_that_leaves(tmp_path: Path) -> None:
+async def test_pool_gives_no_turn_to_a_tenant_that_leaves(gate: Gate) -> None:
     """Its job keeps the place to its end, and another tenant's is next."""
-    async with pool() as made, gate(tmp_path) as held, asyncio.TaskGroup() as group:
+    async with pool() as made, asyncio.TaskGroup() as group:
         await _warm(made)
-        await _leave(made, held.job, owner="a")
+        await _leave(made, gate.job, owner="a")
         order: list[str] = []
 
         async def job(owner: str) -> None:
@@ -168,26 +166,23 @@ async def test_pool_gives_no_turn_to_a_tenant_that_leaves(tmp_path: Path) -> Non
         tasks = [group.create_task(job(owner)) for owner in ("a", "a", "b")]
         await _turn_of_the_loop()
         assert not any(task.done() for task in tasks)
-        held.open()
+        gate.open()
     assert order == ["a", "b", "a"]
 
 
-async def test_pool_counts_the_time_of_a_job_from_when_its_child_is_ready(tmp_path: Path) -> None:
-    start = f"wait({str(tmp_path / 'start')!r})"
-    async with pool(start=start, job_s=30) as made, gate(tmp_path, "start") as started:
-        loop = asyncio.get_running_loop()
-        job = loop.create_task(made.run(b"job", timeout_s=50))
+async def test_pool_counts_the_time_of_a_job_from_when_its_child_is_ready(gate: Gate) -> None:
+    async with pool(start=gate.start, job_s=30) as made:
+        job = begin(made, b"job", timeout_s=50)
         await until(lambda: made.pids != ())
-        _put_forward(loop, 40.0)
+        _put_forward(40.0)
         await _turn_of_the_loop()
-        started.open()
+        gate.open()
         assert (await job).endswith(b" job")
 
 
-async def test_pool_that_is_closed_while_a_child_starts_leaves_no_process(tmp_path: Path) -> None:
-    start = f"wait({str(tmp_path / 'start')!r})"
-    async with pool(start=start) as made, gate(tmp_path, "start"):
-        job = asyncio.get_running_loop().create_task(made.run(b"job", timeout_s=20))
+async def test_pool_that_is_closed_while_a_child_starts_leaves_no_process(gate: Gate) -> None:
+    async with pool(start=gate.start) as made:
+        job = begin(made, b"job")
         await until(lambda: made.pids != ())
         pids = made.pids
         await made.close()
@@ -211,10 +206,9 @@ async def test_pool_that_is_closed_before_a_child_is_known_leaves_no_process(
 
     monkeypatch.setattr(process_pool.asyncio, "create_subprocess_exec", noted)
     async with pool() as made:
-        loop = asyncio.get_running_loop()
-        job = loop.create_task(made.run(b"job", timeout_s=20))
+        job = begin(made, b"job")
         await until(lambda: pids != [])
-        closing = loop.create_task(made.close())
+        closing = asyncio.get_running_loop().create_task(made.close())
         await _turn_of_the_loop()
         go.set()
         await closing
@@ -224,90 +218,82 @@ async def test_pool_that_is_closed_before_a_child_is_known_leaves_no_process(
 
 
 async def test_pool_that_is_closed_ends_every_child_though_one_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child whose own child holds its pipes has not ended as far as asyncio can see."""
     monkeypatch.setattr(process_pool, "_LEAVE_S", 0.2)
     command = ("-c", CHILD.replace("START", ""))
-    async with ProcessPool(command, job_s=20, processes=3) as made, gate(tmp_path) as held:
-        loop = asyncio.get_running_loop()
-        jobs = [b"fork " + bytes(held.path), held.job, held.job]
-        tasks = [loop.create_task(made.run(job, timeout_s=20)) for job in jobs]
+    async with ProcessPool(command, job_s=20, processes=3) as made:
+        jobs = [b"fork " + bytes(gate.path), gate.job, gate.job]
+        tasks = [begin(made, job) for job in jobs]
         await until(lambda: len(made.pids) == 3)
         pids = made.pids
         await made.close()
-        held.open()
+        gate.open()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [Unavailable] * 3
         assert [_lives(pid) for pid in pids] == [False] * 3
 
 
-async def test_pool_that_is_closed_refuses_waiting_jobs(tmp_path: Path) -> None:
-    async with pool() as made, gate(tmp_path) as held:
-        loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(3)]
+async def test_pool_that_is_closed_refuses_waiting_jobs(gate: Gate) -> None:
+    async with pool() as made:
+        jobs = [begin(made, gate.job) for _ in range(3)]
         await until(lambda: made.pids != ())
         await made.close()
         results = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(result) for result in results] == [Unavailable] * 3
 
 
-async def test_pool_refuses_jobs_beyond_its_bound(tmp_path: Path) -> None:
+async def test_pool_refuses_jobs_beyond_its_bound(gate: Gate) -> None:
     """The limit is one owner's: another one's job waits for its turn."""
-    async with pool(jobs_max=2) as made, gate(tmp_path) as held:
-        loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(2)]
+    async with pool(jobs_max=2) as made:
+        jobs = [begin(made, gate.job) for _ in range(2)]
         await _turn_of_the_loop()
         with pytest.raises(
             Overloaded, match="too many large requests are waiting; the limit is 2"
         ) as refused:
             await made.run(b"third", timeout_s=20)
         assert refused.value.retry_after_s == 1.0
-        jobs.append(loop.create_task(made.run(b"other", timeout_s=20, owner="other")))
-        held.open()
+        jobs.append(begin(made, b"other", owner="other"))
+        gate.open()
         assert len(await asyncio.gather(*jobs)) == 3
 
 
-async def test_pool_refuses_jobs_beyond_its_bytes(tmp_path: Path) -> None:
-    async with pool(bytes_max=1000) as made, gate(tmp_path) as held:
-        loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(held.job, timeout_s=20))]
+async def test_pool_refuses_jobs_beyond_its_bytes(gate: Gate) -> None:
+    async with pool(bytes_max=1000) as made:
+        jobs = [begin(made, gate.job)]
         await _turn_of_the_loop()
         with pytest.raises(Overloaded, match=r"would take \d{4} bytes; the limit is 1000"):
             await made.run(b"x" * 1000, timeout_s=20)
-        large = made.run(b"x" * 2000, timeout_s=20, owner="other")  # the first is let in
-        jobs.append(loop.create_task(large))
-        held.open()
+        jobs.append(begin(made, b"x" * 2000, owner="other"))  # the first is let in
+        gate.open()
         assert len(await asyncio.gather(*jobs)) == 2
 
 
-async def test_pool_takes_owners_in_turns(tmp_path: Path) -> None:
+async def test_pool_takes_owners_in_turns(gate: Gate) -> None:
     """An owner with many jobs delays another's by one."""
-    async with pool() as made, gate(tmp_path) as held, asyncio.TaskGroup() as group:
+    async with pool() as made, asyncio.TaskGroup() as group:
         order: list[str] = []
 
         async def job(owner: str, number: int) -> None:
-            result = await made.run(held.job, timeout_s=20, owner=owner)
-            assert result
+            assert await made.run(gate.job, timeout_s=20, owner=owner)
             order.append(f"{owner}{number}")
 
-        for number in range(4):
-            group.create_task(job("a", number))
-        for number in range(2):
-            group.create_task(job("b", number))
+        for owner, count in (("a", 4), ("b", 2)):
+            for number in range(count):
+                group.create_task(job(owner, number))
         await until(lambda: made.pids != ())
-        held.open()
+        gate.open()
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
 
 
-async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(tmp_path: Path) -> None:
-    async with pool() as made, gate(tmp_path) as held:
-        loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(4)]
+async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(gate: Gate) -> None:
+    async with pool() as made:
+        jobs = [begin(made, gate.job) for _ in range(4)]
         await until(lambda: made.pids != ())
         jobs[1].cancel()
         jobs[2].cancel()
-        held.open()
+        gate.open()
         assert len(await asyncio.gather(jobs[0], jobs[3])) == 2
         assert (await made.run(b"after", timeout_s=20)).endswith(b" after")
 
@@ -341,7 +327,7 @@ async def _warm(made: ProcessPool) -> int:
 
 async def _leave(made: ProcessPool, job: bytes, owner: str = "") -> None:
     """Send a job, and leave when a child has begun with it, or with its start."""
-    caller = asyncio.get_running_loop().create_task(made.run(job, timeout_s=20, owner=owner))
+    caller = begin(made, job, owner=owner)
     await _turn_of_the_loop()
     await until(lambda: made.pids != ())
     caller.cancel()
@@ -354,12 +340,8 @@ async def _turn_of_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def _soon(job: asyncio.Task[bytes]) -> bytes:
-    await until(job.done)  # which looks often: the loop has to see that its clock jumped
-    return await job
-
-
-def _put_forward(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+def _put_forward(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds
 
