@@ -21,7 +21,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "layers": ("tests/models",),
     "model_card": (
         "tests/unit/config/described",
-        "tests/unit/config/test_[celmpt]*.py",
+        "tests/unit/config/test_[cm]*.py",
     ),
     "model_worker": (
         "tests/unit/runner",
@@ -29,7 +29,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/simulation/test_radix.py",
         "tests/simulation/test_worker_*.py",
     ),
-    "resolve": ("tests/unit/config/test_resolve.py", "tests/unit/config/test_device.py"),
+    "resolve": ("tests/unit/config/test_resolve.py",),
     "text": ("tests/unit/detokenizer/test_stop.py",),
 }
 """Patterns below the repository's root, by package."""

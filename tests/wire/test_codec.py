@@ -1,9 +1,10 @@
-"""What is read from the wire is bounded and checked, and grows without breaking who came before."""
+"""The bytes of messages: as they were committed, bounded and checked, and read by later code."""
 
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+import struct
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 from tests.support.bus_page import every_message
+from tests.wire import golden
 from tests.wire.examples import ERROR, EVERY, EXAMPLES
 
 from antiphon.wire import errors, ids
@@ -22,6 +24,7 @@ from antiphon.wire.codec import (
     encode,
     encode_json,
     id_count,
+    is_json,
     pack_ids,
     unpack_ids,
 )
@@ -30,8 +33,17 @@ from antiphon.wire.errors import EngineError, ErrorReply, Internal, InvalidReque
 from antiphon.wire.generate import GenerateRequest
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.kv_events import KvReplayed
+from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.submit import AbortRequests, CancelAccepted, SubmitRequest
 from antiphon.wire.text import TextBatch
+from antiphon.wire.token_outputs import (
+    TokenOutputs,
+    TokenOutputsBuffer,
+    TokenOutputsChunk,
+    join_token_outputs,
+    pack_floats,
+    unpack_floats,
+)
 from antiphon.wire.tokenize import EncodeRequest
 from antiphon.wire.tokens import TokenBatch
 
@@ -311,3 +323,138 @@ def test_hostile_message_is_refused_when_it_is_decoded(
     assert decode(encode(EXAMPLES[message]), (message,))
     with pytest.raises(MalformedMessage):
         decode(altered(message, path, value), (message,))
+
+
+CARRIED = {*every_message(), ErrorReply}
+
+
+def each(message: Message) -> str:
+    return type(message).__name__
+
+
+def test_every_message_of_every_route_has_an_example_and_a_file() -> None:
+    assert set(EXAMPLES) == CARRIED
+    assert {path.stem for path in golden.FOLDER.iterdir()} == {m.__name__ for m in CARRIED}
+
+
+@pytest.mark.parametrize("example", EVERY, ids=each)
+def test_encoding_gives_the_committed_bytes(example: Message) -> None:
+    assert golden.dump(encode(example)) == golden.path_of(type(example)).read_text()
+
+
+@pytest.mark.parametrize("example", EVERY, ids=each)
+def test_committed_bytes_decode_to_the_example(example: Message) -> None:
+    committed = golden.load(golden.path_of(type(example)).read_text())
+    assert decode(committed, (type(example),)) == example
+
+
+@pytest.mark.parametrize("example", EVERY, ids=each)
+def test_json_gives_the_same_message(example: Message) -> None:
+    payload = encode_json(example)
+    assert is_json(payload)
+    assert not is_json(encode(example))
+    assert decode(payload, (type(example),)) == example
+
+
+@pytest.mark.parametrize("example", EVERY, ids=each)
+def test_example_sets_every_field(example: Message) -> None:
+    unset = [
+        f"{type(struct).__name__}.{field.name}"
+        for struct in structs_in(example)
+        for field in msgspec.structs.fields(struct)
+        if getattr(struct, field.name) == default_of(field)
+    ]
+    assert not unset
+
+
+@given(st.binary())
+def test_golden_text_loses_nothing(payload: bytes) -> None:
+    assert golden.load(golden.dump(payload)) == payload
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> object:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
+
+
+def structs_in(value: object) -> Iterator[msgspec.Struct]:
+    if isinstance(value, msgspec.Struct):
+        yield value
+        for field in value.__struct_fields__:
+            yield from structs_in(getattr(value, field))
+    elif isinstance(value, tuple):
+        items: tuple[Any, ...] = value
+        for item in items:
+            yield from structs_in(item)
+
+
+def details(first: int, count: int) -> TokenOutputs:
+    """Of tokens that are numbered, so that each number shows whose it is."""
+    tokens = range(first, first + count)
+    return TokenOutputs(
+        count=count,
+        token_ids=pack_ids([100 + t for t in tokens]),
+        logprobs=pack_floats([-t / 4 for t in tokens]),
+        top_ids=pack_ids([v for t in tokens for v in (t + 1, t + 2)]),
+        top_logprobs=pack_floats([v for t in tokens for v in (-t / 2, -t)]),
+        hidden=pack_floats([v for t in tokens for v in (t, 0.5, -t)]),
+    )
+
+
+def test_columns_are_little_endian_and_row_after_row() -> None:
+    assert pack_floats([1.5, -2.0]) == struct.pack("<2f", 1.5, -2.0)
+    assert list(unpack_floats(struct.pack("<2f", 1.5, -2.0))) == [1.5, -2.0]
+    one, two = details(4, 2).iter_tokens()
+    assert (one.token_id, one.logprob, one.named) == (104, -1.0, ())
+    assert one.top == ((5, -2.0), (6, -4.0))
+    assert list(two.hidden) == [5.0, 0.5, -5.0]
+    assert details(4, 2).ids() == {104, 105, 5, 6, 7}
+
+
+def test_token_outputs_omit_columns_not_requested() -> None:
+    [one] = TokenOutputs(count=1, token_ids=pack_ids([-1])).iter_tokens()
+    assert (one.token_id, one.logprob, one.top, list(one.hidden)) == (-1, None, (), [])
+    assert TokenOutputs(count=1, token_ids=pack_ids([-1])).ids() == set()
+    assert list(TokenOutputs().iter_tokens()) == []
+
+
+@given(st.integers(-20, 5), st.lists(st.integers(0, 6), max_size=6), st.data())
+def test_any_stretch_of_what_was_stored_can_be_taken(first: int, counts: list[int], data) -> None:
+    store, at = TokenOutputsBuffer(first), first
+    for count in counts:
+        store.append(details(at, count) if count else TokenOutputs())
+        at += count
+    assert (store.first, store.end, len(store)) == (first, at, sum(counts))
+    start, stop = (data.draw(st.integers(first - 2, at + 2)) for _ in range(2))
+    tokens = range(max(start, first), min(stop, at))
+    taken = store.read(start, stop)
+    assert taken == (details(tokens.start, len(tokens)) if tokens else TokenOutputs())
+    store.truncate(start)
+    assert store.end == max(first, min(start, at))
+    assert store.read(first, at).count == store.end - first
+    more = details(store.end, 2)
+    store.append(more)
+    assert store.read(store.end - 2, store.end) == more
+
+
+@given(st.integers(1, 9), st.data())
+def test_a_cut_piece_and_what_came_before_make_the_whole(count: int, data) -> None:
+    whole = details(0, count)
+    at = data.draw(st.integers(1, count))
+    store = TokenOutputsBuffer()
+    store.append(whole)
+    assert join_token_outputs([store.read(0, at), whole.drop_first(at)]) == whole
+    piece = TokenOutputsChunk(offset=-3, details=whole)
+    rest = piece.beyond(-3 + at)
+    assert (rest.offset, rest.end, rest.details.count) == (-3 + at, piece.end, count - at)
+    assert piece.beyond(-10) is piece
+
+
+@pytest.mark.parametrize(
+    ("start", "prompt_tokens", "entries"),
+    [(-1, 10, 0), (0, 10, 9), (1, 10, 9), (4, 10, 6), (9, 10, 1), (10, 10, 0), (50, 10, 0)],
+)
+def test_prompt_entries_exclude_the_first_prompt_token(start, prompt_tokens, entries) -> None:
+    params = TokenOutputParams(logprobs=True, prompt_start=start)
+    assert params.prompt_entries(prompt_tokens) == entries

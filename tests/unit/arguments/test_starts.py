@@ -1,33 +1,43 @@
-"""What SGLang arguments do to services that start, and which describe what holds anyway."""
+"""What SGLang arguments do to services that start: where they listen, how many, over TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import aiohttp
 import huggingface_hub
+import msgspec
 import pytest
 from aiohttp import web
-from tests.arguments import compare, compare_async, shows
-from tests.unit.config.test_resolve import CARD, DEVICE
+from rich.console import Console
+from tests.arguments import compare, compare_async, settings_of, shows
+from tests.unit.arguments.certificates import Certificate, make
+from tests.unit.config.test_resolve import CARD, DEVICE, GIB
+from tests.unit.gateway.cluster import house
 
-from antiphon.config.load import ProcessArguments
+from antiphon.config.errors import ConfigError
+from antiphon.config.load import ProcessArguments, load, write_yaml
 from antiphon.model_card import hub
 from antiphon.model_worker.observability.watchdog import StallDetector, StallVerdict
-from antiphon.resolve.resolved_config import resolve
+from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
-from antiphon.service.web import web_server
+from antiphon.service.web import server_context, web_server
+from antiphon.supervisor.stack import ServiceStack
 from antiphon.telemetry import export
 from antiphon.tokenizer.encoding import Batcher
+from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from antiphon.config.settings import Settings
+    from antiphon.supervisor.child import Child
 
 
 @pytest.mark.parametrize(
@@ -149,3 +159,205 @@ def test_config_reads_a_file(tmp_path: Path) -> None:
         return resolve(settings, CARD, DEVICE).running_max.value
 
     assert compare("--config", str(file), observe=running) == (7, 64)
+
+
+MACHINE = msgspec.structs.replace(DEVICE, memory_bytes=12 * GIB)
+"""Six cores; the model takes 1 GiB."""
+
+
+def children(settings: Settings, role: Role, folder: Path) -> list[Child]:
+    """The processes of a service that `serve` starts on the machine."""
+    stack = ServiceStack(settings, folder, Console(quiet=True), MACHINE)
+    return [child for child in stack.children("nats://127.0.0.1:1") if child.role is role]
+
+
+def settings_in(child: Child) -> Settings:
+    """What a process reads that is started so."""
+    write_yaml(child.settings, child.config)
+    own = {name: text for name, text in child.environment.items() if name.startswith("ANTIPHON_")}
+    return load(child.config, environ=own).settings
+
+
+def plan_of(settings: Settings, folder: Path) -> ResolvedConfig:
+    """What the last worker decides."""
+    worker = children(settings, Role.WORKER, folder)[-1]
+    return resolve(settings_in(worker), CARD, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("flag", "role"),
+    [
+        shows("--dp-size", Role.WORKER),
+        shows("--data-parallel-size", Role.WORKER),
+        shows("--tokenizer-worker-num", Role.TOKENIZER),
+        shows("--detokenizer-worker-num", Role.DETOKENIZER),
+    ],
+)
+def test_argument_is_the_number_of_processes_of_a_service(
+    flag: str, role: Role, tmp_path: Path
+) -> None:
+    def names(settings: Settings) -> list[str]:
+        return [child.instance for child in children(settings, role, tmp_path)]
+
+    given, without = compare(flag, "3", observe=names)
+    assert given == [f"{role}-0", f"{role}-1", f"{role}-2"]
+    assert without == [f"{role}-0"]
+
+
+def test_workers_share_cores_and_running_requests(tmp_path: Path) -> None:
+    def held(settings: Settings) -> tuple[int, int, int]:
+        plan = plan_of(settings, tmp_path)
+        return plan.threads.value, plan.running_max.value, plan.cache_pages.value
+
+    given, without = compare("--dp-size", "3", observe=held)
+    assert without == (6, 64, 64 * 512 // 16)
+    assert given == (2, 64 // 3, 64 // 3 * 512 // 16)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        ("--cache-memory-ratio", "0.5", "--cache-bytes-max", str(90 * GIB)),
+        ("--cache-memory-ratio", "1", "--cache-bytes-max", str(GIB)),
+        ("--mem-fraction-static", "0.5"),
+    ],
+)
+def test_workers_share_the_memory_of_pages(pool: tuple[str, ...], tmp_path: Path) -> None:
+    """The weights of each come off its own share."""
+
+    def bytes_of_pages(settings: Settings) -> int:
+        return plan_of(settings, tmp_path).cache_bytes.value
+
+    base = ("--max-running-requests", "1000000000", *pool)
+    given, without = compare("--dp-size", "3", observe=bytes_of_pages, base=base)
+    weights, ratio = GIB, 1.0 if pool[0] == "--mem-fraction-static" else 0.5
+    lost = 0 if str(GIB) in pool else ratio * (weights - weights / 3)
+    assert given == pytest.approx(without / 3 - lost, rel=0.02)
+
+
+@pytest.mark.parametrize("argument", ["--max-total-tokens", "--model-threads"])
+def test_worker_has_what_is_given_for_each(argument: str, tmp_path: Path) -> None:
+    plan = plan_of(settings_of("--dp-size", "3", argument, "1600"), tmp_path)
+    if argument == "--max-total-tokens":
+        assert plan.cache_tokens == 1600
+    else:
+        assert plan.threads.value == 1600
+
+
+def test_tokenizers_encode_on_all_cores_together(tmp_path: Path) -> None:
+    settings = settings_of("--tokenizer-worker-num", "3", "--tokenizer-threads", "5")
+    threads = [
+        settings_in(child).tokenizer.threads
+        for child in children(settings, Role.TOKENIZER, tmp_path)
+    ]
+    assert threads == [2, 2, 2]
+
+
+def test_a_single_process_of_a_service_has_the_whole_machine(tmp_path: Path) -> None:
+    settings = settings_of("--tokenizer-threads", "5")
+    for role in Role:
+        (child,) = children(settings, role, tmp_path)
+        assert settings_in(child) == msgspec.structs.replace(
+            settings, bus=msgspec.structs.replace(settings.bus, url="nats://127.0.0.1:1")
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Certificate:
+    return make(folder, "served", password="swordfish")
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path) -> Certificate:
+    return make(folder, "stranger")
+
+
+async def health(settings: Settings, trusted: ssl.SSLContext | None) -> int | str:
+    """The status of /health over https and, without `trusted`, over plain HTTP."""
+    config = settings.gateway
+    tls = {name: getattr(config, name) for name in config.__struct_fields__ if "ssl" in name}
+    async with house(**tls) as at, aiohttp.ClientSession() as session:
+        url = at.url if trusted is None else at.url.replace("http:", "https:")
+        try:
+            async with session.get(f"{url}/health", ssl=trusted or False) as reply:
+                return reply.status
+        except aiohttp.ClientError as error:
+            return type(error).__name__
+
+
+def arguments(served: Certificate) -> tuple[str, ...]:
+    files = ("--ssl-certfile", str(served.certificate), "--ssl-keyfile", str(served.key))
+    return (*files, "--ssl-keyfile-password", "swordfish")
+
+
+@pytest.mark.argument("--ssl-certfile")
+@pytest.mark.argument("--ssl-keyfile")
+async def test_certificate_makes_the_api_https(served: Certificate) -> None:
+    trusted = ssl.create_default_context(cafile=str(served.certificate))
+    over_tls = await compare_async(
+        *arguments(served), observe=lambda settings: health(settings, trusted)
+    )
+    assert over_tls == (200, "ClientConnectorSSLError")
+    plain = await compare_async(*arguments(served), observe=lambda settings: health(settings, None))
+    assert plain == ("ServerDisconnectedError", 200)
+
+
+@pytest.mark.argument("--ssl-keyfile-password")
+async def test_password_opens_the_key(served: Certificate) -> None:
+    async def opened(settings: Settings) -> bool:
+        try:
+            return server_context(settings.gateway) is not None
+        except ConfigError:
+            return False
+
+    given, without = await compare_async(
+        *("--ssl-keyfile-password", "swordfish"), observe=opened, base=arguments(served)[:4]
+    )
+    assert (given, without) == (True, False)
+
+
+@pytest.mark.argument("--ssl-ca-certs")
+async def test_ca_certs_verify_the_certificate_of_a_client(
+    served: Certificate, stranger: Certificate
+) -> None:
+    trusted = ssl.create_default_context(cafile=str(served.certificate))
+    trusted.load_cert_chain(stranger.certificate, stranger.key)
+    given, without = await compare_async(
+        *("--ssl-ca-certs", str(served.certificate)),
+        observe=lambda settings: health(settings, trusted),
+        base=arguments(served),
+    )
+    assert without == 200
+    assert given != 200, "a certificate of another authority was let in"
+    nothing = ssl.create_default_context(cafile=str(served.certificate))
+    optional = (*arguments(served), "--ssl-ca-certs", str(stranger.certificate))
+    assert await health(settings_of(*optional), nothing) == 200
+    assert await health(settings_of(*optional), trusted) == 200
+    required = settings_of(*optional, "--gateway-ssl-client-required")
+    assert await health(required, trusted) == 200
+    assert await health(required, nothing) != 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ssl-keyfile", "/k"), r"ssl_keyfile requires gateway\.ssl_certfile"),
+        (("--ssl-keyfile-password", "k"), r"ssl_keyfile_password requires gateway\.ssl_certfile"),
+        (("--ssl-ca-certs", "/k"), r"ssl_ca_certs requires gateway\.ssl_certfile"),
+        (("--gateway-ssl-client-required",), r"ssl_client_required requires gateway\.ssl_certfile"),
+    ],
+)
+def test_halves_of_tls_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server_context(settings_of(*arguments).gateway)
+
+
+def test_clients_are_asked_for_certificates_only_with_an_authority(stranger: Certificate) -> None:
+    files = ("--ssl-certfile", str(stranger.certificate), "--ssl-keyfile", str(stranger.key))
+    with pytest.raises(ConfigError, match="ssl_client_required requires"):
+        server_context(settings_of(*files, "--gateway-ssl-client-required").gateway)

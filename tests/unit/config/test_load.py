@@ -1,21 +1,32 @@
-"""Where settings come from, which source wins, and what a mistake is told as."""
+"""Where settings come from, which source wins, and which values each group refuses."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.arguments import settings_of
 
+from antiphon.config import gateway
 from antiphon.config.cluster import differing, digest
 from antiphon.config.errors import ConfigError
-from antiphon.config.fields import fields
+from antiphon.config.fields import SettingField, fields, groups, value_at
 from antiphon.config.flags import Parser, add_settings
+from antiphon.config.gateway import AccessConfig
 from antiphon.config.load import child_environment, load, load_process, write_yaml
+from antiphon.config.model import TEMPLATES, ModelConfig
 from antiphon.config.settings import Settings
+from antiphon.config.sourced_value import SourcedValue, Value
+from antiphon.config.tenants import BYTES_MAX, TenantConfig, Tenants, read_tenants
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from hypothesis.strategies import SearchStrategy
 
     from antiphon.config.sourced_value import Layer
 
@@ -227,3 +238,285 @@ def test_clusters_agree_exactly_when_their_digests_do() -> None:
     assert digest(same.cluster) == digest(Settings().cluster)
     assert digest(other.cluster) != digest(Settings().cluster)
     assert differing(digest(other.cluster), digest(same.cluster)) == ("page_tokens",)
+
+
+def test_origins_are_origins() -> None:
+    one = AccessConfig(allowed_origins="https://a.example, http://localhost:8080,")
+    assert one.origins == {"https://a.example", "http://localhost:8080"}
+    assert AccessConfig().origins == frozenset()
+    for bad in ("https://a.example/", "a.example", "https://a.example/x", "*.example"):
+        with pytest.raises(ConfigError, match="not an origin"):
+            load(environ={"ANTIPHON_ACCESS__ALLOWED_ORIGINS": bad})
+
+
+def test_a_key_that_fits_no_header_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environ={"ANTIPHON_ACCESS__API_KEY": "two words"})
+    assert "two words" not in str(caught.value)
+
+
+A, B = "a" * 64, "b" * 64
+TOML = f"""
+[tenants.acme]
+keys = ["{A}", "{B}"]
+requests_per_minute = 60
+tokens_per_minute = 1_000
+concurrency = 4
+priority = 1
+priority_max = 2
+models = ["small"]
+
+[tenants.default]
+concurrency = 2
+"""
+JSON = f"""{{"tenants": {{"acme": {{"keys": ["{A}", "{B}"], "requests_per_minute": 60,
+ "tokens_per_minute": 1000, "concurrency": 4, "priority": 1, "priority_max": 2,
+ "models": ["small"]}}, "default": {{"concurrency": 2}}}}}}"""
+WANTED = Tenants(
+    tenants={
+        "acme": TenantConfig(
+            keys=(A, B),
+            requests_per_minute=60,
+            tokens_per_minute=1000,
+            concurrency=4,
+            priority=1,
+            priority_max=2,
+            models=("small",),
+        ),
+        "default": TenantConfig(concurrency=2),
+    }
+)
+KEYED = f"[tenants.a]\nkeys = ['{A}']\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("keys.toml", TOML), ("keys.json", JSON)])
+def test_both_forms_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert read_tenants(str(file)) == WANTED
+
+
+def test_no_file_has_no_tenants() -> None:
+    assert read_tenants("") == Tenants()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("keys.yaml", "", "must end in .toml or .json"),
+        ("keys.toml", "[tenants", "not valid TOML"),
+        ("keys.toml", "a = " + "[" * 5000, "not valid TOML"),
+        ("keys.json", "{", "not valid JSON"),
+        ("keys.json", "\udcff", "not valid JSON"),
+        ("keys.toml", "tenant = 1", "unknown field"),
+        ("keys.toml", "[tenants.a]\nkeys = ['sk-plain']", r"matching regex.*\$.tenants"),
+        ("keys.toml", "[tenants.a]\nkeys = []", "tenant a has no key"),
+        ("keys.toml", "[tenants.'a.b']\nkeys = []", "matching regex"),
+        ("keys.toml", KEYED + "rpm = 1", "unknown field `rpm`"),
+        ("keys.toml", KEYED + "concurrency = 0", ">= 1"),
+        ("keys.toml", KEYED + "tokens_burst = 1", "requires tokens_per"),
+        ("keys.toml", KEYED + "requests_burst = 1", "requires requests_"),
+        ("keys.toml", KEYED + "priority = 1\npriority_max = 0", "must not exceed priority_max"),
+        ("keys.toml", KEYED + KEYED.replace("a]", "b]"), "a and b have the same key"),
+        ("keys.toml", "#" * (BYTES_MAX + 1), "larger than"),
+    ],
+)
+def test_a_bad_file_is_told_in_one_line_without_its_keys(
+    tmp_path: Path, name: str, text: str, reason: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_tenants(str(file))
+    said = str(caught.value)
+    assert said.startswith(f"access.keys_file: {file}: ")
+    assert "\n" not in said
+    assert "sk-plain" not in said
+
+
+def test_tenants_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        read_tenants(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("said", ["", "form.json", *(template.name for template in TEMPLATES)])
+def test_a_name_or_a_file_is_taken(said: str) -> None:
+    assert ModelConfig(completion_template=said).completion_template == said
+
+
+def test_another_name_is_refused_with_the_list() -> None:
+    names = ", ".join(template.name for template in TEMPLATES)
+    with pytest.raises(ValueError, match=f"'codellama': must be {names}"):
+        ModelConfig(completion_template="codellama")
+
+
+BYTES_MAX, KEYS_MAX = gateway.TEMPLATE_BYTES_MAX, gateway.TEMPLATE_KEYS_MAX
+DEPTH_MAX = gateway.TEMPLATE_DEPTH_MAX
+DEEP: object = 1
+for _ in range(DEPTH_MAX + 1):
+    DEEP = [DEEP]
+
+
+def test_object_is_read() -> None:
+    assert gateway.read_template_kwargs('{"a": {"b": [1]}}') == {"a": {"b": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "expected a JSON object, such as {}, got a list"),
+        ("null", "got null"),
+        ("3", "got a number"),
+        (json.dumps({"a": "x" * BYTES_MAX}), f"the limit is {BYTES_MAX} bytes"),
+        (json.dumps({f"k{n}": 0 for n in range(KEYS_MAX + 1)}), f"the limit is {KEYS_MAX} keys"),
+        (json.dumps({"a": DEEP}), f"'a' is nested deeper than {DEPTH_MAX} levels"),
+        ("[" * 5000, "not valid JSON"),
+        ('{"messages": []}', "'messages' comes from each request"),
+        ('{"tools": []}', "'tools' comes from each request"),
+        ('{"add_generation_prompt": true}', "'add_generation_prompt' comes from each request"),
+    ],
+)
+def test_text_that_is_no_bounded_object_is_refused_at_start(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="chat_template_kwargs") as caught:
+        settings_of("--default-chat-template-kwargs", text)
+    assert reason in str(caught.value)
+
+
+PARSER = Parser()
+add_settings(PARSER)
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
+PORTS = (
+    "gateway.port",
+    "health.port",
+    "encoder.port",
+    "kv_storage.port",
+    "supervisor.metrics_port_base",
+    "supervisor.nats_port",
+)
+NARROW: dict[str, SearchStrategy[Value]] = {
+    "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    "telemetry.otlp_endpoint": st.sampled_from(["[::1]:4317", "http://collector:4318"]),
+    "metrics.time_to_first_token_buckets": st.sampled_from(["", "0.1, 0.5 2"]),
+    "metrics.inter_token_latency_buckets": st.sampled_from(["", "0.01,0.1"]),
+    "metrics.e2e_request_latency_buckets": st.sampled_from(["", "1 2 3"]),
+    "metrics.prompt_tokens_buckets": st.sampled_from(["default", "tse 1000 2 8", "custom 1 2"]),
+    "metrics.generation_tokens_buckets": st.sampled_from(["default", "custom 5"]),
+    "metrics.custom_labels_header": st.sampled_from(["x-custom-labels", "X-Team"]),
+    "metrics.custom_labels": st.sampled_from(["", "team,user"]),
+    "metrics.extra_labels": st.sampled_from(["", '{"site": "a"}']),
+    "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
+    "access.allowed_origins": st.sampled_from(["", "*", "https://a.example,http://[::1]:80"]),
+    # Any other would be refused beside a file.
+    "model.chat_template_name": st.just(""),
+    "model.completion_template": st.sampled_from(["", "qwen_coder", "gaps.json"]),
+    "grammar.whitespace_max": st.integers(1, 256),
+    "responses.replicas": st.integers(1, 5),
+    "sessions.replicas": st.integers(1, 5),
+    "batching.chunk_tokens": st.none() | st.integers(1, 2048),
+    "cluster.model": st.sampled_from(["", "small", "small,gpt-4o"]),
+    "gateway.chat_template_kwargs": st.sampled_from(["{}", '{"enable_thinking": false}']),
+    "gateway.root_path": st.sampled_from(["", "/llm", "/llm/a/"]),
+    "gateway.preferred_sampling": st.sampled_from(["{}", '{"top_p": 0.5}']),
+    "request_log.level": st.integers(0, 3),
+    "request_log.target": st.sampled_from(["stdout", "/var/log/antiphon stdout"]),
+    "request_log.export_metrics": st.just(value=False),  # else it needs a folder
+    "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
+    **{path: st.integers(0, 65535) for path in PORTS},
+}
+"""Fields with bounds of their own."""
+
+
+def values(field: SettingField) -> SearchStrategy[Value]:
+    """Good values of a field, as YAML writes them."""
+    if field.path in NARROW:
+        return NARROW[field.path]
+    if field.choices:
+        return st.sampled_from(field.choices)
+    kinds: dict[str, SearchStrategy[Value]] = {
+        "integer": st.integers(1, 2**50),
+        "number": st.floats(1e-6, 1.0),
+        "text": TEXT,
+        "boolean": st.booleans(),
+    }
+    return st.none() | kinds[field.kind] if field.optional else kinds[field.kind]
+
+
+def text(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def typed_flag(field: SettingField, value: Value) -> str:
+    """How a value is said on the command line: a boolean is a flag or its negation."""
+    if field.kind == "boolean":
+        return field.flag if value else f"--no-{field.flag[2:]}"
+    return f"{field.flag}={text(value)}"
+
+
+OPEN_FIELDS = [field for field in fields().values() if not field.secret]
+
+
+@pytest.mark.parametrize("field", OPEN_FIELDS, ids=lambda field: field.path)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_flag_and_variable_set_what_they_say(field: SettingField, data: st.DataObject) -> None:
+    value = data.draw(values(field))
+    typed = PARSER.parse([typed_flag(field, value)])
+    by_flag = load(flags=typed.settings, environ={}).settings
+    by_variable = load(environ={field.variable: text(value)}).settings
+    assert value_at(by_flag, field) == value
+    assert by_flag == by_variable
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(drawn=st.fixed_dictionaries({field.path: values(field) for field in OPEN_FIELDS}))
+def test_any_settings_survive_a_file(tmp_path: Path, drawn: dict[str, Value]) -> None:
+    drawn["batching.tokens_max"] = 4096  # no less than any chunk that is drawn
+    environ = {fields()[path].variable: text(value) for path, value in drawn.items()}
+    said = load(environ=environ).settings
+    write_yaml(said, tmp_path / "settings.yaml")
+    assert load(tmp_path / "settings.yaml", environ={}).settings == said
+
+
+def test_every_field_has_help_and_a_default_that_is_in_bounds() -> None:
+    given_defaults = {
+        field.variable: text(field.default) for field in OPEN_FIELDS if field.default is not None
+    }
+    assert load(environ=given_defaults).settings == Settings()
+    assert all(field.help.endswith(".") for field in fields().values())
+
+
+def test_names_are_unique_in_every_form() -> None:
+    everything = list(fields().values())
+    assert len({field.flag for field in everything}) == len(everything)
+    assert len({field.variable for field in everything}) == len(everything)
+
+
+@pytest.mark.parametrize(("flag", "said"), [("--load-mmap", True), ("--no-load-mmap", False)])
+def test_a_boolean_is_a_flag_and_its_negation(flag: str, said: bool) -> None:
+    assert PARSER.parse([flag]).settings == {"load.mmap": SourcedValue(said, flag)}
+
+
+def test_nothing_typed_is_nothing_given() -> None:
+    typed = PARSER.parse([])
+    assert (typed.settings, typed.implied, typed.plain) == ({}, {}, {})
+
+
+def test_an_abbreviation_is_spelled_out_in_the_source() -> None:
+    layer = PARSER.parse(["--scheduler-q", "5"]).settings
+    assert layer["scheduler.queue_max"].source == "--scheduler-queue-max"
+
+
+def test_help_tells_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_process(["--help"])
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for group in groups():
+        assert group.title in shown
+    for field in fields().values():
+        assert (field.flag in shown) is not field.secret
+    assert "Port of the HTTP API; startup fails if it is in use. [>= 0, <= 65535;" in shown

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.arguments import compare, settings_of
 from tests.unit.config.described.gguf_files import byte_level, write
-from tests.unit.config.described.test_tokenizer_files import write_model
+from tests.unit.config.described.test_converted import write_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
