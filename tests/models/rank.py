@@ -15,15 +15,14 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.models.stepper import Stepper
+from tests.models.stepper import SAMPLING, Stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
+from tests.support.worker import sampling_columns
 
-from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
+from antiphon.model_worker.batching.plan import StepPlan
 
 COLUMNS = ("slot", "query_start", "query_len", "kv_len", "adapter", "tokens", "positions")
-KINDS = {"seed": np.int64, **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32)}
-SAMPLING = (*KINDS, "top_k", "choice")
 
 
 class GroupRank:
@@ -106,12 +105,11 @@ def recorded(plan: StepPlan) -> dict[str, Any]:
 
 
 def replayed(plan: dict[str, Any]) -> StepPlan:
-    sampling = {n: np.array(v, KINDS.get(n, np.int32)) for n, v in plan["sampling"].items()}
     columns: dict[str, Any] = {n: np.array(v, np.int32) for n, v in plan["columns"].items()}
     return StepPlan(
         step=plan["step"],
         page_tables=tuple(np.array(table, np.int32) for table in plan["page_tables"]),
-        sampling=SamplingColumns(**sampling),
+        sampling=sampling_columns(len(columns["slot"]), **plan["sampling"]),
         **columns,
     )
 

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from tests.support.worker import sampling_columns
 
-from antiphon.model_worker.batching.plan import (
-    Ints,
-    PlanRunner,
-    SamplingColumns,
-    StepOutcome,
-    StepPlan,
-    future,
-)
+from antiphon.model_worker.batching.plan import Ints, PlanRunner, StepOutcome, StepPlan, future
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 
 if TYPE_CHECKING:
@@ -26,6 +20,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import ModelRunner as Rank
+
+
+SAMPLING = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")
 
 
 @dataclass(slots=True)
@@ -140,6 +137,7 @@ class Stepper:
         query_len = _ints(map(len, tokens))
         computed = _ints(line.computed for line in lines)
         kv_len = computed + query_len
+        sampling = {name: [getattr(line, name) for line in lines] for name in SAMPLING}
         return StepPlan(
             step=len(self.plans) + 1,
             slot=_ints(lengths),
@@ -152,7 +150,7 @@ class Stepper:
                 [np.arange(a, b, dtype=np.int32) for a, b in zip(computed, kv_len, strict=True)]
             )[np.newaxis],
             logit_tokens=np.flatnonzero(np.concatenate(wanted)).astype(np.int32),
-            sampling=_sampling(lines),
+            sampling=sampling_columns(len(lines), **sampling),
             page_tables=tuple(
                 self._table(lines, kv_len, index) for index in range(len(self.groups))
             ),
@@ -197,17 +195,6 @@ def follows(plan: StepPlan, before: StepPlan) -> bool:
 
 def _ints(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int32)
-
-
-def _sampling(lines: Sequence[Line]) -> SamplingColumns:
-    return SamplingColumns(
-        temperature=np.array([line.temperature for line in lines], np.float32),
-        top_p=np.array([line.top_p for line in lines], np.float32),
-        min_p=np.array([line.min_p for line in lines], np.float32),
-        top_k=np.array([line.top_k for line in lines], np.int32),
-        seed=np.array([line.seed for line in lines], np.int64),
-        choice=np.array([line.choice for line in lines], np.int32),
-    )
 
 
 def spy_on_logits(runner: Rank) -> list[Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 from tests.support.services import process
 
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
+from antiphon.model_worker.batching.plan import Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.running_batch import Capacity
 from antiphon.model_worker.batching.state import EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
@@ -21,7 +21,7 @@ from antiphon.wire.kv_events import BlocksRemoved, BlocksStored
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from antiphon.wire.errors import ErrorReply
 
@@ -121,28 +121,64 @@ def decode_plan(rows: int, new: int, kv: int, page_tokens: int = 16) -> StepPlan
     random = np.random.default_rng(0)
     each = -(-kv // page_tokens)
     table = random.permutation(rows * each).astype(np.int32).reshape(rows, each)
-    every = np.ones(rows, np.int32)
-    ends = np.cumsum(every * new, dtype=np.int32)
     positions = np.tile(np.arange(kv - new, kv, dtype=np.int32), rows)
-    return StepPlan(
-        step=1,
-        slot=np.arange(rows, dtype=np.int32),
-        query_start=ends - new,
-        query_len=every * new,
-        kv_len=every * kv,
-        adapter=-every,
+    return step_plan(
+        [new] * rows,
+        kv_len=np.full(rows, kv, np.int32),
         tokens=random.integers(0, VOCABULARY, rows * new).astype(np.int32),
         positions=positions[np.newaxis],
-        logit_tokens=ends - 1,
-        sampling=SamplingColumns(
-            temperature=np.zeros(rows, np.float32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            seed=np.zeros(rows, np.int64),
-            choice=np.zeros(rows, np.int32),
-        ),
         page_tables=(table,),
+    )
+
+
+def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:
+    """A greedy plan of whole prompts of so many tokens, all zero and without pages."""
+    rows, lengths = len(query_len), np.array(query_len, np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    whole: dict[str, Any] = {
+        "step": 1,
+        "slot": np.arange(rows, dtype=np.int32),
+        "query_start": ends - lengths,
+        "query_len": lengths,
+        "kv_len": lengths,
+        "adapter": np.full(rows, -1, np.int32),
+        "tokens": np.zeros(ends[-1], np.int32),
+        "positions": np.zeros((1, ends[-1]), np.int32),
+        "logit_tokens": ends - 1,
+        "sampling": sampling_columns(rows),
+        "page_tables": (),
+    }
+    return StepPlan(**whole | fields)
+
+
+def sampling_columns(rows: int, **values: Any) -> SamplingColumns:
+    """Greedy rows; `values` are one of all rows, or one a row."""
+    kinds = {"top_k": np.int32, "choice": np.int32, "seed": np.int64}
+    whole: dict[str, Any] = {
+        **dict.fromkeys(("temperature", "min_p", *kinds), 0),
+        "top_p": 1,
+        **values,
+    }
+    columns = {n: np.full(rows, value, kinds.get(n, np.float32)) for n, value in whole.items()}
+    return SamplingColumns(**columns)
+
+
+def penalties(
+    rows: int,
+    begun: Mapping[int, Sequence[int]],
+    *,
+    frequency: float,
+    presence: float,
+    repetition: float,
+) -> Penalties:
+    """Penalties of the first `rows` rows; `begun` are the outputs of slots that begin to count."""
+    factors = {"frequency": frequency, "presence": presence, "repetition": repetition}
+    return Penalties(
+        rows=np.arange(rows, dtype=np.int32),
+        **{name: np.full(rows, factor, np.float32) for name, factor in factors.items()},
+        begun=np.array(list(begun), np.int32),
+        begun_starts=np.cumsum([0, *map(len, begun.values())], dtype=np.int32),
+        begun_ids=np.array([token for ids in begun.values() for token in ids], np.int32),
     )
 
 

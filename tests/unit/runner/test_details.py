@@ -1,21 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.support.worker import sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.model_worker.batching.plan import (
-    LogprobsBatch,
-    LogprobsRequest,
-    SamplingColumns,
-    StepPlan,
-)
+from antiphon.model_worker.batching.plan import LogprobsBatch, LogprobsRequest
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
 
+Head = Callable[[torch.Tensor], torch.Tensor]
 VOCABULARY, HIDDEN = 50, 8
 GENERATOR = torch.Generator().manual_seed(6)
 HEAD = torch.randn(HIDDEN, VOCABULARY, generator=GENERATOR)
@@ -30,33 +28,6 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plan_of(
-    wanted: LogprobsRequest | None, temperature: tuple[float, ...] = (0.5, 0.0, 1.0)
-) -> StepPlan:
-    rows = len(LENGTHS)
-    return StepPlan(
-        step=1,
-        slot=np.arange(rows, dtype=np.int32),
-        query_start=ints(0, 5, 8),
-        query_len=ints(*LENGTHS),
-        kv_len=ints(*LENGTHS),
-        adapter=ints(-1, -1, -1),
-        tokens=np.zeros(TOKENS, np.int32),
-        positions=np.zeros((1, TOKENS), np.int32),
-        logit_tokens=ints(*LOGIT_TOKENS),
-        sampling=SamplingColumns(
-            temperature=np.array(temperature, np.float32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            seed=np.zeros(rows, np.int64),
-            choice=np.zeros(rows, np.int32),
-        ),
-        page_tables=(),
-        details=wanted,
-    )
-
-
 EVERYTHING = LogprobsRequest(
     rows=ints(0, 1, 2),
     logprobs=np.array([True, True, True]),
@@ -69,11 +40,28 @@ EVERYTHING = LogprobsRequest(
 )
 
 
-def told(wanted: LogprobsRequest | None = EVERYTHING, **options: int) -> LogprobsBatch | None:
-    teller = LogprobsComputer(select(DeviceCapability("cpu")), **options)
-    logits = STATES[list(LOGIT_TOKENS)] @ HEAD
+def head_of(states: torch.Tensor) -> torch.Tensor:
+    return states @ HEAD
+
+
+def outputs(
+    wanted: LogprobsRequest | None = EVERYTHING, head: Head = head_of, **options: int
+) -> LogprobsBatch | None:
+    computer = LogprobsComputer(select(DeviceCapability("cpu")), **options)
+    plan = step_plan(
+        LENGTHS,
+        logit_tokens=ints(*LOGIT_TOKENS),
+        sampling=sampling_columns(3, temperature=(0.5, 0.0, 1.0)),
+        details=wanted,
+    )
     accepted = (ints(*STARTS), ints(*ACCEPTED))
-    return teller.compute(plan_of(wanted), STATES, logits, lambda states: states @ HEAD, accepted)
+    return computer.compute(plan, STATES, head_of(STATES[list(LOGIT_TOKENS)]), head, accepted)
+
+
+def computed(**options: int) -> LogprobsBatch:
+    batch = outputs(**options)
+    assert batch is not None
+    return batch
 
 
 def expected(place: int, temperature: float = 1.0) -> np.ndarray:
@@ -82,15 +70,13 @@ def expected(place: int, temperature: float = 1.0) -> np.ndarray:
 
 
 def test_prompt_tokens_come_before_what_their_row_drew() -> None:
-    details = told()
-    assert details is not None
+    details = computed()
     assert details.starts.tolist() == [0, 3, 5, 7]
     assert details.token_ids.tolist() == [20, 21, 30, 31, 32, 22, -1]
 
 
 def test_every_number_is_that_of_the_softmax_in_float64() -> None:
-    details = told()
-    assert details is not None
+    details = computed()
     rows = [
         (1, 1.0, 20, 2, [9]),
         (2, 1.0, 21, 2, [9]),
@@ -117,16 +103,14 @@ def test_every_number_is_that_of_the_softmax_in_float64() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_however_few_rows_of_logits_fit_at_once_the_same_is_told(rows: int) -> None:
-    whole, pieces = told(), told(logit_bytes_max=4 * VOCABULARY * rows)
-    assert whole is not None
-    assert pieces is not None
+def test_logprobs_do_not_depend_on_how_many_rows_of_logits_fit_at_once(rows: int) -> None:
+    whole, pieces = computed(), computed(logit_bytes_max=4 * VOCABULARY * rows)
     np.testing.assert_allclose(pieces.logprobs, whole.logprobs, atol=1e-6)
     np.testing.assert_array_equal(pieces.top_ids, whole.top_ids)
     np.testing.assert_allclose(pieces.named_logprobs, whole.named_logprobs, atol=1e-6)
 
 
-def test_rows_that_want_no_logprobs_cost_no_logits() -> None:
+def test_rows_without_logprobs_compute_no_logits() -> None:
     only_states = replace(
         EVERYTHING,
         logprobs=np.zeros(3, np.bool_),
@@ -135,26 +119,23 @@ def test_rows_that_want_no_logprobs_cost_no_logits() -> None:
         named_ids=ints(),
         hidden=np.ones(3, np.bool_),
     )
-    teller = LogprobsComputer(select(DeviceCapability("cpu")))
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        raise AssertionError(f"{len(states)} rows of logits that nobody wants")
+        raise AssertionError(f"{len(states)} rows of logits that no row requests")
 
-    logits = STATES[list(LOGIT_TOKENS)] @ HEAD
-    accepted = (ints(*STARTS), ints(*ACCEPTED))
-    details = teller.compute(plan_of(only_states), STATES, logits, head, accepted)
+    details = outputs(only_states, head)
     assert details is not None
     assert details.hidden is not None
     assert details.hidden.shape == (7, HIDDEN)
     assert details.top_ids.shape == (7, 0)
 
 
-def test_a_plan_without_wishes_is_told_nothing_of() -> None:
-    assert told(None) is None
+def test_a_plan_without_a_request_for_logprobs_has_none() -> None:
+    assert outputs(None) is None
 
 
-def test_no_more_of_the_likeliest_are_told_than_there_are() -> None:
-    details = told(replace(EVERYTHING, top=ints(VOCABULARY + 5, 0, 0)))
+def test_no_more_top_logprobs_are_given_than_there_are_tokens() -> None:
+    details = outputs(replace(EVERYTHING, top=ints(VOCABULARY + 5, 0, 0)))
     assert details is not None
     assert sorted(details.top_ids[0, :VOCABULARY].tolist()) == list(range(VOCABULARY))
     assert (details.top_ids[0, VOCABULARY:] == -1).all()

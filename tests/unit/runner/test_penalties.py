@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import penalties
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.model_worker.batching.plan import Penalties
 from antiphon.model_worker.runner.sampling import TokenCounts
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.plan import Penalties
 
 OPS = select(DeviceCapability("cpu"))
 VOCABULARY = 9
@@ -22,17 +26,8 @@ BEGIN = st.dictionaries(SLOT, st.lists(TOKEN, max_size=12), max_size=3)
 DRAW = st.dictionaries(SLOT, TOKEN, max_size=SLOTS)
 
 
-def penalties(begun: dict[int, list[int]], rows: int) -> Penalties:
-    starts = np.cumsum([0, *map(len, begun.values())])
-    return Penalties(
-        rows=np.arange(rows, dtype=np.int32),
-        frequency=np.ones(rows, np.float32),
-        presence=np.zeros(rows, np.float32),
-        repetition=np.ones(rows, np.float32),
-        begun=np.array(list(begun), np.int32),
-        begun_starts=starts.astype(np.int32),
-        begun_ids=np.array([token for ids in begun.values() for token in ids], np.int32),
-    )
+def by_count(begun: dict[int, list[int]], rows: int) -> Penalties:
+    return penalties(rows, begun, frequency=1.0, presence=0.0, repetition=1.0)
 
 
 @given(st.lists(st.tuples(BEGIN, DRAW), max_size=12))
@@ -41,7 +36,7 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
     drawn = TokenCounts()
     naive: dict[int, Counter[int]] = {}
     for begun, draws in steps:
-        drawn.begin(penalties(begun, 0))
+        drawn.begin(by_count(begun, 0))
         naive |= {slot: Counter(ids) for slot, ids in begun.items()}
         live = {slot: token for slot, token in draws.items() if slot in naive}
         drawn.count(np.array(list(live), np.int32), np.array(list(live.values()), np.int32))
@@ -49,8 +44,7 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
             naive[slot][token] += 1
         slots = np.array(list(naive), np.int32)
         logits = torch.zeros(len(slots), VOCABULARY)
-        every = penalties({}, len(slots))
-        drawn.apply(OPS, logits, np.arange(len(slots)), slots, every)
+        drawn.apply(OPS, logits, np.arange(len(slots)), slots, by_count({}, len(slots)))
         expected = [[-naive[slot][token] for token in range(VOCABULARY)] for slot in naive]
         assert logits.tolist() == [[0.0 + count for count in row] for row in expected]
 
@@ -58,9 +52,9 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
 def test_many_different_tokens_find_room() -> None:
     drawn = TokenCounts()
     ids = list(range(500))
-    drawn.begin(penalties({3: ids[:70]}, 1))
+    drawn.begin(by_count({3: ids[:70]}, 1))
     for token in ids[70:]:
         drawn.count(np.array([3], np.int32), np.array([token], np.int32))
     logits = torch.zeros(1, 600)
-    drawn.apply(OPS, logits, np.arange(1), np.array([3], np.int32), penalties({}, 1))
+    drawn.apply(OPS, logits, np.arange(1), np.array([3], np.int32), by_count({}, 1))
     assert logits[0].tolist() == [-1.0] * 500 + [0.0] * 100

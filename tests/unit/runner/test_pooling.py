@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from tests.support.worker import step_plan
 from torch.nn.functional import normalize
 
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import Pooling, PoolingActivation, PoolMode
-from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
+from antiphon.model_worker.batching.plan import PoolingRequest
 from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
 from antiphon.wire.tokenize import PoolingCard
 
@@ -33,39 +34,19 @@ def pooler(
     return Pooler(Pooling(mode=mode, task=task, normalize=normalize, card=card), linears)
 
 
-def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int] = ()) -> StepPlan:
-    count = len(rows)
-    floats, ints = np.zeros(count, np.float32), np.zeros(count, np.int32)
-    lengths = np.array([end - start for _, start, end in rows], np.int32)
-    return StepPlan(
-        step=1,
+def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int) -> list[Tensor]:
+    plan = step_plan(
+        [end - start for _, start, end in rows],
         slot=np.array([slot for slot, _, _ in rows], np.int32),
-        query_start=(np.cumsum(lengths) - lengths).astype(np.int32),
-        query_len=lengths,
         kv_len=np.array([end for _, _, end in rows], np.int32),
-        adapter=ints,
-        tokens=np.zeros(int(lengths.sum()), np.int32),
-        positions=np.zeros((1, int(lengths.sum())), np.int32),
         logit_tokens=np.zeros(0, np.int32),
-        sampling=SamplingColumns(
-            temperature=floats,
-            top_p=floats,
-            min_p=floats,
-            top_k=ints,
-            seed=np.zeros(count, np.int64),
-            choice=ints,
-        ),
-        page_tables=(),
         pooling=PoolingRequest(
             ends=np.array(ends, np.bool_),
-            dimensions=np.array(dimensions or [0] * count, np.int32),
+            dimensions=np.array(dimensions or [0] * len(rows), np.int32),
         ),
     )
-
-
-def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int) -> list[Tensor]:
     hidden = torch.cat([STATES[start:end] for _, start, end in rows])
-    vectors = at.pool(plan_of(rows, ends, dimensions), hidden, lambda pooled: pooled[:, :2] * 2)
+    vectors = at.pool(plan, hidden, lambda pooled: pooled[:, :2] * 2)
     pieces = np.split(vectors.values, vectors.starts[1:-1])
     return [torch.as_tensor(piece) for piece in pieces]
 
@@ -100,7 +81,7 @@ def test_a_piece_that_is_run_again_counts_once(mode: PoolMode) -> None:
 
 
 @pytest.mark.parametrize("mode", list(PoolMode))
-def test_a_slot_forgets_whom_it_had(mode: PoolMode) -> None:
+def test_a_slot_forgets_its_last_request(mode: PoolMode) -> None:
     at = pooler(mode)
     pool(at, [(0, 0, 10)], [False])  # of a request that was dropped
     (other,) = pool(at, [(0, 0, 5)], [True])
@@ -108,7 +89,7 @@ def test_a_slot_forgets_whom_it_had(mode: PoolMode) -> None:
 
 
 @pytest.mark.parametrize("mode", [PoolMode.CLS, PoolMode.MEAN])
-def test_a_beginning_that_nobody_saw_is_a_bug_and_no_vector(mode: PoolMode) -> None:
+def test_a_prompt_whose_beginning_was_not_run_is_a_bug_and_no_vector(mode: PoolMode) -> None:
     with pytest.raises(AssertionError):
         pool(pooler(mode), [(0, 10, 20)], [True])
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.support.worker import penalties, sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
@@ -34,50 +35,20 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def columns(
-    rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> SamplingColumns:
-    return SamplingColumns(
-        temperature=np.full(rows, temperature, np.float32),
-        top_p=np.full(rows, top_p, np.float32),
-        min_p=np.full(rows, min_p, np.float32),
-        top_k=np.full(rows, top_k, np.int32),
-        seed=np.arange(rows, dtype=np.int64),
-        choice=np.zeros(rows, np.int32),
-    )
+def columns(rows: int, temperature: float = 1.0, **values: float) -> SamplingColumns:
+    return sampling_columns(rows, temperature=temperature, seed=np.arange(rows), **values)
 
 
 def plan_of(sampling: SamplingColumns, **steering: Any) -> StepPlan:
     """Rows that decode one token each."""
-    rows = len(sampling.seed)
-    every = np.arange(rows, dtype=np.int32)
-    ones = np.ones(rows, np.int32)
-    return StepPlan(
-        step=1,
-        slot=every,
-        query_start=every,
-        query_len=ones,
-        kv_len=ones,
-        adapter=-ones,
-        tokens=np.zeros(rows, np.int32),
-        positions=np.zeros((1, rows), np.int32),
-        logit_tokens=every,
-        sampling=sampling,
-        page_tables=(),
-        **steering,
-    )
+    return step_plan([1] * len(sampling.seed), sampling=sampling, **steering)
 
 
-def penalties(rows: int, frequency: float, presence: float, repetition: float) -> Penalties:
-    return Penalties(
-        rows=np.arange(rows, dtype=np.int32),
-        frequency=np.full(rows, frequency, np.float32),
-        presence=np.full(rows, presence, np.float32),
-        repetition=np.full(rows, repetition, np.float32),
-        begun=np.arange(rows, dtype=np.int32),
-        begun_starts=np.arange(rows + 1, dtype=np.int32) * len(OUTPUTS),
-        begun_ids=np.tile(ints(*OUTPUTS), rows),
-    )
+def penalised_rows(
+    rows: int, frequency: float = 0.4, presence: float = 0.3, repetition: float = 1.5
+) -> Penalties:
+    factors = {"frequency": frequency, "presence": presence, "repetition": repetition}
+    return penalties(rows, dict.fromkeys(range(rows), OUTPUTS), **factors)
 
 
 def masks(rows: int) -> dict[str, object]:
@@ -161,7 +132,7 @@ CASES = {
         kept(WARM, (rank(WARM) < 9) & (before(WARM) <= 0.9) & likely(WARM, 0.05)),
     ),
     "penalties": (
-        plan_of(columns(DRAWS, 1.0), penalties=penalties(DRAWS, 0.4, 0.3, 1.5)),
+        plan_of(columns(DRAWS, 1.0), penalties=penalised_rows(DRAWS)),
         softmax(penalised(LOGITS), 1.0),
     ),
     "masks": (plan_of(columns(DRAWS, 1.0), **masks(DRAWS)), softmax(forbidden(LOGITS), 1.0)),
@@ -169,7 +140,7 @@ CASES = {
     "everything": (
         plan_of(
             columns(DRAWS, 1.7, top_k=7),
-            penalties=penalties(DRAWS, 0.4, 0.3, 1.5),
+            penalties=penalised_rows(DRAWS),
             biases=biases(DRAWS),
             **masks(DRAWS),
         ),
@@ -219,13 +190,14 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
     """Exactly: seeds, filters and steering of the neighbours are nothing to it."""
     random = np.random.default_rng(seed)
     rows = 40
-    sampling = SamplingColumns(
-        temperature=random.choice([0.0, 0.3, 1.0, 2.0], rows).astype(np.float32),
-        top_p=random.choice([0.5, 0.9, 1.0], rows).astype(np.float32),
-        min_p=random.choice([0.0, 0.1], rows).astype(np.float32),
-        top_k=random.choice([0, 1, 3], rows).astype(np.int32),
+    sampling = sampling_columns(
+        rows,
+        temperature=random.choice([0.0, 0.3, 1.0, 2.0], rows),
+        top_p=random.choice([0.5, 0.9, 1.0], rows),
+        min_p=random.choice([0.0, 0.1], rows),
+        top_k=random.choice([0, 1, 3], rows),
         seed=random.integers(-(2**63), 2**63 - 1, rows),
-        choice=random.integers(0, 3, rows).astype(np.int32),
+        choice=random.integers(0, 3, rows),
     )
     positions = random.integers(0, 5000, rows)
     steered = np.flatnonzero(random.random(rows) < 0.5)
@@ -233,10 +205,10 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
     def some(index: np.ndarray) -> StepPlan:
         """The plan of some of these rows."""
         number = np.flatnonzero(np.isin(index, steered)).astype(np.int32)
-        lowered = penalties(len(number), 0.4, 0.3, 1.5)
+        lowered = penalised_rows(len(number))
         bias = biases(len(number))
         return plan_of(
-            SamplingColumns(**{n: getattr(sampling, n)[index] for n in COLUMNS}),
+            sampling.of(index),
             penalties=replace(lowered, rows=number, begun=number) if len(number) else None,
             biases=replace(bias, rows=np.repeat(number, 2)) if len(number) else None,
         )
@@ -247,12 +219,9 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
         assert drawn(some(one), positions[one])[0] == together[row]
 
 
-COLUMNS = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")
-
-
 def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
     sampler = Sampler(select(DeviceCapability("cpu")))
-    plan = plan_of(columns(1, 0.0), penalties=penalties(1, 2.0, 2.0, 1.0))
+    plan = plan_of(columns(1, 0.0), penalties=penalised_rows(1, 2.0, 2.0, 1.0))
     for count in range(1, 4):
         logits = torch.zeros(1, VOCABULARY)
         sampler.process_logits(plan, np.arange(1), logits)
@@ -280,7 +249,7 @@ def test_rows_left_without_a_token_are_named() -> None:
 
 
 def test_rows_that_verify_drafts_are_not_steered() -> None:
-    plan = plan_of(columns(2), penalties=penalties(2, 1.0, 0.0, 1.0))
+    plan = plan_of(columns(2), penalties=penalised_rows(2, 1.0, 0.0, 1.0))
     logits = torch.zeros(3, VOCABULARY)
     with pytest.raises(PlanRefused, match="do not support draft tokens"):
         Sampler(select(DeviceCapability("cpu"))).process_logits(plan, np.array([0, 0, 1]), logits)
